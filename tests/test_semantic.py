@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from command_line import invoke
-from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
 from semkv_lab.caches import play
+from semkv_lab.labels import Asked
 from semkv_lab.semantic import CONVERSATIONS
-from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
@@ -73,7 +72,7 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
     assert found["machine"]["versions"]["numpy"]
     for name, modules in PEERS.items():
         if not all(map(importlib.util.find_spec, modules)):
-            assert f"{name}: not installed: pip install" in said
+            assert f"{name}: not installed: pip install" in said or f"{name}: not measured" in said
 
 
 def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
@@ -121,19 +120,6 @@ def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None
     assert play(caches.VCache(encoder, 0.1, 0), right).hits > 5
     wrong = [Asked("How do I learn the piano?", str(n)) for n in range(40)]
     assert play(caches.VCache(encoder, 0.01, 0), wrong).hits == 0
-
-
-def test_a_redis_server_that_redisvl_cannot_use_is_named(tmp_path: Path) -> None:
-    assert "--redis-url names no Redis server" in caches.no_search("")
-    server = RedisServer(tmp_path)
-    try:
-        assert caches.no_search(server.url) in (
-            "",
-            "the Redis server of --redis-url lacks the search module (Redis 8 has it)",
-        )
-    finally:
-        server.kill()
-    assert "no Redis server answers" in caches.no_search(server.url)
 
 
 @pytest.mark.parametrize(
