@@ -411,22 +411,6 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     entry = entry_of(bench)
     assert entry.chunk_text == "two"
     assert not any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-    report = bench.ask("two", context=document, chunk=f"two {document}")  # whose chunk text is that of the prompt
-    assert report.provenance == "text:exact"
-    assert bench.entry != entry.entry_id
-    entry = entry_of(bench)
-    assert entry.chunk_text == f"two {document}"
-    assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-
-
-def test_vectors_of_another_encoder_are_not_compared(bench: Bench) -> None:
-    bench.ask("color", "car")
-    bench.hook.fingerprint = bench.encoder.fingerprint = "another"  # type: ignore[misc]
-    bench.reopen(exact=False)
-    assert not bench.look("color~0.99", "car~0.95").hit
-    bench.ask("color", "car")  # the same prompt again brings the new encoder's vectors
-    assert bench.look("color~0.99", "car").hit
-    assert bench.cache.stats().entries == 1
 
 
 def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:

@@ -18,7 +18,6 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
-from semkv.guards import Guard
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
-_PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair of images with several donors
 
 
 class Matching:
@@ -59,7 +57,6 @@ class Matching:
         hook: EmbeddingHook,
         encoder: TextEncoder | None,
         planner: Planner,
-        guard: Guard,
         similar: SimilarTier,
         tally: Tally,
         tiers: Sequence[Tier] = (),
@@ -74,7 +71,9 @@ class Matching:
                 raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
-        self._contexts = None if encoder is None else SimilarContext(config, catalog, encoder, guard)
+        self._contexts = None
+        if encoder is not None and config.normalised:
+            self._contexts = SimilarContext(config, catalog, encoder, planner.guard)
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
@@ -95,7 +94,7 @@ class Matching:
         """
         found = Lookup(request, self.statuses())
         with self._tally.boundary("request"):
-            keyed = Keyed.of(request.namespace, request.segments)
+            keyed = Keyed(request.namespace, request.segments)
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
@@ -147,7 +146,7 @@ class Matching:
         return None
 
     def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
-        if self._contexts is None:
+        if self._encoder is None:
             return
         found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
         with self._tally.boundary(SEMANTIC):
@@ -206,7 +205,7 @@ class Matching:
         self, report: ReuseReport, response: str, tags: tuple[str, ...], metadata: Mapping[str, Any], now: float
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        keyed = Keyed.of(report.request.namespace, report.plan.segments)
+        keyed = Keyed(report.request.namespace, report.plan.segments)
         entry = entry_of(report.request, keyed)
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
@@ -244,7 +243,7 @@ class Matching:
                 another's.
         """
         request = Request("", entry.namespace, entry.segments, entry.chunk_text, entry.tags)
-        keyed = Keyed.of(entry.namespace, entry.segments)
+        keyed = Keyed(entry.namespace, entry.segments)
         if entry_of(request, keyed).entry_id != entry.entry_id:
             raise CorruptValue(f"entry {entry.entry_id}: under another key")
         vectors = {}
@@ -253,16 +252,6 @@ class Matching:
                 rows = len(request.media) if name == VISION else 1
                 vectors[name] = unit_rows(data, self._similar.dims[name], rows)
         return self._record(request, keyed, entry, vectors)
-
-    def lacks_vectors(self, report: ReuseReport, entry_id: str) -> bool:
-        """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
-        encoder. A prompt may have none: its text is beyond the encoder's window, or it has no question."""
-        if entry_id in self._similar:
-            return False
-        own = entry_of(report.request, Keyed.of(report.request.namespace, report.plan.segments))
-        layers = {name: key for name, key in self._similar.keys.items() if name != VISION}
-        missing = set(layers.values()) - self._catalog.layers(own.entry_id)
-        return bool(missing) and any(layers.get(name) in missing for name in self._vectors_to_keep(report))
 
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
