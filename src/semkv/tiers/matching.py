@@ -7,7 +7,7 @@ beginning: each later turn of a conversation has the beginning of an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -98,22 +98,26 @@ class Matching:
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
-            steps: Sequence[Callable[[Lookup, Keyed], None]] = (
-                *(self._ask_exact, partial(self._ask_embedding, given=given), self._ask_semantic),
-                *(partial(self._ask_plugged, tier=tier) for tier in self._tiers),
-                self._ask_contexts,
+            asked = (
+                (EXACT, self._exact(found, keyed)),
+                ("embedding", self._by_layers(found, keyed, given)),
+                (SEMANTIC, self._by_meaning(found, keyed)),
+                *((tier.name, self._plugged(found, keyed, tier)) for tier in self._tiers),
+                # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
+                (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
+                (SEMANTIC, self._contexts.candidates(keyed) if self._contexts is not None else ()),
             )
-            for ask in steps:
-                ask(found, keyed)
+            for name, candidates in asked:
+                with self._tally.boundary(name):
+                    self._planner.take(found, candidates)
                 if found.plan is not None:
                     break
         return found
 
-    def _ask_exact(self, found: Lookup, keyed: Keyed) -> None:
+    def _exact(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
         if self._config.exact:
             found.statuses[EXACT] = Status.MISS
-            with self._tally.boundary(EXACT):
-                self._planner.take(found, self._equal(keyed, [len(keyed.segments)]))
+            yield from self._equal(keyed, [len(keyed.segments)])
 
     def _equal(self, keyed: Keyed, depths: Iterable[int]) -> Iterator[Candidate]:
         """L0.5: donors of the same leading run, byte for byte or but for what `keys.normalise` folds. Of one length the
@@ -121,22 +125,19 @@ class Matching:
         """
         with_media = self._config.scope is Scope.MEDIA
         most = _DONORS if self._config.normalised or with_media else _SPELLINGS
-        for depth in depths:
+        for depth in depths if self._config.exact else ():
             for key in (keyed.exact_key, partial(keyed.folded_key, with_media=with_media)):
                 for donor in self._catalog.find(key(depth), most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
-    def _ask_embedding(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> None:
-        if not self._similar.layers:
-            return
-        vectors = self._embedded(found.request, given)
-        if vectors is None:  # the hook failed: a miss, not a layer without input
-            found.statuses.update({status_of(layer.name): Status.MISS for layer in self._similar.layers})
-            return
-        found.vectors.update(vectors)
-        found.statuses.update({status_of(name): Status.MISS for name in vectors})
-        with self._tally.boundary("embedding"):
-            self._planner.take(found, self._similar.by_layers(found.request, keyed, vectors))
+    def _by_layers(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> Iterator[Candidate]:
+        layers = [layer.name for layer in self._similar.layers]
+        vectors = self._embedded(found.request, given) if layers else {}
+        # Where the hook failed that is a miss, not a layer without input.
+        found.statuses.update({status_of(name): Status.MISS for name in (layers if vectors is None else vectors)})
+        found.vectors.update(vectors or {})
+        if vectors:
+            yield from self._similar.by_layers(found.request, keyed, vectors)
 
     def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
         """Checked vectors of the embedding layers; None where the hook failed."""
@@ -145,24 +146,27 @@ class Matching:
             return unit_vectors(request, raw, self._similar.layers, self._config.embedding_hook)
         return None
 
-    def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
+    def _by_meaning(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
         if self._encoder is None:
             return
         found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
-        with self._tally.boundary(SEMANTIC):
-            vector = self._chunk_vector(found.request.chunk_text)
-            if vector is not None:
-                found.vectors[SEMANTIC] = vector
-                self._planner.take(found, self._similar.by_chunk_text(keyed, vector))
-            elif not keyed.context_depths():
-                found.statuses[SEMANTIC] = Status.SKIP
+        vector = self._chunk_vector(found.request.chunk_text)
+        if vector is not None:
+            found.vectors[SEMANTIC] = vector
+            yield from self._similar.by_chunk_text(keyed, vector)
+        elif not keyed.context_depths():
+            found.statuses[SEMANTIC] = Status.SKIP
 
-    def _ask_plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> None:
+    def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
+        """Donors that share a key of a tier of the user's own, and all but the question, the best first."""
         keys = self._tier_keys(tier, found.request, keyed)
         if keys:
             found.statuses[tier.name] = Status.MISS
-            with self._tally.boundary(tier.name):
-                self._planner.take(found, self._sharing_a_key(tier, found.request, keyed, keys))
+        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)}
+        scored = [(as_cosine(tier.score(found.request, donor)), donor) for donor in donors.values()]
+        for score, donor in sorted(scored, key=lambda pair: -pair[0])[:_DONORS]:
+            if score > 0.0:
+                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,), similar=keyed.question)
 
     def _tier_keys(self, tier: Tier, request: Request, keyed: Keyed) -> list[str]:
         """The catalog's keys of a prompt in a tier of the user's own; none where it has no question, or the tier
@@ -171,26 +175,6 @@ class Matching:
         with self._tally.boundary(tier.name):
             return [digest("tier", tier.name, slot, key) for key in tier.keys(request) if slot]
         return []
-
-    def _sharing_a_key(self, tier: Tier, request: Request, keyed: Keyed, keys: Sequence[str]) -> Iterator[Candidate]:
-        """Those that share a key and all but the question, the best first."""
-        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)}
-        scored = [(as_cosine(tier.score(request, donor)), donor) for donor in donors.values()]
-        for score, donor in sorted(scored, key=lambda pair: -pair[0])[:_DONORS]:
-            if score > 0.0:
-                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,), similar=keyed.question)
-
-    def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
-        """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
-
-        A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
-        """
-        if self._config.exact:
-            with self._tally.boundary(EXACT):
-                self._planner.take(found, self._equal(keyed, reversed(keyed.context_depths())))
-        if self._contexts is not None and found.plan is None:
-            with self._tally.boundary(SEMANTIC):
-                self._planner.take(found, self._contexts.candidates(keyed))
 
     def _chunk_vector(self, text: str) -> Vector | None:
         """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
