@@ -94,7 +94,7 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
         ("[1]", "expected an object, found list"),
         ({"answer": "x"}, "question: Field required"),
         ({"question": "x", "images": [[3]]}, "images"),
-        ({"question": "x", "prompt": "y"}, "prompt: Extra inputs are not permitted"),
+        ({"question": "x", "prompt": "y"}, "prompt: Unexpected keyword argument"),
         ({"question": "x", "id": "1"}, "another line has the id '1'"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
         ('{"question": "\\uD800?"}', "question: Input should be a valid string"),
