@@ -200,7 +200,7 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="question 17: question: Field required"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
     for fields, message in (
-        ({"entailed": 5}, "entailed"),
+        ({"types": 5}, "types"),
         ({"groups": {"global": ["x"]}}, "groups.global"),
     ):
         rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
