@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -74,10 +75,12 @@ class Served:
 class Started:
     """``semkv serve`` in a process of its own, without near-repeats unless ``--semantic`` is given.
 
-    ``log`` is the file with what it says.
+    ``log`` is the file with what it says, ``files`` its soft and hard limit of open files.
     """
 
-    def __init__(self, upstream: str, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, upstream: str, folder: Path, *flags: str, files: tuple[int, int] | None = None, **environment: str
+    ) -> None:
         self.log = folder / "log"
         command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}"]
         command += ["--no-semantic"] * ("--semantic" not in flags)
@@ -87,6 +90,7 @@ class Started:
                 stdout=out,
                 stderr=out,
                 env={**os.environ, "SEMKV_SECRET": SECRET, **_PATIENCE, **environment},
+                preexec_fn=files and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)),
             )
 
     def __enter__(self) -> Started:

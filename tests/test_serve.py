@@ -89,41 +89,24 @@ def answers(url: str) -> bool:
 
 
 def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "semkv", "serve", "--port=0", f"--cache-dir={tmp_path / 'cache'}", "--no-semantic"],
-            stderr=out,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (300, 400)),
-        )
     lines: list[socket.socket] = []
-
-    def ask() -> int:
-        return httpx.post(f"{url}/v1/chat/completions", content=b"{}", timeout=60).status_code
-
-    try:
-        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
-        (url,) = re.findall(r"http://127.0.0.1:\d+(?=: upstream)", log.read_text())
-        wait_until(lambda: answers(url))
+    with Started("http://127.0.0.1:1", tmp_path, files=(300, 400)) as running:
+        wait_until(lambda: answers(running.url))
         assert resource.prlimit(running.pid, resource.RLIMIT_NOFILE) == (400, 400)
-        address = ("127.0.0.1", httpx.URL(url).port or 0)
-        most = (400 - 256) // 2 - 32
-        lines += [socket.create_connection(address, timeout=60) for _ in range(most)]
-        wait_until(lambda: ask() == 503)
-        assert answers(url)
-        text = httpx.get(f"{url}/metrics").text
-        assert 'semkv_turned_away_total{what="connections"} 1.0' in text
-        lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
-        with socket.create_connection(address, timeout=60) as turned:
-            assert turned.recv(4096)[9:12] == b"503"
-        for line in lines:
-            line.close()
-        wait_until(lambda: answers(url) and ask() != 503)
-    finally:
-        for line in lines:
-            line.close()
-        running.kill()
-        running.wait()
+        address = ("127.0.0.1", httpx.URL(running.url).port or 0)
+        try:
+            lines += [socket.create_connection(address, timeout=60) for _ in range((400 - 256) // 2 - 32)]
+            wait_until(lambda: ask(running, "x").status_code == 503)
+            assert answers(running.url)
+            text = httpx.get(f"{running.url}/metrics").text
+            assert 'semkv_turned_away_total{what="connections"} 1.0' in text
+            lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
+            with socket.create_connection(address, timeout=60) as turned:
+                assert turned.recv(4096)[9:12] == b"503"
+        finally:
+            for line in lines:
+                line.close()
+        wait_until(lambda: answers(running.url) and ask(running, "x").status_code != 503)
 
 
 def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
