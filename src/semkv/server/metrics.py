@@ -248,11 +248,13 @@ class Hit:
         own = [{"role": "question", "text": self.response.prompt}]
         sides = {"asked": self.asked or own, "donor": self.donor or own}
         shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
+        payload = self.response.payload
+        answer = text_of(payload) or payload.decode(errors="replace")  # of another form: as it was kept
         return {
             "id": self.number,
             "key": self.response.key,
             "model": visible(self.response.model),
-            "answer": visible(answer_of(self.response.payload)),
+            "answer": visible(answer[:_TEXT]),
             **{name: getattr(self, name) for name in shown},
             **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
         }
@@ -314,8 +316,3 @@ def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
             break
         parts.append(part)
     return parts[::-1]
-
-
-def answer_of(payload: bytes) -> str:
-    """The first choice of an answer for display; an answer of another form as it was kept."""
-    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]
