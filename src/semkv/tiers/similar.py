@@ -23,7 +23,7 @@ import numpy as np
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError
+from semkv.encoders.hooks import wrong_dimension
 from semkv.guards import Guard, forget
 from semkv.index import Index, Neighbour, Row, VectorIndex
 from semkv.keys import segment_key
@@ -67,11 +67,8 @@ class SimilarTier:
     """The indexes of all layers, which follow the catalog: what other processes record is read at the next lookup, and
     what they purge is forgotten within a second.
 
-    Args:
-        hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
-        encoder: of L1; None switches that off.
-        least: cosine of a similar question in L1.
-        index: makes an index of vectors of a length, instead of `VectorIndex`.
+    ``hook`` is the fingerprint of what fills the layers of L2; ``encoder`` is that of L1, None switches it off;
+    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`.
     """
 
     def __init__(
@@ -405,12 +402,6 @@ def unit_vectors(
         unit = (rows / lengths).astype(np.float32)
         vectors[layer.name] = unit[0] if len(unit) == 1 else unit
     return vectors
-
-
-def wrong_dimension(layer: EmbeddingLayer, dim: int, hook_name: str) -> ConfigError:
-    """What is said of a layer whose hook returns vectors of another dimension."""
-    allowed = f"{layer.name}:{dim}, the dimension that hook {hook_name} returns"
-    return ConfigError("--embedding-layer", f"{layer.name}:{layer.dim}", allowed)
 
 
 def _media_ids(keyed: Keyed) -> tuple[str, ...]:
