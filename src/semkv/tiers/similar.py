@@ -302,15 +302,6 @@ class SimilarTier:
         return donor
 
 
-@dataclass(frozen=True, slots=True)
-class _Aligned:
-    """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
-
-    donor: Entry
-    run: int
-    changed: tuple[tuple[str, str], ...]
-
-
 class SimilarContext:
     """L1 for long contexts: entries whose contexts say the same but for a few reworded sentences.
 
@@ -331,24 +322,24 @@ class SimilarContext:
         partition = keyed.before_context(with_media=self._with_media)
         keys = self._catalog.vote(sketch(partition, first_context(keyed)))
         donors = [donor for key in keys for donor in self._catalog.find(key, _CONTEXTS)]
-        aligned = [found for donor in donors if (found := self._align(keyed.segments, donor)) is not None]
-        for found in sorted(aligned, key=lambda a: (-a.run, len(a.changed))):
-            score = self._least_cosine(found.changed)
+        aligned = [(donor, *self._align(keyed.segments, donor.segments)) for donor in donors]
+        for donor, run, changed in sorted(aligned, key=lambda one: (-one[1], len(one[2]))):
+            score = self._least_cosine(changed) if run else None
             if score is not None and score >= self._threshold:
-                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,), checked=True)
+                yield Candidate(donor, run, SEMANTIC, score, (SEMANTIC,))
 
-    def _align(self, own: Sequence[Segment], donor: Entry) -> _Aligned | None:
+    def _align(self, own: Sequence[Segment], theirs: Sequence[Segment]) -> tuple[int, list[tuple[str, str]]]:
+        """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
         changed: list[tuple[str, str]] = []
         run = 0
-        most = min(len(own), len(donor.segments)) - 1  # the question stays the request's own
-        for position in range(most):
-            pairs = self._changed(own[position], donor.segments[position])
+        for position in range(min(len(own), len(theirs)) - 1):  # the question stays the request's own
+            pairs = self._changed(own[position], theirs[position])
             if pairs is None:
                 break
             changed += pairs
             if is_context(own[position]):
                 run = position + 1
-        return _Aligned(donor, run, tuple(changed)) if run else None
+        return run, changed
 
     def _changed(self, mine: Segment, theirs: Segment) -> list[tuple[str, str]] | None:
         """The sentences that differ, in pairs; None where more differs: another segment that is no context, a sentence
