@@ -59,7 +59,7 @@ CHANGED = [
     ("Can mammoths swim?", "Could mammoths swim?", "tense"),
     ("What should I do if my boss lies to me?", "What should I do if I lie to my boss?", "person"),
     ("Why is my mom so mean to me?", "Why am I so mean to my mom?", "person"),
-    ("How can I stop my brother hitting me?", "How can I stop hitting my brother?", "person"),
+    ("How can I stop my brother hitting me?", "How can I stop hitting my brother?", "word order"),
     ("Only I saw Ann", "I only saw Ann", "word order"),
     ("Is she the only doctor?", "Is she only the doctor?", "word order"),
     ("Is iron more brittle than steel?", "Is iron as brittle as steel?", "comparison"),

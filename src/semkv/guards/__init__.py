@@ -48,7 +48,6 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.modality,
     meaning.tense,
     meaning.person,
-    order.role,
     order.word_order,
     meaning.particle,
     meaning.relation,
