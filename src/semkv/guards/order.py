@@ -99,7 +99,7 @@ class _Order:
     """The words of both texts, each with the one who acts before the verb, between two empty ones."""
 
     def __init__(self, p: Pair) -> None:
-        self.language = language = p.language
+        self.p, self.language = p, p.language
         self.first, self.second = (["", *_acting(text), ""] for text in (p.a, p.b))
         self.places, there = _places(self.first), _places(self.second)
         self.shared: list[Places] = []
@@ -108,16 +108,17 @@ class _Order:
             if len(places) == len(others) or stem.startswith(_PERSON):
                 self.shared += zip(places, others, strict=False)
         self.shared.sort()
-        gerunds = [{t.stem for t in text.tokens if t.word.endswith(language.gerund)} for text in (p.a, p.b)]
-        self.gerunds = gerunds[0] & gerunds[1]
-        # "book a room", "room booking"; "the time is shown", "shows the time"
-        self.loose = language.joined | (gerunds[0] ^ gerunds[1]) | (_participles(p.a) ^ _participles(p.b))
 
     def exchange(self) -> str | None:
         """Why the order tells one text from the other."""
         order = [place for _, place in self.shared]
         if order == sorted(order):
             return None
+        a, b = self.p.a, self.p.b
+        first, second = ({t.stem for t in x.tokens if t.word.endswith(self.language.gerund)} for x in (a, b))
+        self.gerunds = first & second
+        # "book a room", "room booking"; "the time is shown", "shows the time"
+        self.loose = self.language.joined | (first ^ second) | (_participles(a) ^ _participles(b))
         for x, (i, j) in enumerate(self.shared):
             for y in range(x + 1, len(self.shared)):
                 k, m = self.shared[y]
