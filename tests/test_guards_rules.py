@@ -11,7 +11,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.guards import REASONS, veto
 from semkv.guards.language import languages, short_token
-from semkv.guards.text import read, short_chunk
+from semkv.guards.text import read
 from semkv.keys import normalise
 from semkv.types import Namespace, Request, TextSegment
 
@@ -201,10 +201,9 @@ def test_a_deletion_takes_the_pieces_of_users_texts_from_memory(tmp_path: Path) 
     assert not any(remembered.cache_info().currsize for remembered in guards._CACHES)
 
 
-def test_long_chunks_and_words_are_not_remembered() -> None:
+def test_long_words_are_not_remembered() -> None:
     guards.forget()
     assert [t.word for t in read(f"{'c1' * 13} {'b' * 25}", languages()[0]).tokens] == [*["c", "1"] * 13, "b" * 25]
-    assert short_chunk.cache_info().currsize == 0
     assert short_token.cache_info().currsize == 2
 
 

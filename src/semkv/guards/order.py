@@ -192,10 +192,10 @@ def _acting(text: Text) -> list[str]:
             agent = tokens[by + 1 :] or tokens[:1]
             tokens = [*agent, *tokens[verb:by], *tokens[by + 1 == len(tokens) : verb]]
     else:
-        asked = next((i for i, word in enumerate(words[:2]) if language.questions.get(word) in _ASKED), None)
-        for i, (helper, after) in enumerate(itertools.pairwise(tokens[:_HELPER])):
-            perfect = language.tenses.get(helper.word) == "perfect" and not language.is_past(after)
-            if asked is not None and i > asked and (helper.word in language.helpers or perfect):
+        asked = next((i for i, word in enumerate(words[:2]) if language.questions.get(word) in _ASKED), _HELPER)
+        for i, (token, after) in enumerate(itertools.pairwise(tokens[:_HELPER])):
+            perfect = language.tenses.get(token.word) == "perfect" and not language.is_past(after)
+            if i > asked and (token.word in language.helpers or perfect):
                 tokens = [*tokens[:asked], *tokens[i + 1 :], *tokens[asked:i]]
                 break
     return [_role(token, language) for token in tokens]
