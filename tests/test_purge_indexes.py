@@ -20,8 +20,8 @@ from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.index import VectorIndex
-from semkv.stores.cachedir import prepare
-from semkv.stores.maintenance import inspect, purge_entries
+from semkv.stores.maintenance import inspect, prepare
+from semkv.stores.maintenance import purge as purge_from_here
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 
 COUNT = 1100  # above `FLAT`, so that there are graphs
@@ -182,7 +182,7 @@ def test_what_is_recorded_again_during_a_purge_is_found(
 
     monkeypatch.setattr(cache._catalog, name, asked)
     if by == "another process":
-        purge_entries(tmp_path, ["bob"], None, dry_run=False)
+        purge_from_here(tmp_path, tenants=["bob"])
     else:
         assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
     wait_until(lambda: again and cache._similar._purge == cache._catalog.purge())

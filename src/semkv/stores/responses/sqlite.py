@@ -51,14 +51,11 @@ _OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=?
 
 @dataclass(frozen=True, slots=True)
 class AnswersUse:
-    """The responses that one tenant has in a store; times are seconds since the epoch.
+    """The responses that one tenant has in a store, expired ones that are not deleted yet included.
 
-    Attributes:
-        tenant: `StoredResponse.partition`; None for responses whose head cannot be read.
-        answers: how many, expired ones that are not deleted yet included.
-        nbytes: of their heads and payloads.
-        oldest: when the first was stored.
-        used: when one was last stored or read; a gateway writes the latter when it next stores a response.
+    ``tenant`` is `StoredResponse.partition`, or None for responses whose head cannot be read. ``nbytes`` are those of
+    heads and payloads. ``oldest`` (when the first was stored) and ``used`` (when one was last stored or read, which a
+    gateway writes when it next stores one) are seconds since the epoch.
     """
 
     tenant: str | None
@@ -101,21 +98,17 @@ class SqliteStore(ResponseStore):
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
+        self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
         if isinstance(clock, SteadyClock):
-            with suppress(StoreError), self.database as db:
-                clock.at_least(db.execute("SELECT CAST(MAX(used) AS REAL) FROM responses").fetchone()[0] or 0.0)
-
-    def _error(self, error: sqlite3.Error) -> StoreError:
-        return StoreError(f"responses {self.path}: {error}")
+            with suppress(StoreError):
+                clock.at_least(self.database.rows("SELECT CAST(MAX(used) AS REAL) FROM responses")[0][0] or 0.0)
 
     def get(self, key: str) -> StoredResponse | None:
-        with self.database as db:
-            row = db.execute(f"SELECT {_RESPONSE} FROM responses WHERE key=?", (key,)).fetchone()  # noqa: S608
-        if row is None:
+        rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608
+        if not rows:
             return None
         try:
-            response = decode(key, bytes(row[0]), bytes(row[1]))
+            response = decode(key, *rows[0])
         except (CorruptValue, TypeError) as error:
             with self.database.write() as db:
                 db.execute("DELETE FROM responses WHERE key=?", (key,))
@@ -235,27 +228,26 @@ class SqliteStore(ResponseStore):
                 db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
 
     def refused(self, name: str) -> bool:
-        with self.database as db:
-            if db.execute("SELECT 1 FROM sqlite_master WHERE name='refusals'").fetchone() is None:
-                return False
-            row = db.execute("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", (name,)).fetchone()
-        return row is not None and self._clock() - row[0] < REFUSED_S
+        if not self.database.rows("SELECT 1 FROM sqlite_master WHERE name='refusals'"):
+            return False
+        rows = self.database.rows("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name)
+        return bool(rows) and self._clock() - rows[0][0] < REFUSED_S
 
     # -- operators ----------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
-        with self.database as db:
-            entries, nbytes = db.execute(_TOTALS).fetchone()
+        entries, nbytes = self.database.rows(_TOTALS)[0]
         return entries, nbytes
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
-        with self.database as db:
-            rows = db.execute(_BY_TENANT).fetchall()
         # A damaged head may be JSON whose text is no UTF-8.
-        return [AnswersUse(name if name is None else name.decode(errors="replace"), *counts) for name, *counts in rows]
+        return [
+            AnswersUse(name if name is None else name.decode(errors="replace"), *counts)
+            for name, *counts in self.database.rows(_BY_TENANT)
+        ]
 
-    def examine(self, *, repair: bool = False) -> Iterator[str]:
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
         """Read every response as a gateway would: for each why it would not be served, or an empty string.
 
         Args:
@@ -263,12 +255,11 @@ class SqliteStore(ResponseStore):
         """
         after, some = 0, f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid"  # noqa: S608
         while True:
-            with self.database as db:
-                found = [
-                    (int(row), _fault(*response))
-                    for row, *response in db.execute(f"{some}>? ORDER BY rowid LIMIT ?", (after, _BATCH))
-                    if row > after  # a damaged tree may lead back
-                ]
+            found = [
+                (int(row), _fault(*response))
+                for row, *response in self.database.rows(f"{some}>? ORDER BY rowid LIMIT ?", after, _BATCH)
+                if row > after  # a damaged tree may lead back
+            ]
             if not found:
                 return
             if repair and (bad := [row for row, fault in found if fault]):
@@ -289,7 +280,7 @@ class SqliteStore(ResponseStore):
 
 def _fault(key: bytes, head: bytes, payload: bytes) -> str:
     try:
-        decode(key.decode(errors="replace"), bytes(head), bytes(payload))
+        decode(key.decode(errors="replace"), head, payload)
     except (CorruptValue, TypeError) as error:
         return str(error)
     return ""
