@@ -32,9 +32,8 @@ def open_store(
     """The store that a setting names.
 
     Args:
-        where: a file (SQLite), ``memory`` (None is returned: `ResponseCache` is memory enough), or a URL that begins
-            with ``redis://``, ``rediss://`` or ``unix://``; empty for the file ``default``.
-        default: the file that is taken where ``where`` is empty.
+        where: a file (SQLite), ``memory`` (None is returned: `ResponseCache` is memory enough), a URL of Redis, or the
+            dotted path of the user's own; empty for the file ``default``.
         max_bytes, max_entries: bounds.
         max_tenant_bytes: bound on what each tenant has in a file; 0 for none.
         timeout_s: longest wait for a shared store.

@@ -39,7 +39,7 @@ from semkv.stores.responses.base import (
 )
 
 _BATCH = 500
-_NOTHING = json.dumps(Selector(key="").view())
+_NOTHING = Selector(key="")
 
 # KEYS: used, sizes, bytes, log. In every script `drop` removes one answer and its bookkeeping.
 _DROP = """
@@ -92,10 +92,8 @@ class RedisStore(ResponseStore):
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
         max_bytes: bound on heads and payloads; Redis itself needs about half a kilobyte an entry beside them.
-        max_entries: bound on entries.
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
-        clock: seconds since the epoch.
 
     Raises:
         ConfigError: the URL cannot be read, or the ``redis`` package is missing.
@@ -141,8 +139,7 @@ class RedisStore(ResponseStore):
 
     def _remove(self, keys: Sequence[str]) -> None:
         with asking():
-            for start in range(0, len(keys), _BATCH):
-                self._delete(keys=self._keys, args=[self._answer, *keys[start : start + _BATCH]])
+            self._delete(keys=self._keys, args=[self._answer, *keys])
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
@@ -168,54 +165,52 @@ class RedisStore(ResponseStore):
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         """Log first: what is computed from now on is kept, what was begun before is refused by `put`."""
         if not dry_run:
-            self._begin_log()
-            self._add_to_log(json.dumps(selector.view()), only_first=False)
+            self._end_of_log()
+            self._end_of_log(selector)
         found: set[str] = set()  # a scan may show a key twice
-        for batch in self._heads(None if selector.key is None else [selector.key]):
-            gone = []
-            for key, head in batch:
-                with suppress(CorruptValue):  # what cannot be read goes too
-                    if not selector.matches(decode(key, head, None)):
-                        continue
-                gone.append(key)
+        cursor, keys = 0, [] if selector.key is None else [selector.key]
+        while True:
+            if selector.key is None:  # all that were there from the start
+                with asking():
+                    cursor, rows = self._db.zscan(self._keys[0], cursor, count=_BATCH)
+                keys = [key.decode() for key, _ in rows]
+            gone = self._matching(selector, keys)
             found.update(gone)
             if gone and not dry_run:
                 self._remove(gone)
-        return len(found)
-
-    def _heads(self, only: list[str] | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Keys and heads in batches: of every answer that was there from the start, or of some keys."""
-        cursor = 0
-        while True:
-            keys = only
-            with asking():
-                if keys is None:
-                    cursor, found = self._db.zscan(self._keys[0], cursor, count=_BATCH)
-                    keys = [key.decode() for key, _ in found]
-                pipe = self._db.pipeline(transaction=False)
-                for key in keys:
-                    pipe.hget(self._answer + key, "head")
-                heads = pipe.execute()
-            yield [(key, head) for key, head in zip(keys, heads, strict=True) if head is not None]
             if not cursor:
-                return
+                return len(found)
 
-    def _begin_log(self) -> str:
-        """The end of the log; one that is empty, as in a new or a flushed Redis, gets a first entry."""
-        return self._add_to_log(_NOTHING, only_first=True)
-
-    def _add_to_log(self, selector: str, *, only_first: bool) -> str:
+    def _matching(self, selector: Selector, keys: list[str]) -> list[str]:
+        """The keys of answers that are there and meet a selector, or cannot be read."""
         with asking():
-            end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", LOG])
+            pipe = self._db.pipeline(transaction=False)
+            for key in keys:
+                pipe.hget(self._answer + key, "head")
+            heads = pipe.execute()
+        gone = []
+        for key, head in zip(keys, heads, strict=True):
+            with suppress(CorruptValue):
+                if head is None or not selector.matches(decode(key, head, None)):
+                    continue
+            gone.append(key)
+        return gone
+
+    def _end_of_log(self, new: Selector | None = None) -> str:
+        """The end of the log, with ``new`` at it. One that is empty, as in a new or a flushed Redis, gets a first
+        entry."""
+        selector = json.dumps((new or _NOTHING).view())
+        with asking():
+            end = self._note(keys=[self._log], args=[selector, "" if new else "1", LOG])
         return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:
         if not cursor:
-            return News(self._begin_log())
+            return News(self._end_of_log())
         with asking():
             rows = self._db.xrange(self._log, min=cursor)
         if not rows or rows[0][0].decode() != cursor:
-            return News(self._begin_log(), None)
+            return News(self._end_of_log(), None)
         return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
 
     def refuse(self, name: str, *, refused: bool) -> None:
