@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 from block_helpers import (
@@ -42,18 +40,6 @@ from semkv.errors import ConfigError, StoreError
 from semkv.stores import block_file, block_index, blocks
 from semkv.stores.block_file import PAGE, room
 from semkv.stores.blocks import BlockStore, Bounds
-
-
-@settings(max_examples=25, deadline=None)
-@given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=5), asked=st.lists(st.integers(0, 25), unique=True))
-def test_any_rows_of_several_files_in_any_order(
-    tmp_path_factory: pytest.TempPathFactory, parts: list[int], asked: list[int]
-) -> None:
-    store, done = open_store(tmp_path_factory.mktemp("s")), 0
-    for part in parts:
-        assert save(store, done, part)
-        done += part
-    assert served(store, asked) == [i for i in asked if i < done]
 
 
 def test_only_new_blocks_are_stored(tmp_path: Path) -> None:
@@ -267,22 +253,6 @@ def test_a_link_in_the_place_of_the_files_is_not_followed_by_what_deletes(tmp_pa
     assert precious.exists()
 
 
-def test_a_lost_index_begins_an_empty_store_and_counts_purges_on(tmp_path: Path) -> None:
-    """Also for a process that has it open: what was found before is not served, and memory must be dropped."""
-    store = open_store(tmp_path)
-    save(store, 0, 2)
-    heard = store.last_purge()
-    lose_index(tmp_path)
-    again = open_store(tmp_path)
-    assert files(tmp_path) == []
-    assert right(again, 0, 2) == right(store, 0, 2) == 0
-    assert [purge.owner for purge in store.purges_after(heard)] == [None]
-    assert store.last_purge() == again.last_purge() > heard
-    assert save(store, 0, 2)
-    assert right(again, 0, 2) == 2
-    assert totals(store) == totals(again)
-
-
 def test_nobody_else_can_read_what_is_stored(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -379,18 +349,6 @@ def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path, monk
     assert (unknown.owner, unknown.id) == (None, other.last_purge())
     assert not save(store, 1, since=start)
     assert not save(store, 1, since=0), "a moment that is not known"
-
-
-@pytest.mark.parametrize("what", [{}, {"owner": "x"}])
-def test_what_was_computed_before_a_purge_is_not_stored_after_it(tmp_path: Path, what: dict[str, str]) -> None:
-    store = open_store(tmp_path)
-    since = store.last_purge()
-    assert save(store, 0, owner="x", since=since)
-    open_store(tmp_path).purge(**what)  # type: ignore[arg-type]
-    assert save(store, 1, owner="x", since=since) is None
-    assert store.counters["rejected"] == 1
-    assert (save(store, 2, owner="y", namespace="other", since=since) is None) == (not what)
-    assert save(store, 1, owner="x", since=store.last_purge())
 
 
 def test_a_writer_may_take_back_what_it_wrote_and_has_under_way(tmp_path: Path) -> None:

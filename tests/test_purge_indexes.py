@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -151,15 +150,6 @@ def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, ot
     other("close")
     prepare(config, purge=True)
     assert (left(tmp_path), inspect(tmp_path).entries) == ([], ())
-
-
-def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:
-    cache = opened(tmp_path)
-    follower = cache._similar._follower
-    del cache
-    gc.collect()
-    follower.join(120)
-    assert not follower.is_alive()
 
 
 @pytest.mark.parametrize("by", ["another process", "this one"])

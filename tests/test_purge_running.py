@@ -119,15 +119,6 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
     assert served(open_store(tmp_path / "kv"), [1, 2, 3]) == [3]
 
 
-@pytest.mark.parametrize("link", ["kv", "."])
-def test_a_folder_on_a_disk_that_is_not_there_is_no_reason_to_wait(tmp_path: Path, link: str) -> None:
-    cache = tmp_path / "cache"
-    if link != ".":
-        cache.mkdir()
-    (cache / link if link != "." else cache).symlink_to(tmp_path / "not mounted")
-    assert not open_store(cache / "kv").on
-
-
 def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     """Nobody finds a directory half emptied."""
     over = threading.Event()

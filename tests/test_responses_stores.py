@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -239,22 +238,6 @@ def test_the_bound_on_entries_holds(make: Make) -> None:
     assert 15 <= store.usage()[0] <= 20
     assert store.get("49") is not None
     assert store.get("0") is None
-
-
-def test_many_threads(make: Make) -> None:
-    store = make()
-
-    def work(number: int) -> None:
-        for turn in range(20):
-            key = f"{(number + turn) % 7}"
-            store.put(answer(key, payload=key.encode() * 50))
-            found = store.get(key)
-            assert found is None or found.payload == key.encode() * 50
-            if turn % 10 == 0:
-                store.invalidate(Selector(key=key))
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
 
 
 # -- the stored form --------------------------------------------------------------------------------------------------
