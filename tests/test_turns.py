@@ -220,6 +220,3 @@ def test_turns_are_found_after_a_restart_and_not_after_a_purge(tmp_path: Path) -
         wait_until(lambda: len(index) == 0)
         assert not index._partitions
         assert tiers(pair, OTHER) == ["miss"] * 5
-
-
-# -- in the library ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError, StoreError
-from semkv.guards import forget, no_veto, veto
+from semkv.guards import forget
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
@@ -42,7 +42,7 @@ from semkv.tiers.plan import PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import SimilarTier, wrong_dimension
-from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Scope
+from semkv.types import CacheMode, Entry, Exactness, Namespace, Plan, Request, ReuseReport
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -154,8 +154,6 @@ class SemanticCache:
         self._roots = image_roots(config)
         own = None if decider is None else plug.require("decider", decider, Decider)
         self._decider: Decider = own or build_policy(config, plain.fingerprint if config.calibration else "")
-        floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
-        guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._checking = Checking(
             config.checked_share,
             self._decider,
@@ -165,14 +163,12 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        compare_images = guard is veto and config.scope is Scope.MEDIA
-        self._planner = Planner(
-            config, self.media, self._decider, guard, self._checking, self._tally, compare_images=compare_images
-        )
-        self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
-        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, floor, self._tally, index)
+        self._planner = Planner(config, self.media, self._decider, self._checking, self._tally)
+        self.pending = PendingTier(config, self._planner, self._checking, self._tally)
+        least = self._planner.least
+        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, least, self._tally, index)
         self._matching = Matching(
-            config, self._catalog, hook, encoder, self._planner, guard, self._similar, self._tally, tiers
+            config, self._catalog, hook, encoder, self._planner, self._similar, self._tally, tiers
         )
         self._sharing = None
         if log is not None:
@@ -271,12 +267,10 @@ class SemanticCache:
         match = report.plan.match if report.plan.substituted else None
         with self._tally.boundary("record"):
             now = time.time()
-            if match is not None:
-                exact = match.exactness is Exactness.EXACT and report.plan.full
-                there = self._catalog.tag(match.entry_id, all_tags if exact else ())
-                if report.plan.full and not (exact and there and self._matching.lacks_vectors(report, match.entry_id)):
-                    self._tally.add("repeats")
-                    return match.entry_id if there else None
+            if match is not None and report.plan.full:
+                there = self._catalog.tag(match.entry_id, all_tags if match.exactness is Exactness.EXACT else ())
+                self._tally.add("repeats")
+                return match.entry_id if there else None
             record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)
             self._keep_media(record.entry)
             new = self._add(record)

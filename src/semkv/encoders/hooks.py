@@ -92,13 +92,13 @@ class VisionHook:
 
     def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
         self._encoder, self._roots = encoder, tuple(roots)
-        self._vector, self._pixels = lru_cache(remembered)(self._encoded), lru_cache(remembered)(self._counted)
+        self._vector = lru_cache(remembered)(self._encoded)
         self.dims = {"vision": encoder.dim}
         self.fingerprint = encoder.fingerprint
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         try:
-            if sum(map(self._pixels, request.media)) > MOST_PIXELS:
+            if sum(pixels_of(self._read(segment)) for segment in request.media) > MOST_PIXELS:
                 return {}
             vectors = [self._vector(segment) for segment in request.media]
         except FileNotFoundError:
@@ -109,9 +109,6 @@ class VisionHook:
 
     def _encoded(self, segment: MediaSegment) -> Vector:
         return self._encoder.encode(self._read(segment))
-
-    def _counted(self, segment: MediaSegment) -> int:
-        return pixels_of(self._read(segment))
 
     def _read(self, segment: MediaSegment) -> bytes:
         data = read_media(segment, self._roots)

@@ -213,8 +213,8 @@ class Checking:
         if report.rewritten or not self._decider.learns:
             return
         if report.near is not None:
-            correct = self.same_answer(report.near.response, response)
-            self._observe(report.near.match, correct=correct, served=None)
+            match, refused = report.near
+            self._observe(match, correct=self.same_answer(refused, response), served=None)
         elif not report.plan.substituted and report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 

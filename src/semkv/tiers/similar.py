@@ -30,7 +30,6 @@ from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers.base import SEMANTIC, Candidate, Every, PluggedIndex, Tally
 from semkv.tiers.prompt_keys import (
     Keyed,
-    exact_sentences,
     first_context,
     is_context,
     sentences,
@@ -87,7 +86,7 @@ class SimilarTier:
     Args:
         hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
         encoder: of L1; None switches that off.
-        floor: least cosine of a similar question in L1.
+        least: cosine of a similar question in L1.
         index: makes an index of vectors of a length, instead of `VectorIndex`.
     """
 
@@ -97,7 +96,7 @@ class SimilarTier:
         catalog: Catalog,
         hook: str,
         encoder: TextEncoder | None,
-        floor: float,
+        least: float,
         tally: Tally,
         index: Callable[[int], Index] | None = None,
     ) -> None:
@@ -129,11 +128,10 @@ class SimilarTier:
             self.keys[SEMANTIC], self.dims[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}", encoder.dim
             partition = "frame" if self._within_media else "loose_frame"
             self._question = _TextLayer(
-                SEMANTIC, SEMANTIC, self.keys[SEMANTIC], floor, make_index(encoder.dim), partition
+                SEMANTIC, SEMANTIC, self.keys[SEMANTIC], least, make_index(encoder.dim), partition
             )
         self._texts = [*self._layers, *([] if self._question is None else [self._question])]
-        self._members: dict[str, dict[str, None]] = {}  # item of the media index -> its entries, oldest first
-        self._item_of: dict[str, str] = {}  # entry -> item
+        self._item_of: dict[str, str] = {}  # entry -> item of the media index, oldest first
         self._seen_vectors = self._seen_media = 0
         self._seen_file = catalog.database.opened
         self._behind = False  # whether the last refresh failed
@@ -157,10 +155,6 @@ class SimilarTier:
     def entries(self) -> set[str]:
         """The entries that are known here."""
         return {entry for layer in self._texts for entry in layer.index.items()} | self._item_of.keys()
-
-    def __contains__(self, entry_id: str) -> bool:
-        """Whether every text layer has an entry's vector."""
-        return all(entry_id in layer.index for layer in self._texts)
 
     # -- keeping up with the catalog ----------------------------------------------------------------------------
 
@@ -193,7 +187,6 @@ class SimilarTier:
         """Several images are found by the first of them, and then compared one by one."""
         partition = row.space if self._any else row.run
         item = " ".join((partition, *row.media))
-        self._members.setdefault(item, {})[row.entry_id] = None
         self._item_of[row.entry_id] = item
         if item in index:
             return
@@ -227,17 +220,9 @@ class SimilarTier:
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
                 for layer in self._texts:
                     layer.index.remove(gone)
-                for entry_id in gone:
-                    self._remove_media(entry_id)
-
-    def _remove_media(self, entry_id: str) -> None:
-        item = self._item_of.pop(entry_id, None)
-        if item is None or self._media_index is None:
-            return
-        self._members[item].pop(entry_id, None)
-        if not self._members[item]:
-            del self._members[item]
-            self._media_index.remove([item])
+                items = {self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of}
+                if items and self._media_index is not None:
+                    self._media_index.remove(items.difference(self._item_of.values()))
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -254,7 +239,7 @@ class SimilarTier:
             return
         runs = self._runs(keyed, vectors)
         # The prompt as it would be with each run's media in it.
-        prompts = [(run, Keyed.of(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
+        prompts = [(run, Keyed(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
         for run, within in [(runs[0], keyed), *prompts]:
             yield from self._whole(within, run, vectors)
         for run, within in prompts:
@@ -342,7 +327,8 @@ class SimilarTier:
                 found += [(b.score, layer.status, b.item) for b in best if b.score >= layer.threshold]
         if VISION in vectors:
             for run in self._similar_media(keyed, keyed.space, vectors[VISION], 1):
-                found += [(run.score, status_of(VISION), entry) for entry in [*self._members.get(run.item, ())][:1]]
+                entries = [entry for entry, item in list(self._item_of.items()) if item == run.item]
+                found += [(run.score, status_of(VISION), entry) for entry in entries[:1]]
         for score, status, entry_id in sorted(found, key=lambda f: -f[0]):
             donor = self._entry(entry_id)
             if donor is not None:
@@ -371,15 +357,12 @@ class SimilarContext:
     A sentence encoder reads a few hundred tokens, so a document's vector would stand for its beginning alone. Instead
     its sentences' hashes name stored contexts that share most of them. The best must then agree sentence by sentence,
     but for a few that were reworded, and only those are encoded. The guard may veto one, such as one with another
-    number. Without ``normalised`` a sentence that is typed in another way is a changed one, and what is no context has
-    to be byte-equal.
+    number.
     """
 
     def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
-        self._normalised = config.normalised
-        self._cut = sentences if config.normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
@@ -410,12 +393,12 @@ class SimilarContext:
     def _changed(self, mine: Segment, theirs: Segment) -> list[tuple[str, str]] | None:
         """The sentences that differ, in pairs; None where more differs: another segment that is no context, a sentence
         more or less, too many that differ, or one that the guard vetoes."""
-        keys = [segment_key(s, normalised=self._normalised, with_media=self._with_media) for s in (mine, theirs)]
+        keys = [segment_key(s, normalised=True, with_media=self._with_media) for s in (mine, theirs)]
         if keys[0] == keys[1]:
             return []
         if not (isinstance(mine, TextSegment) and isinstance(theirs, TextSegment)):
             return None
-        first, second = self._cut(mine.text), self._cut(theirs.text)
+        first, second = sentences(mine.text), sentences(theirs.text)
         if not (is_context(mine) and is_context(theirs)) or len(first) != len(second):
             return None
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]

@@ -12,7 +12,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -71,6 +71,10 @@ class Cache:
     def vector(self, text: str) -> Any:
         """Unit vector, float32 [dim]."""
         return self.encoder.encode([text])[0]
+
+    def figures(self) -> dict[str, int]:
+        """What else it has counted."""
+        return {}
 
     def close(self) -> None:
         """Delete its files."""
@@ -176,6 +180,59 @@ class VCache(Cosine):
         bias, steepness = weights
         slope = np.array([-1 / steepness, bias / steepness**2])
         return -bias / steepness, steepness, math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope))))
+
+
+class Krites(Cosine):
+    """Krites' policy by our reading of the paper (Singh et al., arXiv:2602.13165), not its authors' code.
+
+    A cosine threshold decides, first over curated texts, then over all. A request whose nearest curated text is just
+    below the threshold goes to a judge meanwhile; where that approves, the request's text gets the curated answer.
+    Curated are the texts that the engine answered among the first requests of a group, as if mined from a log. The
+    judge knows the stream's answers: a real one errs.
+    """
+
+    _CURATED, _LEAST = 400, 0.7  # requests of the log; least cosine that is judged. Ours: the paper tunes both
+
+    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+        super().__init__(encoder, threshold)
+        self.name = f"krites {threshold:g}"
+        self.settings |= {"requests of the log": self._CURATED, "judged from": self._LEAST, "judge": "never errs"}
+        self._asked: Counter[str] = Counter()
+        self._curated: Counter[str] = Counter()  # by group, the first so many of its texts
+        self._promoted: set[tuple[str, int]] = set()
+        self._judged: set[tuple[str, str]] = set()
+        self._approved = False
+        self._served = 0
+
+    def lookup(self, asked: Asked) -> str | None:
+        group, answers, vector = asked.group, self._answers[asked.group], self.vector(asked.text)
+        self._asked[group] += 1
+        scores = self._vectors[group][: len(answers)] @ vector
+        curated = scores[: self._curated[group]]
+        first = int(curated.argmax()) if len(curated) else -1
+        score = float(curated[first]) if len(curated) else 0.0
+        place = first if score >= self._threshold else int(scores.argmax()) if len(scores) else -1
+        hit = place >= 0 and bool(scores[place] >= self._threshold)
+        self._served += hit and (place < self._curated[group] or (group, place) in self._promoted)
+        self._approved = False
+        if self._LEAST <= score < self._threshold and (group, asked.text) not in self._judged:
+            self._judged.add((group, asked.text))
+            self._approved = answers[first] == asked.answer
+            if hit and self._approved:
+                self.store(asked)
+        return answers[place] if hit else None
+
+    def store(self, asked: Asked) -> None:
+        """With the curated answer where the judge has approved it, which is then the request's own."""
+        super().store(asked)
+        count = len(self._answers[asked.group])
+        if self._asked[asked.group] <= self._CURATED:
+            self._curated[asked.group] = count
+        elif self._approved:
+            self._promoted.add((asked.group, count - 1))
+
+    def figures(self) -> dict[str, int]:
+        return {"served with a curated answer": self._served, "judged": len(self._judged)}
 
 
 # -- peers ------------------------------------------------------------
@@ -413,6 +470,7 @@ def makers(
     known: dict[str, Callable[[], list[Maker]]] = {
         "cosine": lambda: [lambda seed: Cosine(encoder, threshold)],
         "vcache": lambda: [partial(VCache, encoder, rate) for rate in rates],
+        "krites": lambda: [lambda seed: Krites(encoder, threshold)],
         "gptcache": lambda: [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)],
         "redisvl": lambda: [lambda seed: RedisVL(encoder, threshold, flags.redis_url)],
         "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],

@@ -319,10 +319,11 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
 
 def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, seed: int) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
-    played = []
+    played, counted = [], []
     for n, stream in enumerate(streams):
         with closing(make(seed + n)) as cache:
             played.append(play(cache, stream))
+            counted.append(cache.figures())
     total = sum(map(len, streams))
     wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
@@ -332,7 +333,8 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, s
         for rows, own, stream in zip(static, shares, streams, strict=True)
     ]  # of the thresholds with at most this share of wrong answers, known only afterwards
     return cache.name, {
-        "settings": cache.settings, "streams": [one.to_json() for one in played],
+        "settings": cache.settings,
+        "streams": [one.to_json() | more for one, more in zip(played, counted, strict=True)],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
         "worst": round(max(shares), 6), "held": None if bound is None else sum(one <= bound for one in shares),

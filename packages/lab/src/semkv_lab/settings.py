@@ -233,7 +233,7 @@ class QualityFlags(PolicyConfig):
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
-CACHES = ("cosine", "vcache", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
 KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
 
@@ -251,8 +251,8 @@ class SemanticFlags:
 
     Attributes:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
-        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, redisvl, and semkv's
-            policies fixed, calibrated, bounded, bounded-uncalibrated.
+        caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
+            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
             their clusters ask, the other half fits the calibration. By default the held-out rows of --data ask.
