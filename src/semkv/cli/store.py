@@ -148,8 +148,7 @@ def _stats(
     names = None if tenant is None else _names(folder, tenant)
     found = inspect(folder, fusion_cache_dir, names, _salts(folder, names or ()))
     if tenant is not None:
-        unattributed = [*_unattributed(folder), *[_ELSEWHERE] * _has_gateway(folder)]
-        print("not counted: " + "; ".join(unattributed), file=sys.stderr)
+        print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
             known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
@@ -235,7 +234,7 @@ def _gc(
         "deleted: {kv} of KV, {fusion} of fusion states, {media} pictures, {entries} entries, {answers} answers, "
         "{strays} temporary files"
     )
-    left = [_INVALIDATE] * bool(max_age_days and _has_gateway(_folder(cache_dir)))
+    left = [_INVALIDATE] * bool(max_age_days)
     result = {**found.counts, "unread": found.damaged + found.unread}
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)
 
@@ -259,7 +258,7 @@ def _purge(
     folder = _folder(cache_dir)
     names = None if tenant is None else _names(folder, tenant)
     salts = _salts(folder, names) if names is not None and tag is None else None
-    left = [_INVALIDATE] * _has_gateway(folder)
+    left = [_INVALIDATE]
     if names is not None or tag is not None:
         left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
         left += ["KV blocks and encoder outputs (they have no tags)"] if salts is None else _unattributed(folder)
@@ -288,8 +287,6 @@ def _export(
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
-    if not file.parent.is_dir():
-        raise StoreError(f"{file.parent} is no directory")
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
@@ -384,16 +381,10 @@ def _report(result: dict[str, Any], as_json: bool, show: Callable[[], None], lef
 
 def _secret(folder: Path) -> bytes:
     """The gateway's, where it can be had."""
-    file = folder / "secret"
     try:
-        return os.environ.get("SEMKV_SECRET", "").encode() or file.read_bytes()
+        return os.environ.get("SEMKV_SECRET", "").encode() or (folder / "secret").read_bytes()
     except OSError:
         return b""
-
-
-def _has_gateway(folder: Path) -> bool:
-    """Whether one has been here, as far as is known."""
-    return bool(_secret(folder)) or any(folder.glob("ahead*"))
 
 
 def _names(folder: Path, tenant: str) -> list[str]:

@@ -166,7 +166,7 @@ def _database(cache_dir: Path, found: Report, *, whole: bool = False) -> Iterato
     try:
         if database.is_filled(file):
             with (
-                closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
+                closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
                 closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
             ):
                 if whole and (reason := catalog.database.check()):

@@ -163,7 +163,7 @@ def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredRespons
 
 
 class ResponseStore(Protocol):
-    """Responses under exact keys, bounded in bytes and entries; the least recently used go first.
+    """Responses under exact keys, bounded in bytes; the least recently used go first.
 
     Every method blocks, may be called from any thread and may raise `StoreError` (unreachable, locked, full).
     Invalidations are logged in the store itself, so that they outlive every process and reach all that share the store,

@@ -39,6 +39,7 @@ from semkv.stores.responses.base import (
 )
 
 _BATCH = 500
+_OVERHEAD = 512  # bytes that Redis takes for an entry besides head and payload
 _NOTHING = Selector(key="")
 
 # KEYS: used, sizes, bytes, log. In every script `drop` removes one answer and its bookkeeping.
@@ -51,7 +52,7 @@ local function drop(key)
   redis.call('DECRBY', KEYS[3], size)
 end
 """
-# ARGV: prefix, key, head, payload, now, milliseconds to live or '', max bytes, max entries, expected log end or ''
+# ARGV: prefix, key, head, payload, now, milliseconds to live or '', size, max bytes, expected log end or ''
 _PUT = (
     _DROP
     + """
@@ -59,13 +60,12 @@ local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
 if ARGV[9] ~= '' and (#last == 0 or last[1][1] ~= ARGV[9]) then return 0 end
 -- The first write must be one that a full Redis refuses: after any other it lets the rest of the script pass.
 if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then drop(ARGV[2]) end
-local size = #ARGV[3] + #ARGV[4]
 redis.call('HSET', ARGV[1] .. ARGV[2], 'head', ARGV[3], 'payload', ARGV[4])
 if ARGV[6] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[6]) end
-redis.call('HSET', KEYS[2], ARGV[2], size)
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[7])
 redis.call('ZADD', KEYS[1], ARGV[5], ARGV[2])
-local bytes = redis.call('INCRBY', KEYS[3], size)
-while bytes > tonumber(ARGV[7]) or redis.call('ZCARD', KEYS[1]) > tonumber(ARGV[8]) do
+local bytes = redis.call('INCRBY', KEYS[3], ARGV[7])
+while bytes > tonumber(ARGV[8]) do
   local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
   if not oldest then redis.call('SET', KEYS[3], 0) break end
   drop(oldest)
@@ -91,7 +91,7 @@ class RedisStore(ResponseStore):
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
-        max_bytes: bound on heads and payloads; Redis itself needs about half a kilobyte an entry beside them.
+        max_bytes: bound on heads, payloads and what Redis itself needs for an entry.
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
 
@@ -104,13 +104,11 @@ class RedisStore(ResponseStore):
         url: str,
         *,
         max_bytes: int = 4 << 30,
-        max_entries: int = 1_000_000,
         timeout_s: float = 0.25,
         name: str = "answers",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.max_bytes, self.max_entries = max_bytes, max_entries
-        self._clock = clock
+        self.max_bytes, self._clock = max_bytes, clock
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
         self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
@@ -143,9 +141,9 @@ class RedisStore(ResponseStore):
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
-        if len(head) + len(payload) > self.max_bytes:
+        size = len(head) + len(payload) + _OVERHEAD
+        if size > self.max_bytes:
             return False
-        bounds = (self.max_bytes, self.max_entries)
         for _ in range(3):  # an invalidation of something else may come in between
             expected = ""
             if since:
@@ -157,7 +155,7 @@ class RedisStore(ResponseStore):
             left = response.stale_until - now
             to_live = "" if left == float("inf") else max(1, int(left * 1000))
             with asking():
-                arguments = (response.key, head, payload, now, to_live, *bounds, expected)
+                arguments = (response.key, head, payload, now, to_live, size, self.max_bytes, expected)
                 if self._put(keys=self._keys, args=[self._answer, *arguments]):
                     return True
         return False

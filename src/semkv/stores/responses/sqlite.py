@@ -44,7 +44,7 @@ _BY_TENANT = (
     f"FROM responses GROUP BY {_TENANT} ORDER BY COUNT(*) DESC, 1"
 )
 _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
-_USED_BY = f"SELECT COUNT(*), {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
+_USED_BY = f"SELECT {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
 _OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, rowid"  # noqa: S608
 _OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
 
@@ -71,7 +71,6 @@ class SqliteStore(ResponseStore):
     Args:
         path: the file; made when missing, as is its folder.
         max_bytes: bound on heads and payloads; the file is a little larger.
-        max_entries: bound on entries.
         max_tenant_bytes: bound on the heads and payloads of each tenant; 0 for none.
         timeout_s: how long to wait for another process's write.
         clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
@@ -86,14 +85,12 @@ class SqliteStore(ResponseStore):
         path: Path,
         *,
         max_bytes: int = 4 << 30,
-        max_entries: int = 1_000_000,
         max_tenant_bytes: int = 0,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
-        self.path, self.max_bytes, self.max_entries = path, max_bytes, max_entries
-        self.max_tenant_bytes = max_tenant_bytes
+        self.path, self.max_bytes, self.max_tenant_bytes = path, max_bytes, max_tenant_bytes
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self._touched: dict[str, float] = {}
@@ -147,8 +144,8 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
             if self.max_tenant_bytes:
                 self._trim_tenant(db, response, size)
-            found = db.execute(_TOTALS).fetchone()
-            self._trim(db, found, self.max_bytes, _OLDEST, (response.key,))
+            nbytes = db.execute(_TOTALS).fetchone()[1]
+            self._trim(db, nbytes, self.max_bytes, _OLDEST, response.key)
         return True
 
     def _trim_tenant(self, db: sqlite3.Connection, response: StoredResponse, size: int) -> None:
@@ -158,28 +155,23 @@ class SqliteStore(ResponseStore):
         left = self._left.get(tenant, 0) - size
         if left < 0:
             db.execute(_TENANTS)
-            found = db.execute(_USED_BY, (tenant,)).fetchone()
-            left = min(most - self._trim(db, found, most, _OLDEST_OF, (response.key, tenant)), most // 50)
+            nbytes = db.execute(_USED_BY, (tenant,)).fetchone()[0]
+            left = min(most - self._trim(db, nbytes, most, _OLDEST_OF, response.key, tenant), most // 50)
             if len(self._left) > _TOUCHED:
                 self._left.clear()
         self._left[tenant] = left
 
-    def _trim(
-        self, db: sqlite3.Connection, found: tuple[int, int], most_bytes: int, oldest: str, values: tuple[str, ...]
-    ) -> int:
-        """Bring entries and bytes that were found down to 0.98 of their bounds where they are above them, so that not
-        every write has to. Returns the bytes that are left."""
-        entries, nbytes = found
-        if entries <= self.max_entries and nbytes <= most_bytes:
-            return nbytes
-        most_entries, most_bytes = int(self.max_entries * 0.98), int(most_bytes * 0.98)
-        gone = []
-        for row, size in db.execute(oldest, values):
-            if entries <= max(1, most_entries) and nbytes <= most_bytes:
-                break
-            gone.append((row,))
-            entries, nbytes = entries - 1, nbytes - size
-        db.executemany("DELETE FROM responses WHERE rowid=?", gone)
+    def _trim(self, db: sqlite3.Connection, nbytes: int, most: int, oldest: str, *values: str) -> int:
+        """Bring ``nbytes`` down to 0.98 of their bound where they are above it, so that not every write has to. Returns
+        the bytes that are left."""
+        if nbytes > most:
+            gone = []
+            for row, size in db.execute(oldest, values):
+                if nbytes <= most * 0.98:
+                    break
+                gone.append((row,))
+                nbytes -= size
+            db.executemany("DELETE FROM responses WHERE rowid=?", gone)
         return nbytes
 
     # -- invalidation -------------------------------------------------------------------------------------------
