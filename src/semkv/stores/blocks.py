@@ -79,10 +79,9 @@ class BlockStore:
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
-        fault: why the index could not be used, of a store that is only looked at.
 
     Args:
-        read_only: only look at what is there: nothing is written or deleted, also where the index is damaged.
+        read_only: only look at what is there: nothing is written or deleted, and faults of the index are raised.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class BlockStore:
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
         self._database: Database | None = None
-        self.fault: BaseException | None = None
         self._only_looks, self._read_only, self._closed = read_only, read_only, False
         self._opening = threading.Lock()
         self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
@@ -138,16 +136,13 @@ class BlockStore:
             self._database, self._swept_at = self._open_index(wait_s), float("-inf")
         except (OSError, StoreError, *_INDEX_FAULTS) as error:
             cause = error.__cause__ or error
-            if first and isinstance(cause, StoreError):
+            if first and (isinstance(cause, StoreError) or self._only_looks):
                 raise
             self.counters["errors"] += 1
             if isinstance(cause, BlockingIOError):  # another process opens it
                 self._open_after = time.monotonic() + _OPENED_S
                 return
             self._open_after = time.monotonic() + REOPEN_S
-            if self._only_looks:
-                self.fault = self.fault or cause
-                return
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
 
     def _open_index(self, wait_s: float) -> Database:
@@ -184,6 +179,8 @@ class BlockStore:
             with index if write_s is None else index.write(write_s) as db:
                 return what(db)
         except _INDEX_FAULTS as error:
+            if self._only_looks:
+                raise
             self.counters["errors"] += 1
             if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
                 return otherwise
@@ -195,10 +192,7 @@ class BlockStore:
 
     def _give_up(self, index: Database, error: Exception) -> None:
         """Close a useless index. The next call begins another one, but not twice in a minute."""
-        if self._only_looks:
-            self.fault = self.fault or error
-        else:
-            self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
+        self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
         self._database = None
         index.close(discard=not self._read_only)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S

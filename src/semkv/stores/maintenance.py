@@ -13,7 +13,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,11 @@ _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
+_CATALOG_REMEDY = (
+    "a damaged one is deleted by a purge without --tenant and --tag, and put aside by an engine or a gateway that is "
+    "started on it"
+)
+_INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
 _IMAGES = f"media/??/{'?' * 64}"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"weights/{'?' * 64}.json.*.tmp", f"{MARKER}.*.tmp")
 
@@ -155,64 +160,48 @@ def check_is_cache(cache_dir: Path) -> None:
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
 
 
-@contextmanager
-def _database(cache_dir: Path, found: Report, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore] | None]:
-    """The catalog and the responses; None where there are none, or none that can be opened. Responses that an ended
-    gateway had on their way are stored first.
+class _MissingError(Exception):
+    """There is no catalog."""
 
-    A fault ends the ``with`` block and becomes a line of ``found``. With ``whole`` the structure is checked before.
-    """
-    file, is_open = cache_dir / CATALOG, False
+
+@contextmanager
+def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
+    """A block over a database. A fault ends it, and becomes a line of ``found``."""
+    remedy = _CATALOG_REMEDY if name == "catalog" else _INDEX_REMEDY
     try:
-        if database.is_filled(file):
-            with (
-                closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
-                closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
-            ):
-                if whole and (reason := catalog.database.check()):
-                    raise CorruptValue(reason)
-                # A StoreError leaves the rest for another time.
-                replay(
-                    folder_of(cache_dir), lambda response, since: deliver(store, response, since, time.time()) or True
-                )
-                is_open = True
-                yield catalog, store
-    except (sqlite3.Error, StoreError) as error:
+        yield
+    except _MissingError:
+        pass
+    except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
-        if database.is_damage(cause) or isinstance(cause, CorruptValue):
-            found.damaged.append(
-                f"catalog: {file} is damaged ({cause}): a purge without --tenant and --tag deletes it, an engine or a "
-                "gateway that is started on it puts it aside"
-            )
+        if database.is_useless(cause) or isinstance(cause, CorruptValue):
+            found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
-            found.unread.append(str(error) if isinstance(error, StoreError) else f"{file}: {error}")
-    if not is_open:
-        yield None
+            found.unread.append(f"{name}: {file} cannot be read ({error}); {remedy}")
 
 
 @contextmanager
-def _blocks(
-    cache_dir: Path, fusion_dir: Path | None, found: Report, *, bounds: Bounds = _UNBOUNDED, read_only: bool = False
-) -> Iterator[dict[str, BlockStore]]:
-    """The stores of KV blocks and of encoder outputs that are there, by name.
+def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore]]:
+    """The catalog and the responses. Responses that an ended gateway had on their way are stored first. With ``whole``
+    the structure of the database is checked before."""
+    file = cache_dir / CATALOG
+    if not database.is_filled(file):
+        raise _MissingError
+    with (
+        closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
+        closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
+    ):
+        if whole and (reason := catalog.database.check()):
+            raise CorruptValue(reason)
+        # A StoreError leaves the rest for another time.
+        replay(folder_of(cache_dir), lambda response, since: deliver(store, response, since, time.time()) or True)
+        yield catalog, store
 
-    With ``read_only`` an index that cannot be used becomes a line of ``found``; without it such a store is begun anew.
-    """
+
+def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, Path]]:
+    """The stores of KV blocks and of encoder outputs that are there: names and folders."""
     places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
-    with ExitStack() as stack:
-        stores = {
-            name: stack.enter_context(closing(BlockStore(root, name, bounds, read_only=read_only)))
-            for name, root in places.items()
-            if (root / MARKER).is_file()
-        }
-        yield stores
-        for name, store in stores.items():
-            if store.fault is not None:
-                is_damaged = database.is_useless(store.fault)
-                (found.damaged if is_damaged else found.unread).append(
-                    f"{name}: {store.root / INDEX} {'is damaged' if is_damaged else 'cannot be read'} ({store.fault}): "
-                    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
-                )
+    return [(name, root) for name, root in places.items() if (root / MARKER).is_file()]
 
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
@@ -240,18 +229,16 @@ def inspect(
     """
     check_is_cache(cache_dir)
     found, stores = Report({}), list[StoreUse]()
-    with _blocks(cache_dir, fusion_dir, found, read_only=True) as opened:
-        for name, store in opened.items():
-            ages = store.ages(None if tenants is None else _owners(salts))
-            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
+    owners = None if tenants is None else _owners(salts)
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=True)) as store:
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages(owners).items()]
     entries, answers, theirs = list[NamespaceUse](), list[AnswersUse](), set[str]()
-    with _database(cache_dir, found) as opened_database:
-        if opened_database is not None:
-            catalog, responses = opened_database
-            for tenant in tenants or (None,):
-                entries += catalog.by_namespace(tenant)
-                theirs |= set() if tenant is None else catalog.media_of(tenant)
-            answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+        for tenant in tenants or (None,):
+            entries += catalog.by_namespace(tenant)
+            theirs |= set() if tenant is None else catalog.media_of(tenant)
+        answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
     if images := [status for image, status in _images(cache_dir) if tenants is None or image.name in theirs]:
         times, nbytes = [status.st_mtime for status in images], sum(status.st_size for status in images)
         stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
@@ -283,14 +270,13 @@ def verify(cache_dir: Path, fusion_dir: Path | None = None, *, repair: bool = Fa
                 found.damaged.append(f"{name}: {reason}")
                 found.counts["deleted"] += repair
 
-    with _blocks(cache_dir, fusion_dir, found, read_only=not repair) as stores:
-        for name, store in stores.items():
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=not repair)) as store:
             read(name, store.verify(repair=repair))
     if _images(cache_dir):
         read("media", MediaStore(cache_dir / "media").verify(repair=repair))
-    with _database(cache_dir, found, whole=True) as opened:
-        if opened is not None:
-            read("answers", opened[1].verify(repair=repair), "answers")
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (_, responses):
+        read("answers", responses.verify(repair=repair), "answers")
     return found
 
 
@@ -311,21 +297,19 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     check_is_cache(cache_dir)
     max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
     found = Report({"kv": 0, "fusion": 0, "media": 0, "entries": 0, "answers": 0, "strays": _drop_strays(cache_dir)})
-    with _blocks(cache_dir, fusion_dir, found, bounds=Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
-        for name, store in opened.items():
+    bounds = Bounds(max_bytes=0, max_age_s=max_age_s)
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, bounds)) as store:
             found.counts[name] = store.sweep()
-    loose = []
-    with _database(cache_dir, found, whole=bool(max_age_s)) as opened_database:
-        if opened_database is not None:
-            catalog, responses = opened_database
-            if max_age_s:
-                found.counts["media"] = _purge_entries(cache_dir, catalog, responses, found, before=now - max_age_s)
-            # The entry of a younger image may be about to be written.
-            old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
-            loose = [image for image in old if not catalog.has_media(image.name)]
-    for image in loose:
-        image.unlink(missing_ok=True)
-    found.counts["media"] += len(loose)
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
+        if max_age_s:
+            found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
+        # The entry of a younger image may be about to be written.
+        old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
+        loose = [image for image in old if not opened[0].has_media(image.name)]
+        for image in loose:
+            image.unlink(missing_ok=True)
+        found.counts["media"] += len(loose)
     return found
 
 
@@ -358,17 +342,14 @@ def purge(
     if tenants is None and tag is None and salts is None:
         _purge_all(cache_dir, fusion_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
-        with _database(cache_dir, found, whole=True) as opened:
-            if opened is not None:
-                found.counts["files"] = _purge_entries(
-                    cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run
-                )
+        with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
+            found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
         if not dry_run:
             _drop_strays(cache_dir)
     if salts is not None:
         owners = _owners(salts)
-        with _blocks(cache_dir, fusion_dir, found, read_only=dry_run) as stores:
-            for name, store in stores.items():
+        for name, root in _block_stores(cache_dir, fusion_dir):
+            with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=dry_run)) as store:
                 found.counts["files"] += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
                 if not dry_run and (store.counters["errors"] or not store.writable):
                     found.unread.append(f"{name}: not all could be read or deleted, purge again")
@@ -408,9 +389,8 @@ def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_r
         raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     if fusion_dir is not None:
         purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
-    with _database(cache_dir, found) as opened:
-        if opened is not None:
-            found.counts |= {"entries": len(opened[0]), "answers": opened[1].usage()[0]}
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+        found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
     if database.is_ours(cache_dir / CATALOG) is not False:
         found.damaged, found.unread = [], []  # it goes all the same
     for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
