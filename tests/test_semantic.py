@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from command_line import invoke
-from redis_server import RedisServer
 from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches
 from semkv_lab.caches import play
+from semkv_lab.labels import Asked
 from semkv_lab.semantic import CONVERSATIONS
-from semkv_lab.streams import Asked
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
@@ -74,7 +73,7 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
     assert found["machine"]["versions"]["numpy"]
     for name, modules in PEERS.items():
         if not all(map(importlib.util.find_spec, modules)):
-            assert f"{name}: not installed: pip install" in said
+            assert f"{name}: not installed: pip install" in said or f"{name}: not measured" in said
 
 
 def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
@@ -133,19 +132,6 @@ def test_krites_lets_a_judged_text_have_the_curated_answer() -> None:
     played = play(cache, [Asked(near, "1"), Asked(other, "2"), Asked(near, "1")])
     assert (played.hits, played.wrong) == (3, 0)
     assert cache.figures() == {"served with a curated answer": 2, "judged": 2}
-
-
-def test_a_redis_server_that_redisvl_cannot_use_is_named(tmp_path: Path) -> None:
-    assert "--redis-url names no Redis server" in caches.no_search("")
-    server = RedisServer(tmp_path)
-    try:
-        assert caches.no_search(server.url) in (
-            "",
-            "the Redis server of --redis-url lacks the search module (Redis 8 has it)",
-        )
-    finally:
-        server.kill()
-    assert "no Redis server answers" in caches.no_search(server.url)
 
 
 @pytest.mark.parametrize(
