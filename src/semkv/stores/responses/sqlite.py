@@ -35,7 +35,8 @@ _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partitio
 # Numbers and bytes are cast: a damaged row may have anything in their place.
 _BYTES = "CAST(total(nbytes) AS INTEGER)"
 _TOTALS = f"SELECT CAST(total(entries) AS INTEGER), {_BYTES} FROM totals"  # noqa: S608
-_RESPONSE = "CAST(head AS BLOB), CAST(payload AS BLOB)"
+_HEAD_BYTES = "coalesce(CAST(head AS BLOB), x'')"
+_RESPONSE = f"{_HEAD_BYTES}, coalesce(CAST(payload AS BLOB), x'')"
 _NAME = "coalesce(CAST(key AS BLOB), x'')"
 _SIZE = "CAST(coalesce(nbytes, 0) AS INTEGER)"
 _BY_TENANT = (
@@ -106,10 +107,10 @@ class SqliteStore(ResponseStore):
             return None
         try:
             response = decode(key, *rows[0])
-        except (CorruptValue, TypeError) as error:
+        except CorruptValue:
             with self.database.write() as db:
                 db.execute("DELETE FROM responses WHERE key=?", (key,))
-            raise CorruptValue(str(error)) from error
+            raise
         if response.stale_until <= self._clock():
             return None
         with self._touching:
@@ -181,10 +182,10 @@ class SqliteStore(ResponseStore):
         where, values = ("", ()) if selector.key is None else ("WHERE key=?", (selector.key,))
         gone = []
         with self.database if dry_run else self.database.write() as db:
-            statement = f"SELECT rowid, {_NAME}, CAST(head AS BLOB) FROM responses {where}"  # noqa: S608 (our own words)
+            statement = f"SELECT rowid, {_NAME}, {_HEAD_BYTES} FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
-                with suppress(CorruptValue, TypeError):
-                    if not selector.matches(decode(name.decode(errors="replace"), bytes(head), None)):
+                with suppress(CorruptValue):
+                    if not selector.matches(decode(name.decode(errors="replace"), head, None)):
                         continue
                 gone.append((row,))
             if not dry_run:
@@ -245,22 +246,17 @@ class SqliteStore(ResponseStore):
         Args:
             repair: delete those that would not.
         """
-        after, some = 0, f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid"  # noqa: S608
+        after = 0
+        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT ?"  # noqa: S608
         while True:
-            found = [
-                (int(row), _fault(*response))
-                for row, *response in self.database.rows(f"{some}>? ORDER BY rowid LIMIT ?", after, _BATCH)
-                if row > after  # a damaged tree may lead back
-            ]
-            if not found:
-                return
-            if repair and (bad := [row for row, fault in found if fault]):
-                with self.database.write() as db:
-                    for row in bad:  # a gateway may have written others in their place
-                        response = db.execute(f"{some}=?", (row,)).fetchone()
-                        if response is not None and _fault(*response[1:]):
-                            db.execute("DELETE FROM responses WHERE rowid=?", (row,))
+            with self.database.write() if repair else self.database as db:
+                found = [(row, _fault(*response)) for row, *response in db.execute(some, (after, _BATCH))]
+                if repair:
+                    bad = [(row,) for row, fault in found if fault]
+                    db.executemany("DELETE FROM responses WHERE rowid=?", bad)
             yield from (fault for _, fault in found)
+            if not found or found[-1][0] <= after:  # a damaged tree may lead back
+                return
             after = found[-1][0]
 
     def close(self) -> None:
@@ -273,6 +269,6 @@ class SqliteStore(ResponseStore):
 def _fault(key: bytes, head: bytes, payload: bytes) -> str:
     try:
         decode(key.decode(errors="replace"), head, payload)
-    except (CorruptValue, TypeError) as error:
+    except CorruptValue as error:
         return str(error)
     return ""
