@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from semkv_lab.minigqa import generate
 from semkv_lab.minigqa.documents import VARIANTS, make_document, returning
-from semkv_lab.minigqa.generate import Knobs, generate
 from semkv_lab.minigqa.questions import KINDS, ask_any, restate
 from semkv_lab.minigqa.scenes import make_scene
 
@@ -35,12 +35,12 @@ class Written:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(generate(tmp_path_factory.mktemp("minigqa"), Knobs(images=60), seed=5))
+    return Written(generate(tmp_path_factory.mktemp("minigqa"), 60, seed=5))
 
 
 def test_the_questions_of_a_seed_stay_as_they_are(tmp_path: Path) -> None:
     """The bundled model was trained on this data, and the tables in ``docs/results`` were made from it."""
-    folder = generate(tmp_path, Knobs(images=30), seed=2, split="train")
+    folder = generate(tmp_path, 30, seed=2, split="train")
     asked = [
         (key, *(row[name] for name in ("imageId", "question", "answer", "semanticStr", "groups", "entailed")))
         for key, row in json.loads((folder / "train_balanced_questions.json").read_text()).items()
@@ -59,10 +59,9 @@ def test_the_questions_of_a_seed_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_splits_and_seeds_share_no_ids_and_no_pictures(tmp_path: Path) -> None:
-    knobs = Knobs(images=3)
     for split in ("train", "val", "testdev"):
-        generate(tmp_path / "all", knobs, seed=1, split=split)
-    generate(tmp_path / "other", knobs, seed=2)
+        generate(tmp_path / "all", 3, seed=1, split=split)
+    generate(tmp_path / "other", 3, seed=2)
     splits = [Written(tmp_path / "all", s) for s in ("train", "val", "testdev")] + [Written(tmp_path / "other")]
     ids = [i for w in splits for i in (*w.questions, *w.images)]
     assert len(ids) == len(set(ids))

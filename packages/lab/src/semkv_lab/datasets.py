@@ -20,7 +20,6 @@ from semkv.errors import ConfigError, DatasetError
 from semkv.stores.files import replacing
 from semkv_lab import minigqa
 from semkv_lab.minigqa.documents import VARIANTS, returning
-from semkv_lab.minigqa.generate import SPLITS, Knobs, generate
 from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
@@ -292,7 +291,6 @@ def _card(folder: Path, name: str) -> Path:
 
 # -- MiniGQA ------------------------------------------------------------
 
-_SEED = 0
 _QUESTIONS_PER_IMAGE = 30  # at least, derived pictures included
 
 
@@ -310,16 +308,16 @@ def load_minigqa(options: DatasetOptions) -> list[Sample]:
 
 def _drawn(options: DatasetOptions, split: str) -> Path:
     """The folder of the data, drawn where it is not there yet; another version of the generator draws it again."""
-    knobs = Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
+    images = max(12, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE))
     source = Path(minigqa.__file__).parent
     generator = keys.digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
-    folder = options.data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(_SEED), generator)[:12]}"
+    folder = options.data_dir / f"minigqa-{split}-{keys.digest(str(images), generator)[:12]}"
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
-            drawn = generate(Path(part) / "data", knobs, seed=_SEED, split=split)
+            drawn = minigqa.generate(Path(part) / "data", images, split=split)
             if not folder.is_dir():
                 drawn.replace(folder)  # whole, or not at all
     except OSError as e:
@@ -335,9 +333,9 @@ def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
         ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
     """
     _, split = resolve_config(options)
-    if split not in SPLITS:
-        raise ConfigError("split", split, SPLITS)
-    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=SPLITS.index(split))
+    if split not in minigqa.SPLITS:
+        raise ConfigError("split", split, minigqa.SPLITS)
+    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=minigqa.SPLITS.index(split))
     samples = [
         Sample(
             f"{split}-{number}",

@@ -28,7 +28,7 @@ from semkv.encoders.text import TextEncoder
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import Guard, Wording, veto, wording
 from semkv.tiers.policies import FEATURES, Calibration, features
-from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.minigqa import QUESTION_VARIANTS, generate
 from semkv_lab.samples import NonEmpty
 
 Item = tuple[str, str]
@@ -183,11 +183,11 @@ def minigqa(_: Sequence[Pair], seed: int, requests: int) -> Stream:
 
     One answer serves those of one image that mean the same. A group is an image.
     """
-    plain = dict.fromkeys(("reencoded", "resized", "brightness", "shifted", "lookalike"), 0.0)
+    rates = QUESTION_VARIANTS | {"paraphrase": 0.3, "negative": 0.3}
     images = max(1, round(requests / _IMAGE_QUESTIONS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "minigqa"
-        generate(folder, Knobs(images=images, paraphrase=0.3, negative=0.3, **plain), seed=seed)
+        generate(folder, images, seed=seed, questions=rates, pictures={})
         records = json.loads((folder / "val_balanced_questions.json").read_text(encoding="utf-8"))
     return [
         Asked(row["question"], f"{row['imageId']}: {row['semanticStr']}", str(row["imageId"]))
