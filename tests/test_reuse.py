@@ -157,16 +157,16 @@ def test_what_donors_gave_is_not_kept(checkpoint: tiny_models.Checkpoint, monkey
     for reuse in ("literal", "blend"):
         made = engine(checkpoint("llama"), reuse, 0.0)
         made.generate(prompt(DONOR))
-        before = {name: [k.clone() for k, _ in kept.layers] for name, kept in made._kept.items()}
+        (kept,) = made._kept
+        before = [k.clone() for k, _ in kept.layers]
         made.reuse(prompt(OTHER), prompt(DONOR))
-        assert made._kept.keys() == before.keys()
-        for name, kept in made._kept.items():
-            assert all(torch.equal(now, old) for (now, _), old in zip(kept.layers, before[name], strict=True))
+        assert list(made._kept) == [kept]
+        assert all(torch.equal(now, old) for (now, _), old in zip(kept.layers, before, strict=True))
         tenants = EnginePrompt(prompt(DONOR).segments, "another", max_tokens=8)
         assert made.reuse(tenants, tenants).kv is Status.MISS
     monkeypatch.setattr("semkv_lab.reuse._MOST_BYTES", 1)
     made.generate(prompt(OTHER))
-    assert (made._kept, made._bytes) == ({}, 0)
+    assert not made._kept
     lost = made.reuse(prompt(OTHER), prompt(DONOR))
     assert (lost.kv, lost.cached_tokens) == (Status.MISS, 0)
 
