@@ -18,9 +18,9 @@ from command_line import invoke
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.metrics import given, summarise, without
-from semkv_lab.records import Cold, SampleRecord
 from semkv_lab.report import differing, write_report
 from semkv_lab.results import Experiment, facts, points, read_logs, wrong_hits
+from semkv_lab.samples import Cold, SampleRecord
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -17,8 +17,7 @@ from semkv.errors import DatasetError
 from semkv.tiers.checking import wilson
 from semkv.types import Status
 from semkv_lab import metrics
-from semkv_lab.records import Cold, SampleRecord
-from semkv_lab.samples import read_rows
+from semkv_lab.samples import Cold, SampleRecord, read_rows
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from semkv_lab.minigqa import generate
-from semkv_lab.minigqa.documents import VARIANTS, make_document, returning
+from semkv_lab.minigqa import VARIANTS, generate, make_document, returning
 from semkv_lab.minigqa.questions import KINDS, ask_any, restate
 from semkv_lab.minigqa.scenes import make_scene
 

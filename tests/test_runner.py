@@ -21,9 +21,8 @@ from semkv.errors import ConfigError, DatasetError, EngineError
 from semkv.types import MediaSegment, Request, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import figures, print_summary, sample_line
 from semkv_lab.metrics import Figures
-from semkv_lab.records import SampleRecord
 from semkv_lab.run import execute, run
-from semkv_lab.samples import ImageRef, Sample
+from semkv_lab.samples import ImageRef, Sample, SampleRecord
 from semkv_lab.settings import RunSettings, resolve
 
 

@@ -466,20 +466,24 @@ SETTLED = 500  # requests before which a rate says little
 class Played:
     """What a cache made of a stream.
 
-    ``outcomes`` are (right answer, whether it hit, whether a wrong one was given); ``worst`` is the highest share of
-    wrong answers at any time after the first `SETTLED` requests, None for a shorter stream.
+    ``outcomes`` are (right answer, whether it hit, whether a wrong one was given).
     """
 
     hits: int = 0
     wrong: int = 0
     checks: int = 0
-    worst: float | None = None
     seconds: list[float] = field(default_factory=list)
     outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
 
+    @property
+    def worst(self) -> float:
+        """The highest share of wrong answers at any time after the first `SETTLED` requests."""
+        wrong = np.cumsum([bad for *_, bad in self.outcomes])
+        return float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max(initial=0.0))
+
     def to_json(self) -> dict[str, Any]:
         counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
-        return counts | {"worst_at_any_time": round(self.worst or 0.0, 6)}
+        return counts | {"worst_at_any_time": round(self.worst, 6)}
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:
@@ -496,8 +500,6 @@ def play(cache: Cache, stream: Iterable[Asked]) -> Played:
             found.hits, found.wrong = found.hits + 1, found.wrong + wrong
             found.checks += cache.hit(asked, right=not wrong)
         found.outcomes.append((f"{asked.group} {asked.answer}", answer is not None, wrong))
-        if len(found.outcomes) >= SETTLED:
-            found.worst = max(found.worst or 0.0, found.wrong / len(found.outcomes))
     return found
 
 

@@ -19,7 +19,7 @@ from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
 from semkv.stores.files import replacing
 from semkv_lab import minigqa
-from semkv_lab.minigqa.documents import VARIANTS, returning
+from semkv_lab.minigqa import VARIANTS, returning
 from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
@@ -327,7 +327,7 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
 
 def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
     """Questions about drawn documents of 1,300 words that return as they are or changed, see
-    `semkv_lab.minigqa.documents.returning`: 120, or as many as ``max_samples`` says.
+    `semkv_lab.minigqa.returning`: 120, or as many as ``max_samples`` says.
 
     Raises:
         ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.

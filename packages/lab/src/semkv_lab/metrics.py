@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.records import Cold, SampleRecord, answers_match, at, normalise_answer
+from semkv_lab.samples import Cold, SampleRecord, answers_match, at, normalise_answer
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -24,8 +24,8 @@ from semkv.errors import ConfigError
 from semkv_lab import metrics
 from semkv_lab.console import keep_apart, percent, seconds, shown, writing
 from semkv_lab.metrics import Estimate, given, read_estimate, without, wrong_hit
-from semkv_lab.records import at
 from semkv_lab.results import Experiment, Point, Wrong, facts, points, read_logs, wrong_hits
+from semkv_lab.samples import at
 from semkv_lab.settings import arguments
 
 _WORST = 12  # wrong hits that are shown

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from semkv.errors import DatasetError
 from semkv_lab.console import percent, shown
 from semkv_lab.metrics import Estimate, read_estimate, wrong_hit
-from semkv_lab.records import SampleRecord, at
-from semkv_lab.samples import NonEmpty, read_jsonl, read_rows
+from semkv_lab.samples import NonEmpty, SampleRecord, at, read_jsonl, read_rows
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -49,8 +49,19 @@ from semkv_lab.console import (
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Figures, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match, at
-from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_jsonl, read_rows
+from semkv_lab.samples import (
+    Cold,
+    RequestBuilder,
+    Sample,
+    SampleRecord,
+    answers_match,
+    arrange,
+    asked,
+    at,
+    label_answers,
+    read_jsonl,
+    read_rows,
+)
 from semkv_lab.settings import RunSettings
 
 if TYPE_CHECKING:
