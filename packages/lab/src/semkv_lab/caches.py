@@ -419,12 +419,7 @@ Maker = Callable[[int], Cache]
 def makers(
     name: str, encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
 ) -> list[Maker]:
-    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one.
-
-    Raises:
-        ImportError: a peer is not installed; the message names its package.
-        Exception: whatever a peer raises where it cannot work, such as RedisVL without a server.
-    """
+    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one."""
     threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
     prior, file = calibration or (None, None)
 

@@ -79,11 +79,7 @@ class Listener:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, *records: SampleRecord) -> None:
-        """Add records to the file, which is begun with the first call.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Add records to the file, which is begun with the first call."""
         path = self._settings.samples_out
         if path is None:
             return

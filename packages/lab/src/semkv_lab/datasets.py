@@ -38,10 +38,6 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
 
     A name that ends in ``.jsonl`` is that file. A function ``package.module:name`` is called with the options and
     returns all its samples.
-
-    Raises:
-        ConfigError: no such data set, or an option it cannot serve.
-        DatasetError: a file cannot be read (the message names file and line), or nothing was selected.
     """
     if name.endswith(".jsonl"):
         name, options = "jsonl", replace(options, root=Path(name))
@@ -82,10 +78,6 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
 
     Without a folder, ``datasets`` reads ``lmms-lab/GQA`` from the hub or from its local cache.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form.
-        DatasetError: nothing was found, or a file cannot be read.
     """
     config, split = resolve_config(options)
     root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
@@ -252,10 +244,6 @@ def load_gqa_text(options: DatasetOptions) -> list[Sample]:
     ``question``, and one more field, whatever its name, with the answer of the model that the labels are from. A small
     drawn card with its name on it stands in for each image, so that the tiers, the stores and ``--scope`` treat it as
     an image of its own. Only the text tiers mean something here; `requests.label_answers` makes an engine of them.
-
-    Raises:
-        ConfigError: ``options.root`` names no file.
-        DatasetError: it cannot be read (names file and line), or the cards cannot be written.
     """
     if options.root is None:
         raise ConfigError("--dataset-root", None, "a .jsonl or .jsonl.gz file when --dataset is gqa-text")
@@ -297,10 +285,6 @@ _QUESTIONS_PER_IMAGE = 30  # at least, derived pictures included
 def load_minigqa(options: DatasetOptions) -> list[Sample]:
     """MiniGQA, our own visual question set in GQA's schema, from ``options.root``; without one it is drawn first, under
     ``options.data_dir``, with more pictures where more samples are asked for than the default has.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
-        DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
     return load_official(options.root or _drawn(options, split), options, config)
@@ -328,9 +312,6 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
 def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
     """Questions about drawn documents of 1,300 words that return as they are or changed, see
     `semkv_lab.minigqa.returning`: 120, or as many as ``max_samples`` says.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
     """
     _, split = resolve_config(options)
     if split not in minigqa.SPLITS:

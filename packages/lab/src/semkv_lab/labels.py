@@ -277,10 +277,6 @@ def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95,
         encoder: gives their cosines.
         precision: least chance of a right answer with which a donor may be used.
         guard: what it objects to is left out.
-
-    Raises:
-        ConfigError: ``precision`` is no share.
-        DatasetError: too few pairs, or all of one kind.
     """
     if not 0.0 < precision < 1.0:
         raise ConfigError("--precision", precision, "a share above 0 and below 1")

@@ -38,10 +38,6 @@ def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
         logs: ``.csv`` or ``.jsonl`` files of sweeps.
         out: the page.
         title: its heading.
-
-    Raises:
-        DatasetError: a log cannot be read; names file and line.
-        ConfigError: the page cannot be written, or is a file that is read.
     """
     read = {f"LOG {log.name}": log for log in logs}
     read |= {f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs}

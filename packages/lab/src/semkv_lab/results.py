@@ -86,11 +86,7 @@ class Experiment:
 
 
 def read_logs(paths: Sequence[Path]) -> list[Experiment]:
-    """The experiments of all logs, in order, with their groups.
-
-    Raises:
-        DatasetError: a log or a file of samples cannot be read, or is none; names file and line.
-    """
+    """The experiments of all logs, in order, with their groups."""
     logs = [(path, _read_log(path)) for path in paths]
     uses = Counter(e.name for _, experiments in logs for e in experiments)
     found = [

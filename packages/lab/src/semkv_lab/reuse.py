@@ -86,9 +86,6 @@ class TransformersEngine:
     Args:
         settings: model, ``--reuse`` and ``--blend-share``.
         attach: keep KV; the cold pass computes every token of every prompt.
-
-    Raises:
-        EngineError: the model cannot be loaded, or is of another family.
     """
 
     def __init__(self, settings: RunSettings, attach: bool) -> None:

@@ -90,9 +90,6 @@ def run(
 
     Args:
         baseline: a file of samples with cold answers, in place of a cold pass.
-
-    Raises:
-        SemkvError: a setting, a file or the engine is at fault.
     """
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
     runner = _Runner(settings, samples, make_engine, cache, listener)
@@ -337,11 +334,7 @@ def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) ->
 def execute(
     settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
 ) -> Figures:
-    """Run, print and write what the settings ask for; ``baseline`` as in `run`.
-
-    Raises:
-        SemkvError: a setting, a file or the engine is at fault; nothing was lost.
-    """
+    """Run, print and write what the settings ask for; ``baseline`` as in `run`."""
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine in ("vllm", "transformers"):

@@ -204,12 +204,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
 
 
 def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
-    """The lines of a file (`read_jsonl`) as objects of a dataclass.
-
-    Raises:
-        DatasetError: as `read_jsonl`, or a field is missing or not of its type; the message names file, line and field.
-            Or there are no rows, in a file that semkv did not write.
-    """
+    """The lines of a file (`read_jsonl`) as objects of a dataclass."""
     found = [as_row(row, kind, f"{path}, line {number}") for number, row in read_jsonl(path, cut_off=cut_off)]
     if not found and not cut_off:
         raise DatasetError(f"{path}: no rows")
@@ -253,10 +248,6 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
 
     Only ``question`` is required. ``images`` is a path or a list of paths, relative to the file. ``id``, ``semantic``
     and ``group`` are taken where they are given.
-
-    Raises:
-        ConfigError: ``options.root`` names no file.
-        DatasetError: it cannot be read; names file and line.
     """
     path = options.root
     if path is None:

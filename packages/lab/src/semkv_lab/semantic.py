@@ -242,11 +242,7 @@ class Bench:
 
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
-    """Measure, print a table for each part, and return everything as JSON values.
-
-    Raises:
-        ConfigError, DatasetError: a flag or a file is at fault.
-    """
+    """Measure, print a table for each part, and return everything as JSON values."""
     given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:

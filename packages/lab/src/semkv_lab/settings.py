@@ -167,12 +167,7 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 
 def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
-    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given.
-
-    Raises:
-        ConfigError: a key is no flag, or a value is not allowed; the message names the flag, the value and what is
-            allowed.
-    """
+    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
     return parse(RunSettings, arguments({**(given or {}), **flags}), fill_from_preset)
 
 

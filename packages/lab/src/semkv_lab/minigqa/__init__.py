@@ -102,9 +102,6 @@ def generate(
         split: one of `SPLITS`.
         questions: rates as in `QUESTION_VARIANTS`.
         pictures: rates as in `IMAGE_VARIANTS`.
-
-    Raises:
-        ConfigError: an unknown split.
     """
     if split not in SPLITS:
         raise ConfigError("split", split, SPLITS)
