@@ -107,16 +107,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    (tmp_path / "empty.jsonl").touch()
-    for name, message in (
-        ("none", r"none\.jsonl: No such"),
-        ("latin", r"latin\.jsonl: 'utf-8' codec"),
-        ("empty", "no samples"),
-    ):
-        with pytest.raises(DatasetError, match=message):
-            load_samples(str(tmp_path / f"{name}.jsonl"), options(tmp_path))
+def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none\.jsonl: No such"):
+        load_samples(str(tmp_path / "none.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
     with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa, minigqa-text"):
@@ -193,20 +186,10 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
         load_samples("gqa", options(tmp_path, root=gqa_root, split="testdev"))
     with pytest.raises(ConfigError, match="<split>_balanced_instructions"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_some"))
-    (gqa_root / "val_all_questions.json").write_text('{\n"1": {"question": }}', encoding="utf-8")
-    with pytest.raises(DatasetError, match=r"val_all_questions\.json: .*line 2"):
+    rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
+    (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-    (gqa_root / "val_all_questions.json").write_text('{"17": {"imageId": "1"}}', encoding="utf-8")
-    with pytest.raises(DatasetError, match="question 17: question: Field required"):
-        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-    for fields, message in (
-        ({"types": 5}, "types"),
-        ({"groups": {"global": ["x"]}}, "groups.global"),
-    ):
-        rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
-        (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
-        with pytest.raises(DatasetError, match=rf"val_all_questions\.json, question 17.*: {message}"):
-            load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
 def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

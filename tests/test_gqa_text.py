@@ -1,10 +1,9 @@
-"""Real questions with a model's answers as labels, no model: the text tiers, and why their scope is one image."""
+"""Questions with a model's answers as labels, no model: the text tiers, and why their scope is one image."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,6 @@ from semkv_lab.run import run
 from semkv_lab.samples import DatasetOptions, Sample, label_answers
 from semkv_lab.settings import resolve
 
-ROOT = Path(__file__).parents[1]
-REAL = ROOT.parent / "shared" / "data" / "gqa_testdev_llava13b.jsonl.gz"
-real = pytest.mark.skipif(not REAL.is_file(), reason=f"{REAL.name} is not beside the project")
-
 ROWS = [
     {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
     {"questionId": "2", "imageId": "n2", "question": "is it  red?", "model": "No"},
@@ -42,9 +37,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) -> None:
     options = DatasetOptions(data_dir=tmp_path / "data", root=write(tmp_path / name, ROWS))
-    with ThreadPoolExecutor(4) as pool:  # several runs may draw the cards at once
-        samples, *others = pool.map(lambda _: load_samples("gqa-text", options), range(4))
-    assert others == [samples] * 3
+    samples = load_samples("gqa-text", options)
     assert [(s.sample_id, s.question, s.answer) for s in samples] == [
         ("1", "Is it red?", "Yes"),
         ("2", "is it  red?", "No"),
@@ -57,9 +50,6 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
     assert first.read_bytes() != second.read_bytes()
     with Image.open(first) as card:
         assert card.size == (160, 120)
-    before = first.stat().st_mtime_ns
-    assert load_samples("gqa-text", options) == samples
-    assert first.stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -106,20 +96,3 @@ def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
     assert (everywhere["hits"], everywhere["accuracy_on_hits"]["value"]) == (2, 0.5)
     assert everywhere["wrong_hit_share"]["value"] == pytest.approx(1 / 3)
     assert everywhere["faults"] == {}
-
-
-@real
-def test_identical_text_on_another_image_mostly_has_another_answer(tmp_path: Path) -> None:
-    samples = load_samples("gqa-text", DatasetOptions(data_dir=tmp_path / "data", root=REAL))
-    assert len(samples) == 12_578
-    part = samples[:3_000]
-    flags = {"disable_semantic_cache": True, "data_dir": tmp_path / "data"}
-    everywhere = measure(tmp_path / "any", REAL, part, scope="any", **flags)
-    media = measure(tmp_path / "media", REAL, part, scope="media", **flags)
-    # The same words on another image: mostly another answer. Within one image: the same, where asked twice at all.
-    assert everywhere["hits"] > 100
-    assert everywhere["accuracy_on_hits"]["high"] is not None
-    assert everywhere["accuracy_on_hits"]["high"] < 0.4
-    assert media["hits"] < 10
-    assert media["wrong_hit_share"]["value"] == 0.0
-    assert media["accuracy"]["value"] == 1.0

@@ -23,7 +23,6 @@ class Experiment:
 
     Attributes:
         name: unique on a page; where several logs use it, the log's name stands before it.
-        given: the flags that the spec has; ``settings`` are all of them.
         summary: of the run; None where the experiment failed.
         samples: the file of its samples, from the log's folder; empty for none.
         records: what is in that file; empty where it is gone.
@@ -38,7 +37,6 @@ class Experiment:
     settings: Object = field(default_factory=dict)
     environment: Object = field(default_factory=dict)
     summary: Object | None = None
-    given: Object = field(default_factory=dict)
     samples: str | None = None
     records: tuple[SampleRecord, ...] = ()
     group: str = ""

@@ -243,7 +243,7 @@ class Bench:
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
     """Measure, print a table for each part, and return everything as JSON values."""
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
@@ -384,8 +384,6 @@ def streams_part(bench: Bench) -> Found:
         rows = dict(_through(streams, static, make, flags.seed) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
-        if flags.plot is not None:
-            _draw(kind, found[kind], flags.plot / f"{kind}.png")
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
         names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
@@ -442,17 +440,6 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, s
 def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
     hits, checks, best = (f"{row[key]:.1%}" for key in ("hit_rate", "checks", "best_static_hit_rate"))
     return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
-
-
-def _draw(kind: str, found: Row, path: Path) -> None:
-    """Hits against wrong answers: a curve for fixed cosines, a point for each cache."""
-    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
-        sizes = np.array(found["requests"])[:, None, None]
-        counts = 100 * (np.array(found["thresholds"]["cosine"])[:, :, 1:] / sizes).mean(axis=0)
-        axes.plot(counts[:, 1], counts[:, 0], "o-", markersize=3, label="fixed cosine")
-        for name, row in found["caches"].items():
-            axes.plot(100 * row["wrong_per_request"]["share"], 100 * row["hit_rate"], "*", markersize=9, label=name)
-        axes.set_title(kind)
 
 
 # -- last turns ------------------------------------------------------------

@@ -299,7 +299,6 @@ def _row(job: Job, outcome: Outcome, place: Path) -> dict[str, Any]:
         "notes": e.notes,
         "started": datetime.fromtimestamp(outcome.started, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - outcome.started, 1),
-        "given": dict(e.given),
         "settings": e.settings.to_json(),
         "environment": outcome.environment,
         "summary": outcome.summary if ok else None,
