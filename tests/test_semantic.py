@@ -105,7 +105,7 @@ def _without_times(value: Any) -> Any:
 
 
 def test_images_need_no_other_data(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "images", "--scenes", "1", "--caches", "fixed"]
+    flags = ["--data", data, "--parts", "images", "--scenes", "6", "--caches", "fixed"]
     found, _ = bench(*flags, out=tmp_path / "f.json")
     images = found["images"]
     assert images["semkv"]["copies"]["all"]["share"] > 0.8

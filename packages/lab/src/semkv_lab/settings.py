@@ -250,7 +250,7 @@ class SemanticFlags:
         seed: The first seed: of streams, halves, scenes.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
         redis_url: A Redis server with the search module, for redisvl.
-        scenes: Generated scenes of each kind, for images.
+        scenes: Generated scenes, for images.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
@@ -267,7 +267,7 @@ class SemanticFlags:
     seed: Annotated[int, NOT_NEGATIVE] = 0
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     redis_url: str = ""
-    scenes: Annotated[int, POSITIVE] = 2
+    scenes: Annotated[int, POSITIVE] = 14
     out: Path | None = None
 
     def __post_init__(self) -> None:
