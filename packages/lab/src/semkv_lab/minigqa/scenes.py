@@ -222,7 +222,7 @@ def _shaded(color: RGB, factor: float) -> RGB:
     return (red, green, blue)
 
 
-# -- pairs: a picture and a copy of it, or a picture and one with a change that a question may be about ----------------------
+# -- pairs of pictures: a copy, or a change that a question may be about ------------------------------------------
 # A picture is enlarged and has a number on it. A change alters one element, so what differs is known.
 
 EDGE = 12  # pixels around the frame that a camera may move by
