@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from PIL import Image
 
+from command_line import invoke
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
@@ -61,6 +62,13 @@ QUESTIONS = {
     },
     "05515940": {"imageId": "2405723", "question": "Is it red?", "answer": "no", "groups": {"global": None}},
 }
+
+
+TEXT_ROWS = [
+    {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
+    {"questionId": "2", "imageId": "n2", "question": "is it  red?", "model": "No"},
+    {"questionId": "3", "imageId": "n1", "question": "Is  it red?", "model": "Yes."},
+]
 
 
 @pytest.fixture
@@ -222,6 +230,52 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (root / "val_balanced_instructions" / "val-00000-of-00001.parquet").write_bytes(b"no parquet")
     with pytest.raises(DatasetError, match=r"val_balanced_instructions, val\) cannot be read"):
         load_samples("gqa", options(tmp_path, root=root))
+
+
+def test_gqas_text_has_a_card_for_each_image(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
+    samples = load_samples("gqa-text", options(tmp_path, root=path))
+    assert [(s.sample_id, s.question, s.answer) for s in samples] == [
+        ("1", "Is it red?", "Yes"), ("2", "is it  red?", "No"), ("3", "Is  it red?", "Yes."),
+    ]  # fmt: skip
+    first, second, third = (s.images[0].path for s in samples)
+    assert first is not None
+    assert second is not None
+    assert first == third
+    assert first.read_bytes() != second.read_bytes()
+    for row in ({"questionId": "4", "imageId": "n1", "model": "x"}, TEXT_ROWS[0] | {"imageId": "../up"}):
+        with pytest.raises(DatasetError, match=r"bad\.jsonl, line 1: expected .*a plain file name"):
+            load_samples("gqa-text", options(tmp_path, root=write_lines(tmp_path / "bad.jsonl", row)))
+
+
+def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
+    for scope, hits, right, wrong in (("media", 1, 1.0, 0.0), ("any", 2, 0.5, 1 / 3)):
+        command = [
+            "run",
+            "--preset",
+            "opt-125m",
+            "--engine",
+            "labels",
+            "--dataset",
+            "gqa-text",
+            "--baseline",
+            "--quiet",
+        ]
+        command += [
+            "--disable-semantic-cache",
+            "--scope",
+            scope,
+            "--dataset-root",
+            path,
+            "--data-dir",
+            tmp_path / "data",
+        ]
+        command += ["--cache-dir", tmp_path / scope, "--summary-out", tmp_path / "summary.json"]
+        assert invoke([str(word) for word in command]).exit_code == 0
+        summary = json.loads((tmp_path / "summary.json").read_text())["summary"]
+        assert (summary["hits"], summary["accuracy_on_hits"]["value"]) == (hits, right)
+        assert summary["wrong_hit_share"]["value"] == pytest.approx(wrong)
 
 
 # --- MiniGQA
