@@ -327,15 +327,10 @@ class RedisVL(Cache):
 
 
 class SemKV(Cache):
-    """The whole `SemanticCache`, with its catalog in a folder of its own.
+    """The whole `SemanticCache` under the flags of a policy, with its catalog in a folder of its own.
 
-    Args:
-        encoder: of the text tier.
-        policy: the flags of the policy.
-        name: what results call it.
-        settings: what they say of it.
-        calibration: the one in a file that ``policy`` names.
-        seed: of a bounded policy's draws; in use, and where it is None, they have none.
+    ``calibration`` is the one in a file that ``policy`` names; ``seed`` is of a bounded policy's draws, which have none
+    in use.
     """
 
     def __init__(

@@ -3,6 +3,7 @@ layout), ``gqa-text`` (its questions with a model's answers, no images), ``jsonl
 its dotted path.
 """
 
+import json
 import os
 import re
 import tempfile
@@ -27,7 +28,6 @@ from semkv_lab.samples import (
     Sample,
     as_row,
     load_jsonl,
-    read_json,
     read_jsonl,
     select,
 )
@@ -67,17 +67,12 @@ _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 
 
 def load_gqa(options: DatasetOptions) -> list[Sample]:
-    """GQA (Hudson and Manning, 2019): the official question files with an image folder, or the Hugging Face layout.
+    """GQA (Hudson and Manning, 2019), from ``--dataset-root``, else the folder in ``GQA_ROOT``, else the hub.
 
-    Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
-    may hold
-
-    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts), images as
-      ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for validity and
-      plausibility, ``val_choices.json`` (or ``eval/...``): the official download;
-    - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
-
-    Without a folder, ``datasets`` reads ``lmms-lab/GQA`` from the hub or from its local cache.
+    A folder has ``val_balanced_questions.json`` (also in ``questions/``; ``train_all_questions/`` is one of parts),
+    images as ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for
+    validity and plausibility, ``val_choices.json`` (also in ``eval/``): the official download. Or it is a copy of
+    ``lmms-lab/GQA``, with ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``.
     """
     config, split = resolve_config(options)
     root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
@@ -122,7 +117,10 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _objects(file: Path) -> dict[str, Any]:
-    data = read_json(file)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise DatasetError(f"{file}: {getattr(e, 'strerror', None) or e}") from e
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
     return data

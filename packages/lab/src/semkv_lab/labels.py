@@ -270,14 +270,8 @@ class Fit(NamedTuple):
 
 
 def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto) -> Fit:
-    """Fit the chance of a wrong answer.
-
-    Args:
-        pairs: labeled pairs.
-        encoder: gives their cosines.
-        precision: least chance of a right answer with which a donor may be used.
-        guard: what it objects to is left out.
-    """
+    """Fit the chance of a wrong answer, where ``guard`` does not object; ``precision`` is the least chance of a right
+    answer with which a donor may be used."""
     if not 0.0 < precision < 1.0:
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:

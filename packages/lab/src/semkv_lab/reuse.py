@@ -264,15 +264,9 @@ class TransformersEngine:
         )
 
     def _step(self, hidden: torch.Tensor, kv: Kv, rows: torch.Tensor, doubtful: torch.Tensor) -> tuple[int, int]:
-        """Send tokens through the layers.
-
-        Args:
-            hidden: their embeddings, [1, rows, width].
-            rows: their positions, ascending.
-            doubtful: which of them have KV of a donor's, [rows].
-
-        Returns:
-            The next token, and how many tokens were computed; one in a part of the layers counts for that part.
+        """Send tokens through the layers: their embeddings [1, rows, width], their positions, and which of them have KV
+        of a donor's. Returns the next token, and how many were computed; one in a part of the layers counts for that
+        part.
         """
         kv.end, work, layers = int(rows[-1]) + 1, 0, self._decoder.layers
         for number, layer in enumerate(layers):

@@ -168,14 +168,6 @@ def _zipf(samples: Sequence[Sample]) -> Iterator[Sample]:
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
-
-
 def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
 
