@@ -413,7 +413,7 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     assert seen(report.plan.segments) == f"{document} | two"
     entry = entry_of(bench)
     assert entry.chunk_text == "two"
-    assert bench.entry not in bench.cache._similar._question.index
+    assert bench.entry not in bench.cache._similar.layers["semantic_text"].items
 
 
 def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
@@ -424,7 +424,7 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
     assert not bench.look("question0~0.99", "image0").hit
     assert not bench.look("else", "image0~0.99").hit
     assert bench.look("question11~0.99", "image11~0.99").hit
-    assert [len(index) for index in bench.cache._matching._similar.indexes()] == [5, 5, 5]
+    assert [len(layer.index) for layer in bench.cache._similar.layers.values()] == [5, 5, 5]
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_two_engines_and_four_front_ends_share_a_directory(tmp_path: Path) -> No
     for one in answers:
         assert one["rounds"] == [expected] * 3
         assert one["loaded"] > 0
-    assert verify(folder).damaged == ()
+    assert verify(folder).damaged == []
     used = inspect(folder)
     assert sum(entry.entries for entry in used.entries) <= 300
     assert sum(store.blocks for store in used.stores if store.store == "kv") <= 60
@@ -109,6 +109,6 @@ def test_a_near_repeat_hits_at_another_gateway_on_the_directory(tmp_path: Path) 
         assert second.headers["x-semkv"].split()[:2] == ["hit", "tier=text:semantic"]
         assert second.content == first.content
         assert other.upstream.total == 0
-        (entry_id,) = one.semantic._matching._similar.entries()
+        (entry_id,) = one.semantic._similar.layers["semantic_text"].items
         assert one.semantic.invalidate(entry_id=entry_id) == 1
-        wait_until(lambda: other.semantic._matching._similar.entries() == set())
+        wait_until(lambda: not other.semantic._similar.layers["semantic_text"].items)

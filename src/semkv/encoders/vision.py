@@ -140,11 +140,8 @@ def _unit(vector: Vector) -> Vector:
 
 
 class ClipEncoder:
-    """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers).
-
-    Args:
-        model: directory or hub id.
-    """
+    """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers), by
+    directory or hub id."""
 
     def __init__(self, model: str) -> None:
         from PIL import Image
@@ -169,12 +166,9 @@ class TowerEncoder:
     cells are joined: what is where stays visible, so that two scenes which differ in one object's color lie further
     apart than two encodings of one scene.
 
-    Args:
-        directory: a checkpoint with ``config.json`` (``vision_config`` of type ``clip_vision_model``), safetensors
-            weights under ``vision_tower.`` and an image processor.
-
     Raises:
-        ConfigError: the directory is not such a checkpoint.
+        ConfigError: the directory lacks a ``config.json`` with a ``vision_config`` of type ``clip_vision_model``,
+            safetensors weights under ``vision_tower.``, or an image processor.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -243,11 +237,8 @@ def _tower_weights(directory: Path) -> tuple[dict[str, Any], str]:
 
 
 def build_vision_encoder(name: str) -> VisionEncoder:
-    """The encoder behind the ``vision`` hook.
-
-    Args:
-        name: a directory (a LLaVA checkpoint, or a model in sentence-transformers' form), a hub id, or empty for
-            ``clip-ViT-B-32``, which is taken only where its weights are already on this machine.
+    """The encoder behind the ``vision`` hook: of a directory (a LLaVA checkpoint, or a model in sentence-transformers'
+    form) or a hub id. Empty means ``clip-ViT-B-32``, which is taken only where its weights are on this machine.
 
     Raises:
         ConfigError: there is no such model, or it would have to be downloaded and may not be.

@@ -20,10 +20,10 @@ from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog, Record, unpack
-from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine
+from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine, status_of
 from semkv.tiers.plan import Lookup, Planner
 from semkv.tiers.prompt_keys import Keyed, context_rows, entry_of, has_chunk_text
-from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, status_of, unit_vectors
+from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
 from semkv.types import (
     Entry,
     MediaSegment,
@@ -131,7 +131,7 @@ class Matching:
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _by_layers(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> Iterator[Candidate]:
-        layers = [layer.name for layer in self._similar.layers]
+        layers = [layer.name for layer in self._config.embedding_layers]
         vectors = self._embedded(found.request, given) if layers else {}
         # Where the hook failed that is a miss, not a layer without input.
         found.statuses.update({status_of(name): Status.MISS for name in (layers if vectors is None else vectors)})
@@ -143,7 +143,7 @@ class Matching:
         """Checked vectors of the embedding layers; None where the hook failed."""
         with self._tally.boundary("hook"):
             raw = self._hook(request) if given is None else given
-            return unit_vectors(request, raw, self._similar.layers, self._config.embedding_hook)
+            return unit_vectors(request, raw, self._config.embedding_layers, self._config.embedding_hook)
         return None
 
     def _by_meaning(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
@@ -197,7 +197,7 @@ class Matching:
     def _record(self, request: Request, keyed: Keyed, entry: Entry, vectors: Mapping[str, Vector]) -> Record:
         """The record of an entry, with unit vectors by layer that belong to the canonical prompt; ``vision`` by the
         request's own media. Vectors of layers that are not indexed are left out."""
-        layers = self._similar.keys
+        layers = {name: layer.key for name, layer in self._similar.layers.items()}
         sent = [s.media_id for s in keyed.segments if isinstance(s, MediaSegment)]
         rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
         media = {
@@ -231,10 +231,9 @@ class Matching:
         if entry_of(request, keyed).entry_id != entry.entry_id:
             raise CorruptValue(f"entry {entry.entry_id}: under another key")
         vectors = {}
-        for name, key in self._similar.keys.items():
-            if (data := packed.get(key)) is not None:
-                rows = len(request.media) if name == VISION else 1
-                vectors[name] = unit_rows(data, self._similar.dims[name], rows)
+        for name, layer in self._similar.layers.items():
+            if (data := packed.get(layer.key)) is not None:
+                vectors[name] = unit_rows(data, layer.dim, len(request.media) if name == VISION else 1)
         return self._record(request, keyed, entry, vectors)
 
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
@@ -244,7 +243,7 @@ class Matching:
         no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
         context was.
         """
-        vectors, layers = dict(report.embeddings), self._similar.layers
+        vectors, layers = dict(report.embeddings), self._config.embedding_layers
         if layers and not any(layer.name in vectors for layer in layers):
             vectors |= self._embedded(report.request, None) or {}
         if SEMANTIC not in vectors and (vector := self._chunk_vector(report.request.chunk_text)) is not None:
