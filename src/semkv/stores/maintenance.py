@@ -375,7 +375,8 @@ def _purge_entries(
             found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
     removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
     found.counts["entries"] = len(removed.entry_ids)
-    images = [image for image, _ in _images(cache_dir) if image.name in removed.media]
+    gone = set(removed.media)
+    images = [image for image, _ in _images(cache_dir) if image.name in gone]
     if not dry_run:
         if not catalog.database.truncate_log():
             found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
