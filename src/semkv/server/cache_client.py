@@ -26,7 +26,7 @@ from semkv.server.sse import text_of
 from semkv.server.tenancy import TagRule
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
-from semkv.tiers.plan import PendingEntry
+from semkv.tiers.matching import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
 from semkv.types import Exactness, Match, Plan, ReuseReport
 
