@@ -42,7 +42,7 @@ def bench(*arguments: str | Path, out: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40"]
+    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40", "--plot", tmp_path]
     flags += ["--kinds", "zipf", "templates"]
     found, said = bench(*flags, out=tmp_path / "f.json")
     rules = ["cosine 0.92", "vcache rule 0.01", "krites 0.92"]
@@ -55,6 +55,7 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
         assert row["precision"]["count"] == same["count"]
         assert row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
         assert 0 <= row["p_chr_auc"] <= 1
+        assert row["different where 80% hit"]["of"] == different["of"]
     assert pairs["semkv fixed 0.92"]["p_chr_auc"] > pairs["cosine 0.92"]["p_chr_auc"], "guards rank traps last"
     assert pairs["cosine 0.92"]["different that hit"]["share"] > 0.3
     assert (
@@ -63,7 +64,8 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
     assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
     semkv = found["turns"]["semkv fixed 0.92"]
     assert (semkv["equal last turns"]["hits"], semkv["reworded last turns"]["wrong"]) == (0, 0)
-    for result in found["streams"].values():
+    for kind, result in found["streams"].items():
+        assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
         for row in result["caches"].values():
             assert [one["requests"] for one in row["streams"]] == result["requests"]
             assert row["lookup"]["calls"] == sum(result["requests"])
@@ -105,7 +107,7 @@ def _without_times(value: Any) -> Any:
 
 
 def test_images_need_no_other_data(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "images", "--scenes", "6", "--caches", "fixed"]
+    flags = ["--data", data, "--parts", "images", "--scenes", "1", "--caches", "fixed"]
     found, _ = bench(*flags, out=tmp_path / "f.json")
     images = found["images"]
     assert images["semkv"]["copies"]["all"]["share"] > 0.8

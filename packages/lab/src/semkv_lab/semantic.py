@@ -37,7 +37,6 @@ from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
 from semkv_lab.console import percent, shown, table, write_json
 from semkv_lab.labels import KINDS, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
-from semkv_lab.minigqa.scenes import ImagePair, image_pairs
 from semkv_lab.samples import read_jsonl, read_rows
 from semkv_lab.settings import CACHES, QualityFlags, SemanticFlags
 from semkv_lab.sweep import environment, version
@@ -45,6 +44,7 @@ from semkv_lab.sweep import environment, version
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from semkv_lab import scenes
 
 VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
@@ -243,7 +243,7 @@ class Bench:
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
     """Measure, print a table for each part, and return everything as JSON values."""
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
@@ -290,6 +290,7 @@ def _ms(row: Row) -> tuple[str, str]:
 
 # -- pairs and traps ------------------------------------------------------------
 
+STAY = 0.8  # of pairs that are the same: where caches are compared by those that are not
 ACCEPTED = 0.85  # a cosine that a threshold may well accept
 
 
@@ -332,11 +333,15 @@ def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
     trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
     accepted, same = sum(hit for hit, _ in hits), sum(pair.same for pair in pairs)
     right = hits.count((True, True))
+    ranked = list(zip(trust, pairs, strict=True))
+    least = np.quantile([own for own, pair in ranked if pair.same] or [2.0], 1 - STAY, method="lower")
+    at = sum(bool(own >= least) and not pair.same for own, pair in ranked)
     return {
         "hit_rate": rate(accepted, len(pairs)),
         "precision": rate(right, accepted),
         "same that hit": rate(right, same),
         "different that hit": rate(accepted - right, len(pairs) - same),
+        f"different where {STAY:.0%} hit": rate(at, len(pairs) - same),
         "p_chr_auc": round(pair_area(trust, [pair.same for pair in pairs]), 6),
     }
 
@@ -384,6 +389,8 @@ def streams_part(bench: Bench) -> Found:
         rows = dict(_through(streams, static, make, flags.seed) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
+        if flags.plot is not None:
+            _draw(kind, found[kind], flags.plot / f"{kind}.png")
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
         names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
@@ -442,6 +449,17 @@ def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
     return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
 
 
+def _draw(kind: str, found: Row, path: Path) -> None:
+    """Hits against wrong answers: a curve for fixed cosines, a point for each cache."""
+    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
+        sizes = np.array(found["requests"])[:, None, None]
+        counts = 100 * (np.array(found["thresholds"]["cosine"])[:, :, 1:] / sizes).mean(axis=0)
+        axes.plot(counts[:, 1], counts[:, 0], "o-", markersize=3, label="fixed cosine")
+        for name, row in found["caches"].items():
+            axes.plot(100 * row["wrong_per_request"]["share"], 100 * row["hit_rate"], "*", markersize=9, label=name)
+        axes.set_title(kind)
+
+
 # -- last turns ------------------------------------------------------------
 
 _CHAT = (("user", "Tell me about Lisbon."), ("assistant", "It is a city by the sea. Do you want to know more?"))
@@ -494,8 +512,9 @@ def images_part(bench: Bench) -> Found:
     """Generated scenes: the comparison of pixels by itself; then the whole cache, with guards and without."""
     from semkv.encoders.vision import read_picture
     from semkv.guards.pictures import LIMIT, difference
+    from semkv_lab import scenes
 
-    made = image_pairs(bench.flags.scenes, bench.flags.seed)
+    made = scenes.pairs(bench.flags.scenes, bench.flags.seed)
 
     hits, seconds = [], []
     for pair in made:
@@ -509,11 +528,11 @@ def images_part(bench: Bench) -> Found:
         (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
         for name, row in found.items()
     ]
-    title = f"images: {bench.flags.scenes} scenes; 95% intervals (Wilson); lookups with the encoder"
+    title = f"images: {bench.flags.scenes} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
 
 
-def _image_cache(made: Sequence[ImagePair], guarded: bool) -> Row:
+def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
     """All first images are in the cache. A copy must hit with its own scene's image; a change must hit none."""
     preset = get_preset("minigqa")
     layer = next(text for text in preset.embedding_layers if text.startswith("vision"))
@@ -543,11 +562,11 @@ def _image_cache(made: Sequence[ImagePair], guarded: bool) -> Row:
     return _image_shares(made, hits) | measured
 
 
-def _image_shares(made: Sequence[ImagePair], hits: Sequence[bool]) -> Row:
-    """Shares of copies and of changes that hit, by what was done."""
+def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
+    """Shares of copies and of changes that hit, by what was done and by kind of scene."""
     groups: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in ("copies", "changes")}
     for pair, hit in zip(made, hits, strict=True):
-        for group in ("all", pair.what):
+        for group in ("all", pair.what, f"of {pair.kind}"):
             groups["copies" if pair.same else "changes"][group].append(hit)
     return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 

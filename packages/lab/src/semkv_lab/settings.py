@@ -250,7 +250,8 @@ class SemanticFlags:
         seed: The first seed: of streams, halves, scenes.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
         redis_url: A Redis server with the search module, for redisvl.
-        scenes: Generated scenes, for images.
+        scenes: Generated scenes of each kind, for images.
+        plot: Draw hits against wrong answers for each kind of stream into this folder.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
@@ -267,7 +268,8 @@ class SemanticFlags:
     seed: Annotated[int, NOT_NEGATIVE] = 0
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     redis_url: str = ""
-    scenes: Annotated[int, POSITIVE] = 14
+    scenes: Annotated[int, POSITIVE] = 2
+    plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
     out: Path | None = None
 
     def __post_init__(self) -> None:

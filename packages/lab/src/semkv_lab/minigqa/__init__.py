@@ -17,9 +17,7 @@ from io import BytesIO
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
-
-from PIL import Image, ImageChops, ImageEnhance
+from typing import TYPE_CHECKING, Any
 
 from semkv.errors import ConfigError
 from semkv_lab.minigqa.questions import (
@@ -37,6 +35,9 @@ from semkv_lab.minigqa.questions import (
     restate,
 )  # fmt: skip
 from semkv_lab.minigqa.scenes import Scene, draw, jpeg, make_scene, recolor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SPLITS = ("train", "val", "testdev")
 ORIGINAL = "original"
@@ -166,10 +167,12 @@ def _pictures(images: int, rates: Mapping[str, float], rng: Random, prefix: str)
 
 
 def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Picture:
+    from PIL import Image, ImageChops, ImageEnhance
+
     if variant == "lookalike":
         scene = recolor(base.scene, rng)
         return _Picture(image_id, scene, jpeg(draw(scene)), variant, base.image_id)
-    image: Image.Image = Image.open(BytesIO(base.data))
+    image: Image = Image.open(BytesIO(base.data))
     quality = 60 if variant == "reencoded" else 90
     if variant == "resized":
         image = image.resize((120, 120), Image.Resampling.BICUBIC)
