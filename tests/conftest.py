@@ -14,9 +14,11 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tiny_models
+import vllm_forks
 
 # Two workers share the machine: an engine that takes all processors, or that binds itself to one, disturbs the other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # On a busy machine an example or an answer may take any time. A run draws what every other run draws;
@@ -27,6 +29,8 @@ hypothesis.settings.register_profile("same", derandomize=True, **slow)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
+
+vllm_forks.prepare()  # both workers use one
 
 ENGINES = "engine"
 """The group of all files that start vLLM in this process or fork it: one worker has it imported, and runs them."""

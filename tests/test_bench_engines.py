@@ -13,6 +13,7 @@ import pytest
 
 from command_line import invoke
 from semkv_lab import conformance
+from vllm_forks import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import engines
@@ -127,7 +128,7 @@ def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: P
     pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     out = tmp_path / "found.json"
     names = ["SemKVConnector", "ExampleConnector", "OffloadingConnector"]
-    command = [sys.executable, "-m", "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
+    command = [prepare() / "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
     done = subprocess.run([*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr[-2000:]
     found = json.loads(out.read_text())

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from semkv_lab.console import to_json
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold
 from semkv_lab.run import comparison, same_answers
+from vllm_forks import prepare
 
 SAMPLES = 24
 
@@ -44,7 +44,7 @@ def test_the_comparison_has_a_column_for_vllm_alone() -> None:
 
 @pytest.mark.engine
 def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
+    command = [prepare() / "python", "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
     out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert out.returncode == 0, out.stderr[-2000:]
     assert "Traceback" not in out.stderr

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from command_line import invoke
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.metrics import summarise
@@ -29,6 +29,7 @@ from semkv_lab.results import (
     worst,
     wrong_hits,
 )
+from vllm_forks import prepare
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -49,9 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name = f"layers-{prompt:g}-{vision:g}"
         experiments.append({"name": name, "embedding-layer": layers, "disable-guards": True, "match": "any"})
     (folder / "spec.json").write_text(json.dumps({"defaults": defaults, "experiments": experiments}))
-    command = ["sweep", "--specs", str(folder / "spec.json"), "--log-file", str(folder / "sweep.csv")]
-    done = invoke([*command, "--samples-dir", str(folder / "samples")])
-    assert done.exit_code == 0, done.output
+    command = [prepare() / "semkv", "sweep", "--specs", folder / "spec.json", "--log-file", folder / "sweep.csv"]
+    done = subprocess.run([*command, "--samples-dir", folder / "samples"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     failed = {
         **rows(folder)[1],
         "name": f"fails {HOSTILE}",
