@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
-
 import tiny_models
 import vllm_forks
 from semkv.connectors import ConnectorOutcome, disk_process, read_outcome
@@ -49,7 +47,6 @@ os._exit(status)  # what threads and native code do at an exit is not tested
 
 def started(function: Callable[..., Any], args: Sequence[Any], output: IO[Any], errors: IO[Any]) -> Job:
     """A function of a test module, running in a new process; its result is the last line that begins with RESULT."""
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     command = ["-c", _CHILD, function.__module__, function.__name__, json.dumps(args, default=str)]
     return Job(command, {1: output.fileno(), 2: errors.fileno()}, os.environ | vllm_forks.ENVIRONMENT)
 

@@ -11,7 +11,6 @@ from vllm_forks import prepare
 
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
 mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
-pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 

@@ -302,7 +302,6 @@ def test_a_full_disk_names_the_log_and_keeps_its_rows(tmp_path: Path, monkeypatc
 
 @pytest.mark.engine
 def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
     defaults = {
         "preset": "minigqa",
         "max-samples": 6,

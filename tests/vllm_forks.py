@@ -44,13 +44,20 @@ _IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
     "compressed_tensors", "sentence_transformers", "faiss",
 )  # fmt: skip
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
+SHARED_MACHINE = {
     "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",  # what waits leaves the processor to others
+    "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Two workers share it: an engine that takes all processors, or that binds itself to one, disturbs the other."""
+
+ENVIRONMENT = {
+    **SHARED_MACHINE,
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
     "NUMBA_DISABLE_JIT": "1",  # of tiny drafts, compiling takes far longer than running
 }
 _REAL = sys.executable
