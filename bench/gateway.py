@@ -238,6 +238,9 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers")
     args = parser.parse_args()
     before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
+    if args.litellm_python:
+        ask = "import importlib.metadata as m; print(m.version('litellm'))"
+        before["versions"]["litellm"] = subprocess.check_output([args.litellm_python, "-c", ask], text=True).strip()
     found = measure_workers(args) if args.workers else measure(args)
     for name, row in found.items():
         print(name, row)

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -74,10 +75,12 @@ class Served:
 class Started:
     """``semkv serve`` in a process of its own, without near-repeats unless ``--semantic`` is given.
 
-    ``log`` is the file with what it says.
+    ``log`` is the file with what it says, ``files`` its soft and hard limit of open files.
     """
 
-    def __init__(self, upstream: str, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, upstream: str, folder: Path, *flags: str, files: tuple[int, int] | None = None, **environment: str
+    ) -> None:
         self.log = folder / "log"
         command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}"]
         command += ["--no-semantic"] * ("--semantic" not in flags)
@@ -87,6 +90,7 @@ class Started:
                 stdout=out,
                 stderr=out,
                 env={**os.environ, "SEMKV_SECRET": SECRET, **_PATIENCE, **environment},
+                preexec_fn=files and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files)),
             )
 
     def __enter__(self) -> Started:
@@ -145,7 +149,7 @@ class Pair:
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
 
-    def post(self, text: Any, *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    def post(self, text: Any, *, headers: Any = None, **more: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120)
 
     def soon(self, text: Any, **more: Any) -> Future[httpx.Response]:
@@ -181,9 +185,9 @@ class Pair:
         upstream.calls.clear()
 
     def metric(self, name: str) -> float:
-        """The sum over a metric's labels."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        """The sum over a metric's labels, or of those labels that ``name`` has, as Prometheus writes them."""
+        lines = [line.rsplit(" ", 1) for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()]
+        return sum(float(value) for said, value in lines if name in (said, said.split("{")[0]))
 
     def admin(self, path: str, body: Any = None, key: str = ADMIN) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}

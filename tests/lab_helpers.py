@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
+
+from semkv_lab.console import Listener
 from semkv_lab.records import SampleRecord
+from semkv_lab.settings import RunSettings
 
 
 def record(**values: Any) -> SampleRecord:
@@ -16,3 +20,8 @@ def record(**values: Any) -> SampleRecord:
         "cached_tokens": 0, "loaded_tokens": 0, "prefix_tokens": 0,
     }  # fmt: skip
     return SampleRecord(**{**base, **values})
+
+
+def quiet(settings: RunSettings) -> Listener:
+    """Writes what the settings say, and prints nothing."""
+    return Listener(Console(quiet=True), settings, quiet=True)

@@ -133,17 +133,3 @@ class TestGateway:
             assert pair.post("how  do I bake bread at home?").headers["x-semkv"].startswith(header)
             assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("hit tier=exact")
             assert pair.metric("semkv_faults_total") == 0
-
-    def test_a_system_prompt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)
-        with Pair(tmp_path, semantic=True, store_timeout=60.0, normalised=False) as pair:
-
-            def told(system: str, question: str) -> str:
-                messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-                return pair.post("", messages=messages).headers["x-semkv"]
-
-            assert told("Answer only in english. Be brief.", "How do I bake bread at home?") == "miss"
-            assert told("ANSWER ONLY IN ENGLISH.  BE BRIEF.", "How do I bake bread at home?") == "miss"
-            found = told("Answer only in english. Be brief.", "How can I bake bread at home?")
-            assert found.startswith("hit tier=text:semantic")
-            assert pair.metric("semkv_faults_total") == 0

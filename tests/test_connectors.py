@@ -241,7 +241,7 @@ class TestEngine:
         for ours in (True, False):
             with monkeypatch.context() as patch:
                 if not ours:
-                    patch.setattr(type(engine.connector.manager), "_is_held", lambda *_: False)
+                    patch.setattr(type(engine.connector.manager), "held", lambda *_: 0)
                 counted.clear()
                 engine.forget(keep_host=True)
                 assert engine.one(prompt)[1].sources.get("host")

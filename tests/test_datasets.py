@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from PIL import Image
@@ -23,7 +23,6 @@ from semkv_lab.samples import (
     ImageRef,
     RequestBuilder,
     Sample,
-    Trace,
     arrange,
     chunk_text,
 )
@@ -93,12 +92,12 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[1]", "expected an object, found list"),
-        ({"answer": "x"}, "no 'question'"),
-        ({"question": "x", "images": [3]}, "'images' must be a path"),
-        ({"question": "x", "prompt": "y"}, "unknown field 'prompt'"),
-        ({"question": "x", "id": "1"}, "id '1' was used in line 1"),
+        ({"answer": "x"}, "question: Field required"),
+        ({"question": "x", "images": [[3]]}, "images"),
+        ({"question": "x", "prompt": "y"}, "prompt: Unexpected keyword argument"),
+        ({"question": "x", "id": "1"}, "another line has the id '1'"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
-        ('{"question": "\\uD800?"}', r"not valid JSON ('utf-8' codec can't encode character '\ud800'"),
+        ('{"question": "\\uD800?"}', "question: Input should be a valid string"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:
@@ -198,11 +197,11 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"val_all_questions\.json: .*line 2"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
     (gqa_root / "val_all_questions.json").write_text('{"17": {"imageId": "1"}}', encoding="utf-8")
-    with pytest.raises(DatasetError, match="question 17: no 'question'"):
+    with pytest.raises(DatasetError, match="question 17: question: Field required"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
     for fields, message in (
-        ({"entailed": 5}, "not a row of GQA"),
-        ({"groups": {"global": ["x"]}}, "'global' must"),
+        ({"types": 5}, "types"),
+        ({"groups": {"global": ["x"]}}, "groups.global"),
     ):
         rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
         (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -275,16 +274,11 @@ def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
 
 def test_chunk_sources() -> None:
     sample = Sample("1", "Q?", semantic_str="select: x", groups=("g", "l"), system="S", context="C")
-    texts = {source: chunk_text(sample, source) for source in ChunkSource}
-    assert texts == {
-        ChunkSource.QUESTION: "Q?",
-        ChunkSource.SEMANTIC: "select: x",
-        ChunkSource.GROUP: "g l",
-        ChunkSource.COMBINED: "Q? | select: x | g l",
-        ChunkSource.FULL: "S\nC\nQ?",
-    }
-    assert chunk_text(sample, ChunkSource.SEMANTIC, 6) == "select"
-    assert chunk_text(Sample("1", "Q?"), ChunkSource.GROUP) == "Q?"
+    sources: tuple[ChunkSource, ...] = get_args(ChunkSource)
+    texts = ["Q?", "select: x", "g l", "Q? | select: x | g l", "S\nC\nQ?"]
+    assert [chunk_text(sample, source) for source in sources] == texts
+    assert chunk_text(sample, "semantic", 6) == "select"
+    assert chunk_text(Sample("1", "Q?"), "group") == "Q?"
 
 
 def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Path) -> None:
@@ -331,8 +325,8 @@ def test_in_order_is_the_data_sets_own_order_round_and_round() -> None:
 
 
 def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_exponent() -> None:
-    requests = asked(trace=Trace.ZIPF, trace_requests=40_000)
-    assert requests[:90] == asked(trace=Trace.ZIPF, trace_requests=90)
+    requests = asked(trace="zipf", trace_requests=40_000)
+    assert requests[:90] == asked(trace="zipf", trace_requests=90)
     assert len({r.sample_id for r in requests}) == 40_000
     counts = [n for _, n in Counter(r.image_name for r in requests).most_common()]
     total = sum(rank**-ZIPF_EXPONENT for rank in range(1, 41))

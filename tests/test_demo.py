@@ -12,20 +12,12 @@ import pytest
 from rich.console import Console
 
 from lab_helpers import record
-from semkv_lab.console import to_json
 from semkv_lab.metrics import summarise
 from semkv_lab.records import Cold
-from semkv_lab.run import comparison, same_answers
+from semkv_lab.run import comparison
 from vllm_forks import prepare
 
 SAMPLES = 24
-
-
-def test_a_line_separator_in_a_question_ends_no_line(tmp_path: Path) -> None:
-    row = {"sample_id": "1", "question": "red or\u2028blue?", "token_ids": [1]}
-    for name in ("cold", "warm"):
-        (tmp_path / f"{name}.jsonl").write_bytes(to_json(row) * 2)
-    assert same_answers(tmp_path) == (1, 1)
 
 
 def test_the_comparison_has_a_column_for_vllm_alone() -> None:

@@ -87,7 +87,8 @@ def test_a_chat_model_with_images_and_what_outlives_it(llava: Path, image: Media
             vllm.generate(prompt(image, "word " * 2000))
         assert vllm.generate(question).token_ids == cold.token_ids
         before = vllm.fingerprint()
-        vllm._chat_template, vllm._fingerprint = "another", ""
+        vllm._chat_template = "another"
+        del vllm._fingerprint
         assert vllm.fingerprint() != before
     with pytest.raises(EngineError, match="closed"):
         vllm.generate(question)

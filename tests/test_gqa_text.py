@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from lab_helpers import quiet
 from semkv.cache import SemanticCache
 from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import DatasetError
 from semkv.types import TextSegment
-from semkv_lab.console import Listener
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Figures
 from semkv_lab.run import run
@@ -65,7 +65,7 @@ def test_rows_become_samples_with_cards_for_images(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"questionId": "4", "imageId": "n1", "model": "x"}, "line 2: no 'question'"),
+        ({"questionId": "4", "imageId": "n1", "model": "x"}, "line 2: expected questionId"),
         ({"questionId": "4", "imageId": "n1", "question": "q"}, "and one field more"),
         ({"questionId": "4", "imageId": "../up", "question": "q", "a": "x"}, "a plain file name"),
     ],
@@ -90,7 +90,7 @@ def measure(tmp_path: Path, path: Path, samples: list[Sample], **flags: Any) -> 
     )
     answers = label_answers(samples)
     _, summary = run(
-        settings, samples, lambda *_: ScriptedEngine(answer=answers), lambda s: SemanticCache(s.cache), Listener()
+        settings, samples, lambda *_: ScriptedEngine(answer=answers), lambda s: SemanticCache(s.cache), quiet(settings)
     )
     return summary
 

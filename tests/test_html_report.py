@@ -17,18 +17,10 @@ from PIL import Image
 
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
-from semkv_lab.metrics import summarise
+from semkv_lab.metrics import given, summarise, without
 from semkv_lab.records import Cold, SampleRecord
-from semkv_lab.report import differing, escape, write_report
-from semkv_lab.results import (
-    Experiment,
-    facts,
-    group_names,
-    points,
-    read_logs,
-    worst,
-    wrong_hits,
-)
+from semkv_lab.report import differing, write_report
+from semkv_lab.results import Experiment, facts, points, read_logs, wrong_hits
 from vllm_forks import prepare
 
 if TYPE_CHECKING:
@@ -71,7 +63,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def page(folder: Path) -> Path:
     out = folder / "out" / "report.html"
-    write_report([folder / "sweep.csv"], out, markdown=folder / "docs" / "results.md", title="A <b> title")
+    write_report([folder / "sweep.csv"], out, title="A <b> title")
     return out
 
 
@@ -91,10 +83,9 @@ ROW = {"name": "a", "status": "failed", "error": "no", "settings": {}}
     ("rows", "message"),
     [
         ((ROW, "{broken"), "sweep.jsonl, line 2: not valid JSON"),
-        (({"status": "ok"},), "line 1: no row of a log"),
-        ((ROW, {**ROW, "status": "done"}), "line 2: no row of a log"),
-        (({**ROW, "summary": 3},), "line 1: no row of a log"),
-        (({**ROW, "settings": {"cache": {"embedding_layers": [1]}}},), "line 1: no row of a log"),
+        (({"status": "ok"},), "line 1: name"),
+        ((ROW, {**ROW, "status": "done"}), "line 2: status"),
+        (({**ROW, "summary": 3},), "line 1: summary"),
         ((), "no experiment is logged there"),
     ],
 )
@@ -113,7 +104,7 @@ def test_bad_samples_are_named_and_a_cut_off_line_is_left_out(tmp_path: Path, fo
     assert [e.name for e in read_logs([log])] == ["a"]
     for bad in (line[:60], '{"sample_id": "x"}', line.replace('"text": "', '"text": 1, "x": "'), "[]"):
         (tmp_path / "s.jsonl").write_text(f"{line}\n{bad}\n{line}\n", encoding="utf-8")
-        with pytest.raises(DatasetError, match=r"s\.jsonl, line 2: (not a record|not valid JSON|expected an)"):
+        with pytest.raises(DatasetError, match=r"s\.jsonl, line 2: "):
             read_logs([log])
 
 
@@ -131,7 +122,7 @@ def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_
 def test_groups_and_points(folder: Path) -> None:
     experiments = read_logs([folder / "sweep.jsonl"])
     loose, plain = "minigqa, guards off, match any", "minigqa, guards on, match all"
-    assert group_names(experiments)[:5] == [plain, *[loose] * 4]
+    assert [e.group for e in experiments[:5]] == [plain, *[loose] * 4]
     assert experiments[1].thresholds == "prompt 0.8, vision 0.9, semantic 0.92"
     assert experiments[1].tiers == "exact + semantic + embedding + fusion"
     plane = points(experiments)
@@ -154,29 +145,24 @@ def wrong_record(score: float, **values: Any) -> SampleRecord:
 
 def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
     def experiment(name: str, *records: SampleRecord) -> Experiment:
-        return Experiment(name, "ok", "", "", None, {"preset": "x"}, {}, {}, records)
+        return Experiment(name, "ok", settings={"preset": "x"}, records=records)
 
     cold_was_wrong = replace(wrong_record(1.0), cold=Cold("a", "green", False, 0.1, None, 10, 0))
     first = experiment("one", wrong_record(0.9), wrong_record(0.99, question="other?"), cold_was_wrong)
     second = experiment("two", wrong_record(0.9), wrong_record(0.9))
     found = wrong_hits([first, second])
     assert [(w.score, [e.name for e in w.experiments]) for w in found] == [(0.99, ["one"]), (0.9, ["one", "two"])]
-    assert worst(found) == found
-    many = [wrong_record(0.9, question=f"q{i}", sample_id=str(i)) for i in range(30)]
-    elsewhere = [wrong_record(0.8, donor_image="b", donor_question=f"p{i}", sample_id=str(i)) for i in range(30)]
-    shown = worst(wrong_hits([experiment("x", *many, *elsewhere)]))
-    assert len(shown) == 12
-    assert sum(w.record.donor_question == "p?" for w in shown) == 2
 
 
 def summed(name: str, *records: SampleRecord, mode: str = "live") -> Experiment:
     """An experiment as the log has it: its figures as JSON."""
     summary = json.loads(json.dumps(summarise(records)))
-    return Experiment(name, "ok", "", "", None, {"preset": "x", "cache": {"mode": mode}}, {}, summary, records)
+    settings = {"preset": "x", "cache": {"mode": mode}}
+    return Experiment(name, "ok", settings=settings, summary=summary, records=records)
 
 
 def headlines(*experiments: Experiment) -> dict[str, str]:
-    return {f.what: f.where for f in facts(experiments)}
+    return {what: where for _, what, where in facts(experiments)}
 
 
 def right(**values: Any) -> SampleRecord:
@@ -200,7 +186,7 @@ def test_a_dry_run_is_judged_by_its_donors_and_saves_nothing() -> None:
     assert "most hits without a wrong one" not in headlines(dry)
     assert points([dry])[0].accuracy.value == 0.5
     (wrong,) = wrong_hits([dry])
-    assert (wrong.given, wrong.without) == ("blue", "red")
+    assert (given(wrong.record), without(wrong.record)) == ("blue", "red")
     fine = summed("fine", right(applied=False, latency_s=0.01), mode="dry-run")
     assert headlines(fine)["most hits without a wrong one"] == "fine"
     what = "most time saved a request without a wrong hit"
@@ -212,15 +198,14 @@ def test_a_dry_run_is_judged_by_its_donors_and_saves_nothing() -> None:
 def test_no_report_takes_the_place_of_its_log(tmp_path: Path) -> None:
     path = written(tmp_path, ROW)
     before = path.read_bytes()
-    for out, markdown in ((path, None), (tmp_path / "p.html", path), (tmp_path / "p", tmp_path / "p")):
-        with pytest.raises(ConfigError, match=r"--(out|markdown): .* another file than that of"):
-            write_report([tmp_path / "sweep.jsonl"], out, markdown=markdown)
+    with pytest.raises(ConfigError, match=r"--out: .* another file than that of"):
+        write_report([path], path)
     assert path.read_bytes() == before
 
 
 def test_what_differs_between_two_questions_is_marked() -> None:
     own, donor = differing("Is the  cat left of the dog?", "is the cat right of the dog ?")
-    assert [[text for text, differs in side if differs] for side in (own, donor)] == [["left"], ["right"]]
+    assert [[text.strip() for text, differs in side if differs] for side in (own, donor)] == [["left"], ["right"]]
     assert "".join(text for text, _ in own).split() == "Is the cat left of the dog?".split()
 
 
@@ -237,32 +222,14 @@ def test_the_page_stands_alone_and_trusts_nothing(page: Path) -> None:
     assert "default-src 'none'" in text
     assert "--no-embedding-layer --embedding-hook=none --disable-semantic-cache" in text
     assert "semkv run --engine=labels --max-samples=60" in text
-    pictures = sorted(p.name for p in page.with_name("report_files").iterdir())
-    assert pictures == ["latency.png", "tiers.png", "tradeoff.png"]
 
 
-def test_equal_logs_give_equal_files(page: Path, folder: Path, tmp_path: Path) -> None:
-    files = write_report(
-        [folder / "sweep.jsonl"], tmp_path / "out" / "report.html", markdown=tmp_path / "docs" / "results.md"
-    )
-    again, before = (tmp_path / "docs" / "results.md", folder / "docs" / "results.md")
-    text = again.read_text(encoding="utf-8")
-    assert text.replace("sweep.jsonl", "sweep.csv") == before.read_text(encoding="utf-8").replace(
-        escape("A <b> title"), "What each tier is worth"
-    )
-    for file in files:
-        if file.suffix == ".png":
-            assert file.read_bytes() == (page.parent / "report_files" / file.name).read_bytes()
-    links = re.findall(r"!\[.*?\]\((.*?)\)", text)
-    assert len(links) == 3
-    assert all((again.parent / link).is_file() for link in links)
-    assert "## Not finished" in text
-    assert escape("a | b\n*c* `d` <e> $x$ [1.0, 2.0]") == r"a \| b \*c\* \`d\` \<e\> \$x\$ [1.0, 2.0]"
-    assert escape("![f](g) [f][g] [f]: g") == r"![f\](g) [f\][g] [f\]: g"
+def test_a_page_without_samples_says_so(folder: Path, tmp_path: Path) -> None:
     bare_rows = [{**row, "samples": "gone.jsonl" if row["samples"] else None} for row in rows(folder)]
-    files = write_report([written(tmp_path, *bare_rows)], tmp_path / "bare.html")
+    for out in (tmp_path / "bare.html", tmp_path / "again.html"):
+        write_report([written(tmp_path, *bare_rows)], out)
     bare = (tmp_path / "bare.html").read_text(encoding="utf-8")
-    assert sorted(f.name for f in files[1:]) == ["tiers.png", "tradeoff.png"]
+    assert bare == (tmp_path / "again.html").read_text(encoding="utf-8"), "equal logs give equal pages"
     assert "its samples are gone: gone.jsonl" in bare
     assert "single answers cannot be shown" in bare
 
@@ -315,8 +282,8 @@ def test_the_page_in_a_browser(visit: Callable[[int, Any], Page], width: int, sc
     assert red < 60 if scheme == "dark" else red > 230
     images = shown.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth, i.clientWidth, i.alt])")
     assert all(all(row) for row in images)
-    figures = [row for row in images if row[2].startswith(("Accuracy", "Hit rate", "Latency"))]
-    assert len(figures) == 3
+    figures = [row for row in images if row[2].startswith(("Accuracy", "Hit rate"))]
+    assert len(figures) == 2
     assert all(row[1] > 700 for row in figures)  # a phone scrolls them: shrunk, they could not be read
     sources = shown.evaluate("[...document.querySelectorAll('figure img')].map(i => atob(i.currentSrc.split(',')[1]))")
     assert all("prefers-color-scheme" in svg for svg in sources)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from semkv.keys import LITERAL, digest, normalise, weights_digest
+from semkv.tiers.prompt_keys import SKETCH, Keyed, sentences, sketch
+from semkv.types import MediaSegment, Namespace, Role, TextSegment
 
 
 def test_a_digest_tells_where_a_part_ends() -> None:
@@ -54,44 +58,47 @@ def test_what_a_link_leads_to_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("sed 's/  / /' f", "sed 's/ / /' f"),
-        ("What does len('a  b') give?", "What does len('a b') give?"),
-        ("replace '  ' with ' '", "replace ' ' with ' '"),
-        ("What is the length of b'a  b' here?", "What is the length of b'a b' here?"),
-        ("用'a  b'替换", "用'a b'替换"),
-        ("「a  b」は何文字", "「a b」は何文字"),
-        ("How many?\n```\nfoo  bar\n```", "How many?\n```\nfoo bar\n```"),
-        ("cat <<EOF\na  b\nEOF", "cat <<EOF\na b\nEOF"),
-        ("Type “One. Two. Three”", "Type “One. two. Three”"),
-        ("Math.floor(x)", "math.floor(x)"),
-        ("Look. Math.floor", "look. math.floor"),
-        ("Name  City\nBob     Paris", "Name  City\nBob Paris"),
-        ("Bob\t\tParis", "Bob\tParis"),
-        ("How long is 'e\u0301'?", "How long is 'é'?"),
-    ],
-)
-def test_code_quotations_and_tables_stay_as_written(one: str, other: str) -> None:
-    assert normalise(one) != normalise(other)
-
-
-@pytest.mark.parametrize("end", list("\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
-def test_every_line_end_ends_a_line(end: str) -> None:
-    assert normalise(f"x{end}y") not in (normalise("x y"), normalise("xy"))
-    assert normalise(f"x = 1{end}y = 2") != normalise("x = 1 y = 2")
-    assert normalise(f"x  z \xa0{end}  y") == f"x z{end}  y"
-    assert normalise(f"Hello you{end}A = B  c") == f"hello you{end}A = B  c"
-
-
-def test_crlf_is_a_line_end_like_another() -> None:
-    assert normalise("one\r\ntwo \r\n\r\nthree") == normalise("one\ntwo\n\nthree")
-    assert normalise("one\r\r\ntwo") != normalise("one\n\ntwo")
-
-
-@pytest.mark.parametrize(
     ("one", "other", "same"),
     [
+        # Case and lines.
+        ("What color is it? It is big.", "what  color is it?  it is big.", True),
+        ("What color is the car?", "WHAT COLOR IS THE CAR?", True),
+        ("What color is the car?", "What Color Is The Car?", True),
+        ("Don't touch it", "don't touch it ", True),
+        ("Is Polish hard?", "Is polish hard?", False),
+        ("How many capitals in HELLO?", "How many capitals in hello?", False),
+        ("Answer YES or NO", "answer yes or no", False),
+        ("CO", "Co", False),
+        ("Alkohol in Maßen", "Alkohol in Massen", False),
+        ("say 'Hi'", "say 'hi'", False),
+        ('say "Hi Bob"', 'say "hi bob"', False),
+        ("use `x Y z`", "use `x y z`", False),
+        ("sort\nb a\nc", "sort\nb\na c", False),
+        ("a\tb c", "a b\tc", False),
+        ("ﬁne, ｗｉｄｅ", "fine, wide", True),
+        ("What is 2²?", "What is 22?", False),
+        ("ls -l", "ls -L", False),
+        ("print(x)", "Print(x)", False),
+        ("FOO_BAR", "foo_bar", False),
+        ("open README.md", "open readme.MD", False),
+        ("a cable of 5m", "a cable of 5M", False),
+        ("if a:\n    b\nc", "if a:\n    b\n    c", False),
+        # Code, quotations and tables.
+        ("sed 's/  / /' f", "sed 's/ / /' f", False),
+        ("What does len('a  b') give?", "What does len('a b') give?", False),
+        ("replace '  ' with ' '", "replace ' ' with ' '", False),
+        ("What is the length of b'a  b' here?", "What is the length of b'a b' here?", False),
+        ("用'a  b'替换", "用'a b'替换", False),
+        ("「a  b」は何文字", "「a b」は何文字", False),
+        ("How many?\n```\nfoo  bar\n```", "How many?\n```\nfoo bar\n```", False),
+        ("cat <<EOF\na  b\nEOF", "cat <<EOF\na b\nEOF", False),
+        ("Type “One. Two. Three”", "Type “One. two. Three”", False),
+        ("Math.floor(x)", "math.floor(x)", False),
+        ("Look. Math.floor", "look. math.floor", False),
+        ("Name  City\nBob     Paris", "Name  City\nBob Paris", False),
+        ("Bob\t\tParis", "Bob\tParis", False),
+        ("How long is 'e\u0301'?", "How long is 'é'?", False),
+        # Width.
         ("ｗｈａｔ ｉｓ it", "what is it", True),
         ("りんごが３個", "りんごが3個", True),
         ("ＡＢＣ社とは", "ABC社とは", True),
@@ -107,8 +114,21 @@ def test_crlf_is_a_line_end_like_another() -> None:
         ("print('Ａｂ')", "print('Ab')", False),
     ],
 )
-def test_width_is_folded_of_words_and_of_no_sign(one: str, other: str, same: bool) -> None:
+def test_what_only_typing_explains_is_folded(one: str, other: str, same: bool) -> None:
     assert (normalise(one) == normalise(other)) is same
+
+
+@pytest.mark.parametrize("end", list("\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"))
+def test_every_line_end_ends_a_line(end: str) -> None:
+    assert normalise(f"x{end}y") not in (normalise("x y"), normalise("xy"))
+    assert normalise(f"x = 1{end}y = 2") != normalise("x = 1 y = 2")
+    assert normalise(f"x  z \xa0{end}  y") == f"x z{end}  y"
+    assert normalise(f"Hello you{end}A = B  c") == f"hello you{end}A = B  c"
+
+
+def test_crlf_is_a_line_end_like_another() -> None:
+    assert normalise("one\r\ntwo \r\n\r\nthree") == normalise("one\ntwo\n\nthree")
+    assert normalise("one\r\r\ntwo") != normalise("one\n\ntwo")
 
 
 def test_plain_prose_folds_blanks_form_and_the_first_case() -> None:
@@ -147,3 +167,43 @@ def test_a_long_text_is_no_quadratic_work(unit: str) -> None:
     for text in (f"word {units}\nx", f"é {units}\nx", f"{units}\nx `"):
         assert len(normalise(text)) <= 2 * len(text)
         LITERAL.search(text)
+
+
+# -- keys and sentences of a prompt -----------------------------------------------------------------------------------
+
+
+def test_no_key_is_shared_between_namespaces() -> None:
+    segments = (TextSegment("s", Role.SYSTEM), MediaSegment("a" * 64), TextSegment("c", Role.CONTEXT), TextSegment("q"))
+    keys = [set(Keyed(Namespace(t, m), segments).entry_keys()) for t, m in (("a", "x"), ("b", "x"), ("a", "y"))]
+    assert len(keys[0] | keys[1] | keys[2]) == sum(map(len, keys))
+
+
+def test_sentences_are_found_whatever_the_white_space() -> None:
+    text = "The first. And a second one! Version 3.5 is the third? Last"
+    expected = ["the first.", "and a second one!", "version 3.5 is the third?", "last"]
+    assert sentences(text) == expected
+    assert sentences(text.replace(" ", "\n \t").upper()) == expected
+    assert sentences("一つ。二つ。") == ["一つ。", "二つ。"]
+    assert sentences('So "be" it. And then.')[1] == "and then."
+    assert sentences(" \n ") == []
+
+
+@given(st.text(max_size=300))
+def test_no_word_is_lost(text: str) -> None:
+    def bare(text: str) -> str:
+        return unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", "".join(text.split())).casefold())
+
+    assert bare("".join(sentences(text))) == bare(text)
+
+
+def test_near_equal_documents_share_most_of_a_bounded_sketch() -> None:
+    rng = random.Random(0)
+    document = [f"sentence {rng.random()}" for _ in range(500)]
+    edited = [s if i % 10 else f"other {s}" for i, s in enumerate(document)]
+    unrelated = [f"sentence {rng.random()}" for _ in range(500)]
+    base = sketch("p", document)
+    assert len(base) == SKETCH
+    assert len(set(base) & set(sketch("p", edited))) > SKETCH * 0.7
+    assert not set(base) & set(sketch("p", unrelated))
+    assert not set(base) & set(sketch("another partition", document))
+    assert all(-(2**63) <= h < 2**63 for h in base)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -450,12 +449,3 @@ def test_every_example_is_short_and_tested(name: str) -> None:
     assert importlib.import_module(name).__doc__
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 100
     assert name in Path(__file__).read_text(encoding="utf-8")
-
-
-def test_a_process_finds_the_examples_as_they_say(tmp_path: Path) -> None:
-    command = ["run", "--engine", "labels", "--dataset", "numbers_dataset:load", "--max-samples", "4", "--cache-dir"]
-    found = subprocess.run(
-        [sys.executable, "-m", "semkv", *command, str(tmp_path), "--disable-semantic-cache", "--no-embedding-layer"],
-        capture_output=True, text=True, env={"PYTHONPATH": f"{EXAMPLES}:{':'.join(sys.path)}"},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr

@@ -63,7 +63,7 @@ def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:
-    found = cache._similar.indexes()
+    found = [layer.index for layer in cache._similar.layers.values()]
     assert len(found) == 2
     return found
 

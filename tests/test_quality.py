@@ -16,10 +16,10 @@ from semkv.cli import run
 from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto
-from semkv_lab.caches import Played, SemKV, ask_pair, pair_curve, play
-from semkv_lab.quality import fit
+from semkv_lab.caches import Played, SemKV, ask_pair, pair_area, play
+from semkv_lab.labels import Asked, Pair, clusters, fit, zipf
+from semkv_lab.samples import read_rows
 from semkv_lab.semantic import static_thresholds
-from semkv_lab.streams import Asked, Pair, clusters, read_pairs, read_stream, zipf
 
 ENCODER = WrittenEncoder(window=40)
 
@@ -41,9 +41,9 @@ def test_rows_are_read_plain_and_packed(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
         file.write(rows)
     expected = [Pair("x", "y", True), Pair("x", "z", False, "3")]
-    assert read_pairs(tmp_path / "p.jsonl") == read_pairs(tmp_path / "p.jsonl.gz") == expected
+    assert read_rows(tmp_path / "p.jsonl", Pair) == read_rows(tmp_path / "p.jsonl.gz", Pair) == expected
     (tmp_path / "s.jsonl").write_text('{"text": "x", "cluster": 7}\n{"text": "y", "answer": "red", "group": "g"}\n')
-    assert read_stream(tmp_path / "s.jsonl") == [Asked("x", "7"), Asked("y", "red", "g")]
+    assert read_rows(tmp_path / "s.jsonl", Asked) == [Asked("x", "7"), Asked("y", "red", "g")]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_rows_are_read_plain_and_packed(tmp_path: Path) -> None:
     [
         ("nonsense", "line 2: not valid JSON"),
         ("[1]", "line 2: expected an object"),
-        ('{"a": "x", "b": "y"}', "line 2: 'same' must be 0 or 1"),
-        ('{"a": "x", "b": "y", "same": 2}', "line 2: 'same'"),
-        ('{"a": 1, "b": "y", "same": 1}', "line 2: 'a' must be a text"),
-        ('{"a": "x", "b": "y", "same": 1, "group": [1]}', "line 2: 'group'"),
-        ('{"a": "\\ud800", "b": "y", "same": 1}', "line 2: not valid JSON .*surrogates not allowed"),
+        ('{"a": "x", "b": "y"}', "line 2: same"),
+        ('{"a": "x", "b": "y", "same": 2}', "line 2: same"),
+        ('{"a": "", "b": "y", "same": 1}', "line 2: a"),
+        ('{"a": "x", "b": "y", "same": 1, "group": [1]}', "line 2: group"),
+        ('{"a": "\\ud800", "b": "y", "same": 1}', "line 2: a: .*unicode"),
         ('{"a":' * 99_999, "line 2: not valid JSON"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, said: str) -> None:
     file = tmp_path / "p.jsonl"
     file.write_text('{"a": "x", "b": "y", "same": 1}\n' + line + "\n")
     with pytest.raises(DatasetError, match=said):
-        read_pairs(file)
+        read_rows(file, Pair)
 
 
 def test_same_pairs_chain_into_clusters_within_their_group() -> None:
@@ -134,8 +134,7 @@ def test_pairs_by_hand() -> None:
     with contextlib.closing(SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))) as cache:
         assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [True, True, False, False]
         trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-    curve, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
-    assert curve == [(0.25, 1.0), (0.5, 0.5), (0.75, pytest.approx(2 / 3)), (1.0, 0.5)]
+    area = pair_area(trust, [pair.same for pair in pairs])
     assert area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
 
 

@@ -78,7 +78,7 @@ class Slow(SqliteStore):
 folder = Path(sys.argv[1])
 cache = ResponseCache(Slow(folder / "a"), ahead=folder / "ahead")
 for number in range(1000):
-    assert cache.try_keep(Asked(str(number)), payload("stop", number=number), since=cache.begin())
+    assert cache.keep(Asked(str(number)), payload("stop", number=number), since=cache.begin(), wait=False)
     print(number, flush=True)
 """
 
@@ -256,7 +256,7 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
     store = Held(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0, unheard_s=300.0)
     other = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
     other.invalidate(Selector(model="model"))
     assert cache.peek("a") is not None  # not heard of yet
     store.may.set()
@@ -269,7 +269,7 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
 def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_path: Path) -> None:
     store = Held(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
     assert cache.invalidate(Selector(), dry_run=True) == 1
     assert cache.invalidate(Selector(tag="other")) == 0
     assert cache.invalidate(Selector()) == 1
@@ -291,11 +291,11 @@ def test_a_store_that_is_down_or_broken_costs_no_answer_of_the_log(tmp_path: Pat
 
     store = Faulty(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=0.1)
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
     wait_until(lambda: cache.counts().get("fault:store put", 0) >= 1)
     assert cache.peek("a") is not None
     store.down = False
-    assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
+    assert cache.keep(Asked("b"), GOOD, since=cache.begin(), wait=False)
     wait_until(lambda: store.get("b") is not None)
     assert (store.get("a") is not None) == isinstance(fault, StoreError), "what broke the store is not tried again"
     cache.close()

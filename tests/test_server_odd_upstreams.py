@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import PATIENT, SECRET, Pair, Served, chat
+from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, reached
 from semkv.server.app import app_of
 from semkv.server.http import AppUpstream, Call
 from semkv.server.settings import ServerSettings
@@ -116,14 +116,11 @@ class TestOddStreams:
         {
             "no end": HELLO[:-1],
             "no blank line at the end": [STREAM[:-2]],
-            "two ends": [*HELLO[:2], DONE, *HELLO[2:]],
             "an empty object": [*HELLO[:2], b"data: {}\n\n", *HELLO[3:]],
             "an index that is no number": [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO],
-            "no object": [HELLO[0], b"data: 5\n\n", *HELLO[1:]],
             "no JSON": [HELLO[0], b"data: {\n\n", *HELLO[1:]],
             "an unknown field": [chunk("x", odd={"a": 1}), *HELLO],
             "nothing": [],
-            "blank": [b"\n\n\n"],
         }.items(),
         ids=lambda item: item[0],
     )
@@ -143,12 +140,11 @@ class TestOddAnswers:
         "payload",
         [
             b"<html>",
-            b"",
             b'{"choices": 5}',
             json.dumps({**WHOLE, "choices": [{**WHOLE["choices"][0], "message": {"odd": {"a": 1}}}]}).encode(),
             b'{"choices": ' + b"[" * 2000 + b"]" * 2000 + b"}",
         ],
-        ids=["html", "empty", "no answer", "an unknown field", "nested"],
+        ids=["html", "no answer", "an unknown field", "nested"],
     )
     def test_whole_where_a_stream_was_asked_for(self, odd: Odd, payload: bytes) -> None:
         odd.says(payload, kind=b"application/json")
@@ -202,7 +198,6 @@ def closing_once() -> Iterator[tuple[str, list[str]]]:
         ("POST", "/v1/chat/completions", True),
         ("GET", "/v1/models", True),
         ("POST", "/v1/files", False),
-        ("POST", "/v1/chat/completions?a=b", True),
     ],
 )
 def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, path: str, again: bool) -> None:
@@ -233,17 +228,20 @@ def test_an_application_inside_ends_when_the_client_hangs_up(listens: bool) -> N
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not listens:
-            await send({"type": "http.response.body", "body": b"more than is read", "more_body": True})
-            await asyncio.sleep(0)
+        try:
+            while not listens:
+                await send({"type": "http.response.body", "body": b"more than is read", "more_body": True})
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            heard.append("canceled")
+            raise
         heard.append((await receive())["type"])
 
-    async def hang_up() -> bool:
-        reply: Any = await AppUpstream(app).send(Call({"type": "http", "headers": []}, b"{}"))
+    async def hang_up() -> None:
+        answer: Any = await AppUpstream(app).send(Call({"type": "http", "headers": []}, b"{}"))
         await asyncio.sleep(0.1)
-        await reply.aclose()
-        await asyncio.wait((reply._task,), timeout=60)
-        return bool(reply._task.done())
+        await answer.close()
+        await reached(lambda: heard)
 
-    assert asyncio.run(hang_up())
-    assert heard == ["http.disconnect"] * listens
+    asyncio.run(hang_up())
+    assert heard == ["http.disconnect" if listens else "canceled"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +166,84 @@ def test_inside_vllm(servers: Servers) -> None:
     assert "semkv_requests_total" in httpx.get(f"{url}/semkv/metrics").text
     stats = httpx.get(f"{url}/semkv/api/stats", headers={"Authorization": f"Bearer {ADMIN}"}).json()
     assert stats["totals"]["tiers"]["exact"] == 2
+
+
+QUESTIONS = ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?")
+
+
+def test_nodes_clients(gateway: Served, tmp_path: Path) -> None:
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
+        pytest.skip("needs Node.js and npm, such as Debian's packages nodejs and npm")
+    shutil.copytree(ROOT / "tests" / "node", tmp_path / "node", ignore=shutil.ignore_patterns("node_modules"))
+    quiet = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    if (got := subprocess.run(quiet, cwd=tmp_path / "node", capture_output=True, text=True)).returncode:
+        pytest.skip(f"npm cannot install the clients: {got.stderr[-300:]}")
+    command = [node, "clients.js", gateway.url, MODEL, *QUESTIONS]
+    done = subprocess.run(command, cwd=tmp_path / "node", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for way, asked in json.loads(done.stdout).items():
+        shared = way == "chat, streamed"  # its answers are there from the way before
+        for (first, ended, said), again in asked:
+            assert said.startswith("hit" if shared and ended else "miss"), way
+            assert again[:2] == [first, ended]
+            assert again[2].startswith("hit tier=exact" if ended else "miss"), way
+        assert any(ended for (_, ended, _), _ in asked), way
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+def test_the_agents_sdk(gateway: Served, kind: str) -> None:
+    import agents  # late, as is LiteLLM: both take seconds
+
+    said: list[str] = []
+
+    async def note(response: httpx.Response) -> None:
+        said.append(response.headers["x-semkv"])
+
+    async def ask_all() -> list[list[str]]:
+        http = httpx.AsyncClient(event_hooks={"response": [note]}, timeout=120)
+        client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=f"agent {kind}", http_client=http)
+        form = agents.OpenAIChatCompletionsModel if kind == "chat" else agents.OpenAIResponsesModel
+        settings = agents.ModelSettings(temperature=0, max_tokens=16, store=False)
+        agent = agents.Agent("guide", model=form(MODEL, client), model_settings=settings)
+        found = []
+        async with http:
+            for question in QUESTIONS:
+                plain = [(await agents.Runner.run(agent, question)).final_output for _ in range(2)]
+                streamed = agents.Runner.run_streamed(agent, question)
+                async for _ in streamed.stream_events():
+                    pass
+                found.append([*plain, streamed.final_output])
+        return found
+
+    agents.set_tracing_disabled(True)
+    answers = asyncio.run(ask_all())
+    outcomes = [header.split()[0] for header in said]
+    assert all(len(set(three)) == 1 for three in answers)
+    assert len(said) == 3 * len(QUESTIONS)
+    assert outcomes[0::3] == ["miss"] * len(QUESTIONS)
+    assert "hit" in outcomes[1::3], "answers that came to their own end"
+    for again, streamed in zip(outcomes[1::3], outcomes[2::3], strict=True):
+        assert streamed == (again if kind == "chat" else "miss")
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellms_client(gateway: Served, provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network
+    import litellm
+
+    where = f"{gateway.url}/v1" if provider == "openai" else gateway.url
+    hits = 0
+    for question in QUESTIONS:
+        answers, said = [], []
+        for _ in range(2):
+            answer = litellm.completion(
+                f"{provider}/{MODEL}", messages=[{"role": "user", "content": question}], api_base=where,
+                api_key=f"litellm {provider}", temperature=0, max_tokens=16,
+            )  # fmt: skip
+            answers.append((answer.choices[0].message.content, answer.choices[0].finish_reason))
+            said.append(answer._hidden_params["additional_headers"]["llm_provider-x-semkv"])
+        assert answers[0] == answers[1]
+        assert said[0] == "miss"
+        hits += said[1].startswith("hit tier=exact")
+    assert hits

@@ -20,7 +20,7 @@ import pytest
 import semkv_lab
 from command_line import Result, invoke
 from semkv.errors import ConfigError, DatasetError
-from semkv_lab.sweep import SweepLog, read_spec
+from semkv_lab.sweep import SweepLog, locked, read_spec
 from vllm_forks import prepare
 
 REPO = Path(__file__).parents[1]
@@ -232,11 +232,11 @@ def test_a_damaged_log_is_named_and_another_sweeps_is_left_alone(tmp_path: Path)
     path = tmp_path / "log.csv"
     log = SweepLog(path, resume=False)
     row = {"name": "a", "status": "ok", "settings": {}}
-    with log.locked():
+    with locked(path):
         log.replace([row])
-        with pytest.raises(ConfigError, match="no other sweep"), SweepLog(path, resume=True).locked():
+        with pytest.raises(ConfigError, match="no other sweep"), locked(path):
             pass
-    assert SweepLog(path, resume=True).rows == [row]
+    assert SweepLog(path, resume=True).rows == {"a": row}
     assert table(tmp_path)[0]["name"] == "a"
     for text in ("{}\n", "nonsense\n", '{"a":' * 99_999 + "\n"):
         (tmp_path / "log.jsonl").write_text(text)
@@ -297,7 +297,7 @@ def test_a_full_disk_names_the_log_and_keeps_its_rows(tmp_path: Path, monkeypatc
         log.replace([row, {**row, "name": "b"}])
     monkeypatch.undo()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "log.jsonl"]
-    assert SweepLog(tmp_path / "log.csv", resume=True).rows == [row]
+    assert SweepLog(tmp_path / "log.csv", resume=True).rows == {"a": row}
 
 
 @pytest.mark.engine
@@ -349,7 +349,7 @@ def test_results_load_as_tables(folder: Path) -> None:
     assert table["hit"].mean() == log["summary.hit_share.value"][0]
     assert set(table["statuses.exact_text"]) == {"hit", "miss"}
     assert table["latency_s"].dtype == float
-    with pytest.raises(DatasetError, match="no row of a log"):
+    with pytest.raises(DatasetError, match="line 1: name"):
         semkv_lab.load(folder / "data.jsonl")
     with pytest.raises(DatasetError, match="no log of a sweep"):
         semkv_lab.load(folder / "gone.csv")

@@ -216,10 +216,7 @@ def test_turns_are_found_after_a_restart_and_not_after_a_purge(tmp_path: Path) -
     with Pair(tmp_path, **NEAR) as pair:
         assert tiers(pair, OTHER) == ["text:semantic"] * 5
         assert invoke(["purge", "--cache-dir", str(tmp_path)]).exit_code == 0
-        (index,) = (index for index in pair.semantic._matching._similar.indexes() if index.dim == 384)
+        index = pair.semantic._similar.layers["semantic_text"].index
         wait_until(lambda: len(index) == 0)
         assert not index._partitions
         assert tiers(pair, OTHER) == ["miss"] * 5
-
-
-# -- in the library ---------------------------------------------------------------------------------------------------

@@ -23,15 +23,15 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, declared, image_roots, read_media
+from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
-from semkv.errors import ConfigError, StoreError
-from semkv.guards import forget, no_veto, veto
+from semkv.errors import StoreError
+from semkv.guards import forget
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
@@ -41,19 +41,14 @@ from semkv.tiers.matching import Matching
 from semkv.tiers.plan import PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
-from semkv.tiers.similar import SimilarTier, wrong_dimension
-from semkv.types import CacheMode, Entry, Exactness, MatchPolicy, Namespace, Plan, Request, ReuseReport, Scope
+from semkv.tiers.similar import SimilarTier
+from semkv.types import CacheMode, Entry, Exactness, Namespace, Plan, Request, ReuseReport
 
 if TYPE_CHECKING:
     from semkv.types import Vector
 
 # Counted under their own names beside the faults that were raised as exceptions.
 _PLAIN_FAULTS = ("donor media lost", "media not found", "index out of step")
-# Counters of the same name, but for spaces.
-_COUNTED = (
-    *("lookups", "partial", "recorded", "repeats", "refused", "barred"),
-    *("checked", "checked_wrong", "checked_beside", "reported_wrong"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +138,7 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = _hook(config, hook, plain) if on and config.embedding_layers else JoinedHook()
+        hook = build_hook(config, plain, hook) if on and config.embedding_layers else JoinedHook()
         encoder = plain if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
@@ -154,8 +149,6 @@ class SemanticCache:
         self._roots = image_roots(config)
         own = None if decider is None else plug.require("decider", decider, Decider)
         self._decider: Decider = own or build_policy(config, plain.fingerprint if config.calibration else "")
-        floor = config.similarity_threshold if self._decider.floor is None else self._decider.floor
-        guard = veto if config.guards and config.match is MatchPolicy.ALL else no_veto
         self._checking = Checking(
             config.checked_share,
             self._decider,
@@ -165,14 +158,12 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        compare_images = guard is veto and config.scope is Scope.MEDIA
-        self._planner = Planner(
-            config, self.media, self._decider, guard, self._checking, self._tally, compare_images=compare_images
-        )
-        self.pending = PendingTier(config, floor, self._planner, self._checking, self._tally)
-        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, floor, self._tally, index)
+        self._planner = Planner(config, self.media, self._decider, self._checking, self._tally)
+        self.pending = PendingTier(config, self._planner, self._checking, self._tally)
+        least = self._planner.least
+        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, least, self._tally, index)
         self._matching = Matching(
-            config, self._catalog, hook, encoder, self._planner, guard, self._similar, self._tally, tiers
+            config, self._catalog, hook, encoder, self._planner, self._similar, self._tally, tiers
         )
         self._sharing = None
         if log is not None:
@@ -271,12 +262,10 @@ class SemanticCache:
         match = report.plan.match if report.plan.substituted else None
         with self._tally.boundary("record"):
             now = time.time()
-            if match is not None:
-                exact = match.exactness is Exactness.EXACT and report.plan.full
-                there = self._catalog.tag(match.entry_id, all_tags if exact else ())
-                if report.plan.full and not (exact and there and self._matching.lacks_vectors(report, match.entry_id)):
-                    self._tally.add("repeats")
-                    return match.entry_id if there else None
+            if match is not None and report.plan.full:
+                there = self._catalog.tag(match.entry_id, all_tags if match.exactness is Exactness.EXACT else ())
+                self._tally.add("repeats")
+                return match.entry_id if there else None
             record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)
             self._keep_media(record.entry)
             new = self._add(record)
@@ -383,26 +372,7 @@ class SemanticCache:
         def named(prefix: str) -> dict[str, int]:
             return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
 
-        return CacheStats(
-            lookup_s=self._lookup_s,
-            hits=named("hit:"),
-            vetoes=named("veto:"),
-            faults=named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts},
-            entries=entries,
-            media_bytes=self.media.nbytes,
-            **{name: counts.get(name.replace("_", " "), 0) for name in _COUNTED},
-        )
-
-
-def _hook(config: CacheConfig, given: EmbeddingHook | None, encoder: TextEncoder) -> EmbeddingHook:
-    """The hook given, or that of the settings, held against the layers that it should fill, where it names them."""
-    hook = build_hook(config, encoder) if given is None else declared(given, type(given).__name__)
-    for layer in config.embedding_layers if hook.dims else ():
-        dim = hook.dims.get(layer.name)
-        if dim is None:
-            filled = ", ".join(f"{name}:{dim}" for name, dim in sorted(hook.dims.items()))
-            allowed = f"a layer that hook {config.embedding_hook} fills: {filled}"
-            raise ConfigError("--embedding-layer", layer.name, allowed)
-        if dim != layer.dim:
-            raise wrong_dimension(layer, dim, config.embedding_hook)
-    return hook
+        faults = named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts}
+        counted: dict[str, Any] = {f.name: counts.get(f.name.replace("_", " "), 0) for f in fields(CacheStats)}
+        counted |= {"lookup_s": self._lookup_s, "hits": named("hit:"), "vetoes": named("veto:"), "faults": faults}
+        return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})

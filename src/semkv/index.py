@@ -211,14 +211,6 @@ class VectorIndex:
     def __len__(self) -> int:
         return len(self._home)
 
-    def __contains__(self, item: str) -> bool:
-        return item in self._home
-
-    def items(self) -> list[str]:
-        """Every item."""
-        with self._lock:
-            return list(self._home)
-
     # -- writing ------------------------------------------------------------------------------------------------
 
     def extend(self, rows: Iterable[Row]) -> None:

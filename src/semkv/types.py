@@ -230,20 +230,6 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
-    """The best approximate match that the policy refused. The engine's answer to the request then tells, at no cost,
-    whether it would have been right.
-
-    Attributes:
-        match: the match.
-        response: the donor's answer.
-    """
-
-    match: Match
-    response: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The canonical prompt, and where it came from.
 
@@ -279,7 +265,8 @@ class ReuseReport:
         proposed: in dry-run the plan that live mode would follow, while ``plan`` keeps the request's own segments, 0
             substituted, and the match; None otherwise.
         hit_id: names this hit for `SemanticCache.checked` and `SemanticCache.report_wrong`; empty on a miss.
-        near: the best approximate match that was refused, or None.
+        near: the best approximate match of a whole prompt that the policy refused, and that donor's answer; None where
+            there is none, or another match was used. What the engine answers tells whether it would have been right.
     """
 
     request: Request
@@ -290,7 +277,7 @@ class ReuseReport:
     donor_response: str | None = None
     proposed: Plan | None = None
     hit_id: str = ""
-    near: Near | None = None
+    near: tuple[Match, str] | None = None
 
     @property
     def hit(self) -> bool:

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,13 @@ class SemKVManager(TieringOffloadingManager):
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
     _heard: int  # the last purge
-    _asking: ReqContext | None  # whose keys were looked up last, and those of them that are counted
-    _counted: dict[bytes, float | None] | None
     _held: int  # keys found in host memory that vLLM's metrics have not heard of yet
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
-        manager._asking, manager._counted, manager._held = None, None, 0
+        manager._held = 0
         manager._heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
@@ -88,29 +86,30 @@ class SemKVManager(TieringOffloadingManager):
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         try:
-            if self._doomed or self._shared.settings.max_age_s:
-                if key in self._doomed or self._too_old(key):
-                    return LookupResult.MISS
-            elif self._processed_jobs_this_step and self._is_held(key, req_context):
-                return LookupResult.HIT
+            if (self._doomed or self._shared.settings.max_age_s) and (key in self._doomed or self._too_old(key)):
+                return LookupResult.MISS
         except Exception:
             self._shared.fault("a lookup")
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
-    def _is_held(self, key: bytes, req_context: ReqContext) -> bool:
-        """Whether host memory has a block: vLLM's lookup without its clocks. The scheduler asks for every block of
-        the first waiting prompt again in every step, 500 blocks of a prompt of 8,000 tokens."""
-        chunk = self.primary_tier._policy.get(key)
-        if chunk is None or chunk.ref_cnt < 0:
-            return False
-        if req_context is not self._asking:
-            self._asking, metrics = req_context, self._metrics._request_states.get(req_context.req_id)
-            seen = None if metrics is None else metrics.observed_lookups
-            self._counted = None if seen is None else seen.setdefault(self._metrics.primary_tier_label, {})
-        if self._counted is not None and key not in self._counted:
-            self._counted[key] = None
-            self._held += 1
-        return True
+    def held(self, keys: Sequence[bytes], req_context: ReqContext) -> int:
+        """How many of the first keys lie in host memory: vLLM's lookup without its clocks, for all of them at once."""
+        if self._doomed or self._shared.settings.max_age_s:
+            return 0
+        self._maybe_process_finished_jobs()
+        chunk_of, count = self.primary_tier._policy.get, 0
+        for key in keys:
+            chunk = chunk_of(key)
+            if chunk is None or chunk.ref_cnt < 0:
+                break
+            count += 1
+        metrics = self._metrics._request_states.get(req_context.req_id)
+        if count and metrics is not None and metrics.observed_lookups is not None:
+            counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
+            before = len(counted)
+            counted.update(dict.fromkeys(keys[:count]))
+            self._held += len(counted) - before
+        return count
 
     def _too_old(self, key: bytes) -> bool:
         limit = self._shared.settings.max_age_s
@@ -162,7 +161,6 @@ class SemKVManager(TieringOffloadingManager):
         self._spoiled.update(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._asking = None
         self._forget_doomed()
         try:
             if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from semkv.encoders.text import TextEncoder
 from semkv.encoders.vision import MOST_PIXELS, VisionEncoder, build_vision_encoder, pixels_of
 from semkv.errors import ConfigError
 from semkv.keys import digest, media_id
-from semkv.types import MediaSegment, Request
+from semkv.types import EmbeddingLayer, MediaSegment, Request
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -81,24 +81,18 @@ class PromptHook:
 
 
 class VisionHook:
-    """``vision``: one vector per media item, from its file; left out when any file is missing, or when all have more
-    pixels together than are read.
-
-    Args:
-        encoder: the vision encoder.
-        roots: folders searched for ``<name>.jpg``, ``.png`` or ``.jpeg`` when a media segment has no file.
-        remembered: how many images' vectors to keep in memory.
-    """
+    """``vision``: one vector per media item, from its file (`read_media`); left out when any file is missing, or when
+    all have more pixels together than are read. The latest vectors are ``remembered``."""
 
     def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
         self._encoder, self._roots = encoder, tuple(roots)
-        self._vector, self._pixels = lru_cache(remembered)(self._encoded), lru_cache(remembered)(self._counted)
+        self._vector = lru_cache(remembered)(self._encoded)
         self.dims = {"vision": encoder.dim}
         self.fingerprint = encoder.fingerprint
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         try:
-            if sum(map(self._pixels, request.media)) > MOST_PIXELS:
+            if sum(pixels_of(self._read(segment)) for segment in request.media) > MOST_PIXELS:
                 return {}
             vectors = [self._vector(segment) for segment in request.media]
         except FileNotFoundError:
@@ -110,9 +104,6 @@ class VisionHook:
     def _encoded(self, segment: MediaSegment) -> Vector:
         return self._encoder.encode(self._read(segment))
 
-    def _counted(self, segment: MediaSegment) -> int:
-        return pixels_of(self._read(segment))
-
     def _read(self, segment: MediaSegment) -> bytes:
         data = read_media(segment, self._roots)
         if data is None:
@@ -121,12 +112,13 @@ class VisionHook:
 
 
 class JoinedHook:
-    """Several hooks as one; of none, one that fills nothing."""
+    """Several hooks as one; of none, one that fills nothing. One that does not say its ``fingerprint`` has ``name``."""
 
-    def __init__(self, *hooks: EmbeddingHook) -> None:
+    def __init__(self, *hooks: Any, name: str = "") -> None:
         self._hooks = hooks
-        self.dims = {layer: dim for hook in hooks for layer, dim in hook.dims.items()}
-        self.fingerprint = digest(*(hook.fingerprint for hook in hooks))[:16]
+        self.dims = {layer: dim for hook in hooks for layer, dim in getattr(hook, "dims", {}).items()}
+        fingerprints = [str(getattr(hook, "fingerprint", name)) for hook in hooks]
+        self.fingerprint = fingerprints[0] if len(hooks) == 1 else digest(*fingerprints)[:16]
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         return {layer: vector for hook in self._hooks for layer, vector in hook(request).items()}
@@ -158,41 +150,38 @@ def read_media(segment: MediaSegment, roots: Iterable[Path]) -> bytes | None:
     return None
 
 
-def build_hook(config: CacheConfig, text_encoder: TextEncoder) -> EmbeddingHook:
-    """The hook that ``config.embedding_hook`` names.
+def build_hook(config: CacheConfig, text_encoder: TextEncoder, given: Any = None) -> EmbeddingHook:
+    """The hook given, or that of ``config.embedding_hook``, held against the layers that it should fill.
 
     Raises:
-        ConfigError: no such hook, or a dotted path that cannot be imported or called.
+        ConfigError: no such hook, a dotted path that cannot be imported or called, or a layer that it does not fill.
     """
     name = config.embedding_hook
-    if plug.is_path(name):
-        hook = plug.load(_KEY, name, config)
-        if not callable(hook):
+    if given is not None:
+        hook = JoinedHook(given, name=type(given).__name__)
+    elif plug.is_path(name):
+        own = plug.load(_KEY, name, config)
+        if not callable(own):
             raise ConfigError(_KEY, name, "a factory that returns a callable hook")
-        return declared(hook, name)
-    if name not in HOOKS:
+        hook = JoinedHook(own, name=name)
+    elif name not in HOOKS:
         raise ConfigError(_KEY, name, f"one of {', '.join(HOOKS)}, or {plug.FORM}")
-    hooks: list[EmbeddingHook] = []
-    if name.startswith("prompt"):
-        hooks.append(PromptHook(text_encoder))
-    if name.endswith("vision"):
-        hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
-    return hooks[0] if len(hooks) == 1 else JoinedHook(*hooks)
+    else:
+        hooks: list[EmbeddingHook] = [PromptHook(text_encoder)] if name.startswith("prompt") else []
+        if name.endswith("vision"):
+            hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
+        hook = JoinedHook(*hooks)
+    for layer in config.embedding_layers if hook.dims else ():
+        dim = hook.dims.get(layer.name)
+        if dim is None:
+            filled = ", ".join(f"{name}:{dim}" for name, dim in sorted(hook.dims.items()))
+            raise ConfigError("--embedding-layer", layer.name, f"a layer that hook {name} fills: {filled}")
+        if dim != layer.dim:
+            raise wrong_dimension(layer, dim, name)
+    return hook
 
 
-def declared(hook: Any, name: str) -> EmbeddingHook:
-    """A hook that says its ``dims`` and ``fingerprint``, around one that may not; ``name`` stands for the latter."""
-    whole = hasattr(hook, "dims") and hasattr(hook, "fingerprint")
-    return cast("EmbeddingHook", hook if whole else _Bare(hook, name))
-
-
-class _Bare:
-    """A user's callable that does not declare ``dims`` or ``fingerprint``."""
-
-    def __init__(self, hook: Any, path: str) -> None:
-        self._hook = hook
-        self.dims: Mapping[str, int] = dict(getattr(hook, "dims", {}))
-        self.fingerprint = str(getattr(hook, "fingerprint", path))
-
-    def __call__(self, request: Request) -> Mapping[str, Vector]:
-        return cast("Mapping[str, Vector]", self._hook(request))
+def wrong_dimension(layer: EmbeddingLayer, dim: int, hook_name: str) -> ConfigError:
+    """What is said of a layer whose hook returns vectors of another dimension."""
+    allowed = f"{layer.name}:{dim}, the dimension that hook {hook_name} returns"
+    return ConfigError("--embedding-layer", f"{layer.name}:{layer.dim}", allowed)

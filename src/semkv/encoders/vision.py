@@ -44,6 +44,7 @@ MOST_PIXELS = 25_000_000
 """Of all pictures of a request together, which are 75 MB when unpacked, however small the files."""
 
 _READ = f"{READING}, squeezed"  # part of fingerprints: vectors of another reading are never compared
+_GRID, _LAYER = 6, -2  # cells a side of a tower's raster; the hidden state before the last
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
@@ -139,11 +140,8 @@ def _unit(vector: Vector) -> Vector:
 
 
 class ClipEncoder:
-    """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers).
-
-    Args:
-        model: directory or hub id.
-    """
+    """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers), by
+    directory or hub id."""
 
     def __init__(self, model: str) -> None:
         from PIL import Image
@@ -164,28 +162,20 @@ class ClipEncoder:
 class TowerEncoder:
     """The vision tower of a local LLaVA checkpoint, read without its language model.
 
-    The patch features of one layer are averaged over the cells of a ``grid`` x ``grid`` raster, the raster's mean is
-    taken off, and the cells are joined: what is where stays visible, so that two scenes which differ in one object's
-    colour lie further apart than two encodings of one scene.
-
-    Args:
-        directory: a checkpoint with ``config.json`` (``vision_config`` of type ``clip_vision_model``), safetensors
-            weights under ``vision_tower.`` and an image processor.
-        grid: cells a side; ``dim`` is ``grid**2 * hidden_size``.
-        layer: which hidden state, as in transformers: -2 is the one before the last.
+    The patch features of one layer are averaged over the cells of a raster, the raster's mean is taken off, and the
+    cells are joined: what is where stays visible, so that two scenes which differ in one object's color lie further
+    apart than two encodings of one scene.
 
     Raises:
-        ConfigError: the directory is not such a checkpoint, or the grid is finer than its patches.
+        ConfigError: the directory lacks a ``config.json`` with a ``vision_config`` of type ``clip_vision_model``,
+            safetensors weights under ``vision_tower.``, or an image processor.
     """
 
-    def __init__(self, directory: Path, *, grid: int = 6, layer: int = -2) -> None:
+    def __init__(self, directory: Path) -> None:
         from transformers import AutoImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
         config = _vision_config(directory)
         self._side = int(config["image_size"]) // int(config["patch_size"])
-        if not 1 <= grid <= self._side:
-            raise ConfigError("grid", grid, f"1 to {self._side}, the patches a side of {directory}")
-        self._grid, self._layer = grid, layer
         try:
             self._processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -201,27 +191,19 @@ class TowerEncoder:
         model.load_state_dict({wanted[k]: v.float() for k, v in weights.items() if k in wanted}, strict=False)
         self._model = model
         self._lock = threading.Lock()
-        self.dim = grid * grid * int(config["hidden_size"])
-        settings = json.dumps([config, self._processor.to_dict(), grid, layer], sort_keys=True, default=str)
+        self.dim = _GRID * _GRID * int(config["hidden_size"])
+        settings = json.dumps([config, self._processor.to_dict(), _GRID, _LAYER], sort_keys=True, default=str)
         self.fingerprint = digest("tower", _READ, found, settings)[:16]
-
-    def patches(self, image: Any) -> Any:
-        """Patch features of a square PIL image, float32 tensor [side, side, hidden]."""
-        import torch
-
-        pixels = self._processor(images=image, return_tensors="pt")["pixel_values"]
-        with self._lock, torch.inference_mode(), few_threads(_THREADS):
-            states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[self._layer]
-        return states[0, 1:].reshape(self._side, self._side, -1)
 
     def encode(self, data: bytes) -> Vector:
         import torch
 
-        features = self.patches(open_picture(data)).permute(2, 0, 1)[None]
-        cells = torch.nn.functional.adaptive_avg_pool2d(features, self._grid)[0].flatten(1).T  # [grid**2, hidden]
-        if self._grid > 1:
-            cells = cells - cells.mean(dim=0, keepdim=True)
-        return _unit(cells.flatten().numpy())
+        pixels = self._processor(images=open_picture(data), return_tensors="pt")["pixel_values"]
+        with self._lock, torch.inference_mode(), few_threads(_THREADS):
+            states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[_LAYER]
+        patches = states[0, 1:].reshape(self._side, self._side, -1).permute(2, 0, 1)[None]
+        cells = torch.nn.functional.adaptive_avg_pool2d(patches, _GRID)[0].flatten(1).T  # [cells, hidden]
+        return _unit((cells - cells.mean(dim=0, keepdim=True)).flatten().numpy())
 
 
 def _vision_config(directory: Path) -> dict[str, Any]:
@@ -255,11 +237,8 @@ def _tower_weights(directory: Path) -> tuple[dict[str, Any], str]:
 
 
 def build_vision_encoder(name: str) -> VisionEncoder:
-    """The encoder behind the ``vision`` hook.
-
-    Args:
-        name: a directory (a LLaVA checkpoint, or a model in sentence-transformers' form), a hub id, or empty for
-            ``clip-ViT-B-32``, which is taken only where its weights are already on this machine.
+    """The encoder behind the ``vision`` hook: of a directory (a LLaVA checkpoint, or a model in sentence-transformers'
+    form) or a hub id. Empty means ``clip-ViT-B-32``, which is taken only where its weights are on this machine.
 
     Raises:
         ConfigError: there is no such model, or it would have to be downloaded and may not be.

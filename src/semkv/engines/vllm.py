@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,6 @@ class VllmEngine:
         self._chat_template = _chat_template(self._llm)
         self._block_size = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
         self.accepts_images = bool(self._llm.model_config.is_multimodal_model)
-        self._fingerprint = ""
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         if self._llm is None:
@@ -149,9 +149,29 @@ class VllmEngine:
         return self._result(output, time.perf_counter() - start)
 
     def fingerprint(self) -> str:
-        if not self._fingerprint:
-            self._fingerprint = keys.model_fingerprint(self._settings())
         return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        import vllm
+
+        config, options = self._llm.model_config, self._options
+        local = Path(options.model).is_dir()
+        settings = {
+            "engine": "vllm",
+            "version": vllm.__version__,
+            "device": "cpu" if self._cpu else "accelerator",
+            "id": "" if local else options.model,
+            "revision": "" if local else hub_commit(options.model, options.revision) or options.revision,
+            "weights": keys.weights_digest(options.model),
+            "load_format": options.arguments.get("load_format", "auto"),
+            "dtype": str(config.dtype),
+            "quantization": config.quantization,
+            "chat_template": keys.digest("template", self._chat_template or ""),
+            "pictures": READING,
+            "processor": options.arguments.get("mm_processor_kwargs") or {},
+        }
+        return keys.model_fingerprint(settings)
 
     def close(self) -> None:
         if self._llm is None:
@@ -233,26 +253,6 @@ class VllmEngine:
             latency_s=latency,
             finish_reason=str(completion.finish_reason or ""),
         )
-
-    def _settings(self) -> dict[str, object]:
-        import vllm
-
-        config, options = self._llm.model_config, self._options
-        local = Path(options.model).is_dir()
-        return {
-            "engine": "vllm",
-            "version": vllm.__version__,
-            "device": "cpu" if self._cpu else "accelerator",
-            "id": "" if local else options.model,
-            "revision": "" if local else hub_commit(options.model, options.revision) or options.revision,
-            "weights": keys.weights_digest(options.model),
-            "load_format": options.arguments.get("load_format", "auto"),
-            "dtype": str(config.dtype),
-            "quantization": config.quantization,
-            "chat_template": keys.digest("template", self._chat_template or ""),
-            "pictures": READING,
-            "processor": options.arguments.get("mm_processor_kwargs") or {},
-        }
 
 
 def _prompt_errors() -> tuple[type[Exception], ...]:

@@ -131,30 +131,24 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._counted: dict[str, float] = {}
         self.live = Live()
-        self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
-        self._requests = self._counter("requests", "Requests, by tier and status.", "tier", "status")
-        self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
-        self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
-        self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
-        self.uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
-        self.turned_away = self._counter(
-            "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
-        )
-        for what in ("connections", "bodies"):
-            self.turned_away.labels(what)
-        self._faults = self._counter("faults", "Faults that became a miss.", "part")
-        self.joins = self._counter(
-            "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
-        )
-        for kind in (EQUAL, SIMILAR):
-            self.joins.labels(kind)
-        self.cut = self._counter(
-            "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
-        )
-        self.left_out = self._counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
-        self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
+        counter, histogram = self._counter, self._histogram
+        self._events = counter("cache_events", "What the caches counted, by event.", "event")
+        self._requests = counter("requests", "Requests, by tier and status.", "tier", "status")
+        self._seconds = histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
         self._children = lru_cache(256)(self._labelled)
-        self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
+        self.upstream_seconds = histogram("upstream_seconds", "Whole upstream answers.")
+        self.lookup_seconds = histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
+        self.uncacheable = counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self.turned_away = counter("turned_away", "Requests answered with 503, by what there is too much of.", "what")
+        self._faults = counter("faults", "Faults that became a miss.", "part")
+        self.joins = counter("single_flight_joins", "Requests that joined another's, by how alike they are.", "kind")
+        self.cut = counter("overlap_cut", "Requests sent during the lookup, and given up for what it found.")
+        self.left_out = counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
+        self.tokens = counter("tokens_saved", "Completion tokens not computed.")
+        self.saved = counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
+        for family, values in ((self.turned_away, ("connections", "bodies")), (self.joins, (EQUAL, SIMILAR))):
+            for value in values:  # so that they are there before the first
+                family.labels(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
@@ -286,9 +280,9 @@ class RecentHits:
             shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
         hit = Hit(secrets.token_hex(8), time.time(), lookup.tier, lookup.score, seconds, found.age_s, tenant, shown)
         exact = report is None or lookup.tier == "exact"
-        if report is not None and not exact:
-            sent = None if asked is None else _parts(asked.segments)
-            hit = replace(hit, hit_id=report.hit_id, asked=sent, donor=_parts(report.plan.segments))
+        if report is not None and asked is not None and not exact:
+            sides = _parts(asked.segments), _parts(report.plan.segments)
+            hit = replace(hit, hit_id=report.hit_id, asked=sides[0], donor=sides[1])
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:

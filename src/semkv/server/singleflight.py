@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from semkv.server.http import Headers, Reply, UpstreamError, error_of
+from semkv.server.http import Answer, Headers, UpstreamError, error_of
 from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ class InFlight:
         flights: where it is started.
         key: others join by it.
         send: sends the request.
-        on_head: called with the answer's status and headers before its readers see them; says why the answer may go
-            to nobody but who asked for it, and an empty text where it may.
+        on_head: gets status and headers before readers see them; says why the answer may go to nobody else, if so.
         on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
     """
@@ -87,7 +86,7 @@ class InFlight:
         self,
         flights: SingleFlight,
         key: str,
-        send: Callable[[], Awaitable[Reply]],
+        send: Callable[[], Awaitable[Answer]],
         on_head: Callable[[int, Headers], str],
         on_whole: Callable[[InFlight], Awaitable[None]],
         stream: Assembler | Recorder,
@@ -167,7 +166,7 @@ class InFlight:
     # -- the task -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        reply: Reply | None = None
+        reply: Answer | None = None
         try:
             reply = await self._send()
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
@@ -179,7 +178,8 @@ class InFlight:
             events = named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
             self.streamed = events and b"content-encoding" not in named  # compressed streams pass as they are
             self.wake()
-            await (self._read_stream(reply) if self.streamed else self._read_body(reply))
+            assert reply.stream is not None
+            await (self._read_stream(reply.stream) if self.streamed else self._read_body(reply.stream))
         except UpstreamError as error:
             self.error = error
         except asyncio.CancelledError:  # no reader is left, or the gateway stops
@@ -194,18 +194,18 @@ class InFlight:
             self.wake()
             if not self.readers:
                 self._drop_chunks(len(self._chunks))
-            if reply is not None:
-                await reply.aclose()
+            if reply is not None and reply.close is not None:
+                await reply.close()
 
-    async def _read_body(self, reply: Reply) -> None:
-        async for data in reply.pieces():
+    async def _read_body(self, pieces: AsyncIterator[bytes]) -> None:
+        async for data in pieces:
             await self._take(Chunk(data))
         if self.shared:
             await self._keep(b"".join(chunk.data for chunk in self._chunks))
 
-    async def _read_stream(self, reply: Reply) -> None:
+    async def _read_stream(self, pieces: AsyncIterator[bytes]) -> None:
         splitter = Splitter()
-        async for data in reply.pieces():
+        async for data in pieces:
             for raw in splitter.feed(data):
                 await self._take(Chunk(raw, await self._read_event(raw)))
             if len(splitter.rest) > self._flights.max_answer_bytes:

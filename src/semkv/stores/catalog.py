@@ -403,12 +403,6 @@ class Catalog:
             keys = [db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
         return [row[0] for row in keys if row]
 
-    def layers(self, entry_id: str) -> set[str]:
-        """The layer keys under which an entry has a vector; none where it is not here."""
-        statement = "SELECT layer FROM vectors JOIN entries ON entries.id=entry WHERE entry_id=?"
-        with self.database as db:
-            return {str(row[0]) for row in db.execute(statement, (entry_id,))}
-
     # -- for the indexes ----------------------------------------------------------------------------------------
 
     def changed(self) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from semkv import plug
 from semkv.errors import ConfigError
 from semkv.index import Index, Neighbour, Row
 from semkv.types import Entry, Request, Score
@@ -153,53 +152,61 @@ class Tier(Protocol):
         ...
 
 
-class PluggedIndex:
-    """An `Index` of the user's own: its faults are counted, and what it finds in another partition, or without a
-    cosine, is no result. A row that it fails on is missing until the next start.
+def status_of(layer: str) -> str:
+    """The key of a layer's status."""
+    return SEMANTIC if layer == SEMANTIC else f"embedding:{layer}"
 
-    Raises:
-        ConfigError: what ``make`` returns for ``dim`` is no `Index`.
+
+class Layer:
+    """One layer of vectors and its index, which may be the user's own: its faults are counted, and what it finds in
+    another partition, or without a cosine, is no result. A row that it fails on is missing until the next start.
+
+    Args:
+        name: of its vectors in a lookup.
+        key: the catalog's name of the layer.
+        dim: length of the vectors.
+        threshold: least cosine.
+        partition: the catalog's field in which entries must agree to be compared.
     """
 
-    def __init__(self, dim: int, make: Callable[[int], Index], tally: Tally) -> None:
-        self.dim, self._tally = dim, tally
-        self._index: Index = plug.require("index", make(dim), Index)
-        self._partition: dict[str, str] = {}
-
-    def __contains__(self, item: str) -> bool:
-        return item in self._partition
-
-    def items(self) -> list[str]:
-        return list(self._partition)
+    def __init__(
+        self, name: str, key: str, dim: int, threshold: float, partition: str, index: Index, tally: Tally
+    ) -> None:
+        self.name, self.key, self.dim, self.threshold = name, key, dim, threshold
+        self.status = status_of(name)
+        self.partition, self.index, self._tally = partition, index, tally
+        self.items: dict[str, str] = {}  # with the partition of each
 
     def extend(self, rows: Iterable[Row]) -> None:
-        new = {row.item: row for row in rows if row.item not in self._partition}
+        new = {row.item: row for row in rows if row.item not in self.items}
         with self._tally.boundary("index"):
-            self._index.extend(new.values())
-            self._partition.update({row.item: row.partition for row in new.values()})
+            self.index.extend(new.values())
+            self.items.update({row.item: row.partition for row in new.values()})
 
     def remove(self, items: Iterable[str]) -> None:
-        known = [item for item in items if self._partition.pop(item, None) is not None]
+        known = [item for item in items if self.items.pop(item, None) is not None]
         with self._tally.boundary("index"):
-            self._index.remove(known)
+            self.index.remove(known)
 
-    def search(self, partition: str, vector: Vector, k: int = 1) -> list[Neighbour]:
+    def search(self, partition: str, vector: Vector, most: int) -> list[Neighbour]:
+        """The nearest above the threshold, best first."""
         with self._tally.boundary("index"):
-            found = [Neighbour(n.item, as_cosine(n.score)) for n in self._index.search(partition, vector, k)]
-            own = [n for n in found if self._partition.get(n.item) == partition]
-            return sorted(own, key=lambda n: -n.score)[:k]
+            found = [Neighbour(n.item, as_cosine(n.score)) for n in self.index.search(partition, vector, most)]
+            own = [n for n in found if n.score >= self.threshold and self.items.get(n.item) == partition]
+            return sorted(own, key=lambda n: -n.score)[:most]
         return []
 
-    def score(self, item: str, vector: Vector) -> float | None:
+    def score(self, item: str, vector: Vector) -> float:
+        """The cosine of an item; -1, the least, where it is not there."""
         with self._tally.boundary("index"):
-            found = self._index.score(item, vector) if item in self._partition else None
-            return None if found is None else as_cosine(found)
-        return None
+            found = self.index.score(item, vector) if item in self.items else None
+            return -1.0 if found is None else as_cosine(found)
+        return -1.0
 
     def close(self) -> None:
         """Call the index's own ``close``, where it has one."""
         with self._tally.boundary("index"):
-            getattr(self._index, "close", lambda: None)()
+            getattr(self.index, "close", lambda: None)()
 
 
 def as_cosine(score: float) -> float:

@@ -53,19 +53,12 @@ def _bare(answer: str) -> str:
 
 
 class SameMeaning:
-    """Short answers by `same_text`; longer ones by the guards and the cosine of their sentence vectors.
-
-    ``you can`` and ``you cannot``, 50 mg and 500 mg have a cosine above any threshold, so a veto means another answer.
-
-    It errs towards another answer (``docs/quality.md``).
-
-    Args:
-        encoder: of the answers; one beyond its window equals only itself.
-        threshold: least cosine.
+    """Short answers by `same_text`; longer ones by the guards and the cosine of their sentence vectors, since ``you
+    can`` and ``you cannot`` have a cosine above any threshold. It errs towards another answer (``docs/quality.md``).
     """
 
-    def __init__(self, encoder: TextEncoder, threshold: float = _SAME_MEANING) -> None:
-        self._encoder, self._threshold = encoder, threshold
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
 
     def __call__(self, first: str, second: str) -> bool:
         if same_text(first, second):
@@ -75,7 +68,7 @@ class SameMeaning:
         if veto(first, second) is not None or not (self._encoder.fits(first) and self._encoder.fits(second)):
             return False
         a, b = self._encoder.encode([first, second])
-        return float(a @ b) >= self._threshold
+        return float(a @ b) >= _SAME_MEANING
 
 
 def wilson(wrong: int, checked: int, z: float = 1.96) -> tuple[float, float]:
@@ -104,13 +97,8 @@ class _OpenHit(NamedTuple):
 class Checking:
     """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
 
-    The last two are kept in the cache directory, ``folder``. Any thread may call any method.
-
-    Args:
-        rate: share of approximate hits in the random sample, 0 to 1.
-        remove: deletes an entry, by its id.
-        fingerprint: whose scores the policy's state speaks of.
-        most: open hits to remember; the oldest go first.
+    The last two are kept in ``folder``, for scores of the encoder with this ``fingerprint``. Any thread may call any
+    method. ``rate`` is the share of approximate hits in the random sample; ``remove`` deletes an entry, by its id.
     """
 
     def __init__(
@@ -122,13 +110,11 @@ class Checking:
         folder: Path,
         fingerprint: str,
         tally: Tally,
-        *,
-        most: int = _OPEN_HITS,
     ) -> None:
         self._rate, self._decider, self._same, self._remove = rate, decider, same, remove
         self._file, self._fingerprint, self._tally = folder / FILE, fingerprint, tally
         self._random = Random(0)  # noqa: S311
-        self._open: Latest[str, _OpenHit] = Latest(most)
+        self._open: Latest[str, _OpenHit] = Latest(_OPEN_HITS)
         self._barred: Latest[str, str] = Latest(_BARRED)  # pair -> entry
         self._lock = threading.Lock()
         self._outcomes = 0
@@ -213,8 +199,8 @@ class Checking:
         if report.rewritten or not self._decider.learns:
             return
         if report.near is not None:
-            correct = self.same_answer(report.near.response, response)
-            self._observe(report.near.match, correct=correct, served=None)
+            match, refused = report.near
+            self._observe(match, correct=self.same_answer(refused, response), served=None)
         elif not report.plan.substituted and report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 

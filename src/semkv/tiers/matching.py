@@ -7,7 +7,7 @@ beginning: each later turn of a conversation has the beginning of an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,12 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import EmbeddingHook
 from semkv.errors import ConfigError, CorruptValue
-from semkv.guards import Guard
 from semkv.keys import digest
 from semkv.stores.catalog import Catalog, Record, unpack
-from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine
+from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine, status_of
 from semkv.tiers.plan import Lookup, Planner
 from semkv.tiers.prompt_keys import Keyed, context_rows, entry_of, has_chunk_text
-from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, status_of, unit_vectors
+from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
 from semkv.types import (
     Entry,
     MediaSegment,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
-_PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair of images with several donors
 
 
 class Matching:
@@ -59,7 +57,6 @@ class Matching:
         hook: EmbeddingHook,
         encoder: TextEncoder | None,
         planner: Planner,
-        guard: Guard,
         similar: SimilarTier,
         tally: Tally,
         tiers: Sequence[Tier] = (),
@@ -74,7 +71,9 @@ class Matching:
                 raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
-        self._contexts = None if encoder is None else SimilarContext(config, catalog, encoder, guard)
+        self._contexts = None
+        if encoder is not None and config.normalised:
+            self._contexts = SimilarContext(config, catalog, encoder, planner.guard)
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
@@ -95,26 +94,30 @@ class Matching:
         """
         found = Lookup(request, self.statuses())
         with self._tally.boundary("request"):
-            keyed = Keyed.of(request.namespace, request.segments)
+            keyed = Keyed(request.namespace, request.segments)
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
-            steps: Sequence[Callable[[Lookup, Keyed], None]] = (
-                *(self._ask_exact, partial(self._ask_embedding, given=given), self._ask_semantic),
-                *(partial(self._ask_plugged, tier=tier) for tier in self._tiers),
-                self._ask_contexts,
+            asked = (
+                (EXACT, self._exact(found, keyed)),
+                ("embedding", self._by_layers(found, keyed, given)),
+                (SEMANTIC, self._by_meaning(found, keyed)),
+                *((tier.name, self._plugged(found, keyed, tier)) for tier in self._tiers),
+                # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
+                (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
+                (SEMANTIC, self._contexts.candidates(keyed) if self._contexts is not None else ()),
             )
-            for ask in steps:
-                ask(found, keyed)
+            for name, candidates in asked:
+                with self._tally.boundary(name):
+                    self._planner.take(found, candidates)
                 if found.plan is not None:
                     break
         return found
 
-    def _ask_exact(self, found: Lookup, keyed: Keyed) -> None:
+    def _exact(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
         if self._config.exact:
             found.statuses[EXACT] = Status.MISS
-            with self._tally.boundary(EXACT):
-                self._planner.take(found, self._equal(keyed, [len(keyed.segments)]))
+            yield from self._equal(keyed, [len(keyed.segments)])
 
     def _equal(self, keyed: Keyed, depths: Iterable[int]) -> Iterator[Candidate]:
         """L0.5: donors of the same leading run, byte for byte or but for what `keys.normalise` folds. Of one length the
@@ -122,48 +125,48 @@ class Matching:
         """
         with_media = self._config.scope is Scope.MEDIA
         most = _DONORS if self._config.normalised or with_media else _SPELLINGS
-        for depth in depths:
+        for depth in depths if self._config.exact else ():
             for key in (keyed.exact_key, partial(keyed.folded_key, with_media=with_media)):
                 for donor in self._catalog.find(key(depth), most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
-    def _ask_embedding(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> None:
-        if not self._similar.layers:
-            return
-        vectors = self._embedded(found.request, given)
-        if vectors is None:  # the hook failed: a miss, not a layer without input
-            found.statuses.update({status_of(layer.name): Status.MISS for layer in self._similar.layers})
-            return
-        found.vectors.update(vectors)
-        found.statuses.update({status_of(name): Status.MISS for name in vectors})
-        with self._tally.boundary("embedding"):
-            self._planner.take(found, self._similar.by_layers(found.request, keyed, vectors))
+    def _by_layers(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> Iterator[Candidate]:
+        layers = [layer.name for layer in self._config.embedding_layers]
+        vectors = self._embedded(found.request, given) if layers else {}
+        # Where the hook failed that is a miss, not a layer without input.
+        found.statuses.update({status_of(name): Status.MISS for name in (layers if vectors is None else vectors)})
+        found.vectors.update(vectors or {})
+        if vectors:
+            yield from self._similar.by_layers(found.request, keyed, vectors)
 
     def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
         """Checked vectors of the embedding layers; None where the hook failed."""
         with self._tally.boundary("hook"):
             raw = self._hook(request) if given is None else given
-            return unit_vectors(request, raw, self._similar.layers, self._config.embedding_hook)
+            return unit_vectors(request, raw, self._config.embedding_layers, self._config.embedding_hook)
         return None
 
-    def _ask_semantic(self, found: Lookup, keyed: Keyed) -> None:
-        if self._contexts is None:
+    def _by_meaning(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
+        if self._encoder is None:
             return
         found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
-        with self._tally.boundary(SEMANTIC):
-            vector = self._chunk_vector(found.request.chunk_text)
-            if vector is not None:
-                found.vectors[SEMANTIC] = vector
-                self._planner.take(found, self._similar.by_chunk_text(keyed, vector))
-            elif not keyed.context_depths():
-                found.statuses[SEMANTIC] = Status.SKIP
+        vector = self._chunk_vector(found.request.chunk_text)
+        if vector is not None:
+            found.vectors[SEMANTIC] = vector
+            yield from self._similar.by_chunk_text(keyed, vector)
+        elif not keyed.context_depths():
+            found.statuses[SEMANTIC] = Status.SKIP
 
-    def _ask_plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> None:
+    def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
+        """Donors that share a key of a tier of the user's own, and all but the question, the best first."""
         keys = self._tier_keys(tier, found.request, keyed)
         if keys:
             found.statuses[tier.name] = Status.MISS
-            with self._tally.boundary(tier.name):
-                self._planner.take(found, self._sharing_a_key(tier, found.request, keyed, keys))
+        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)}
+        scored = [(as_cosine(tier.score(found.request, donor)), donor) for donor in donors.values()]
+        for score, donor in sorted(scored, key=lambda pair: -pair[0])[:_DONORS]:
+            if score > 0.0:
+                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,), similar=keyed.question)
 
     def _tier_keys(self, tier: Tier, request: Request, keyed: Keyed) -> list[str]:
         """The catalog's keys of a prompt in a tier of the user's own; none where it has no question, or the tier
@@ -172,26 +175,6 @@ class Matching:
         with self._tally.boundary(tier.name):
             return [digest("tier", tier.name, slot, key) for key in tier.keys(request) if slot]
         return []
-
-    def _sharing_a_key(self, tier: Tier, request: Request, keyed: Keyed, keys: Sequence[str]) -> Iterator[Candidate]:
-        """Those that share a key and all but the question, the best first."""
-        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)}
-        scored = [(as_cosine(tier.score(request, donor)), donor) for donor in donors.values()]
-        for score, donor in sorted(scored, key=lambda pair: -pair[0])[:_DONORS]:
-            if score > 0.0:
-                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,), similar=keyed.question)
-
-    def _ask_contexts(self, found: Lookup, keyed: Keyed) -> None:
-        """Donors of a beginning that ends in a context: the longest equal one, else one with a few other sentences.
-
-        A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
-        """
-        if self._config.exact:
-            with self._tally.boundary(EXACT):
-                self._planner.take(found, self._equal(keyed, reversed(keyed.context_depths())))
-        if self._contexts is not None and found.plan is None:
-            with self._tally.boundary(SEMANTIC):
-                self._planner.take(found, self._contexts.candidates(keyed))
 
     def _chunk_vector(self, text: str) -> Vector | None:
         """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
@@ -206,7 +189,7 @@ class Matching:
         self, report: ReuseReport, response: str, tags: tuple[str, ...], metadata: Mapping[str, Any], now: float
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        keyed = Keyed.of(report.request.namespace, report.plan.segments)
+        keyed = Keyed(report.request.namespace, report.plan.segments)
         entry = entry_of(report.request, keyed)
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
@@ -214,7 +197,7 @@ class Matching:
     def _record(self, request: Request, keyed: Keyed, entry: Entry, vectors: Mapping[str, Vector]) -> Record:
         """The record of an entry, with unit vectors by layer that belong to the canonical prompt; ``vision`` by the
         request's own media. Vectors of layers that are not indexed are left out."""
-        layers = self._similar.keys
+        layers = {name: layer.key for name, layer in self._similar.layers.items()}
         sent = [s.media_id for s in keyed.segments if isinstance(s, MediaSegment)]
         rows = np.atleast_2d(vectors[VISION]) if VISION in vectors and VISION in layers else ()
         media = {
@@ -244,25 +227,14 @@ class Matching:
                 another's.
         """
         request = Request("", entry.namespace, entry.segments, entry.chunk_text, entry.tags)
-        keyed = Keyed.of(entry.namespace, entry.segments)
+        keyed = Keyed(entry.namespace, entry.segments)
         if entry_of(request, keyed).entry_id != entry.entry_id:
             raise CorruptValue(f"entry {entry.entry_id}: under another key")
         vectors = {}
-        for name, key in self._similar.keys.items():
-            if (data := packed.get(key)) is not None:
-                rows = len(request.media) if name == VISION else 1
-                vectors[name] = unit_rows(data, self._similar.dims[name], rows)
+        for name, layer in self._similar.layers.items():
+            if (data := packed.get(layer.key)) is not None:
+                vectors[name] = unit_rows(data, layer.dim, len(request.media) if name == VISION else 1)
         return self._record(request, keyed, entry, vectors)
-
-    def lacks_vectors(self, report: ReuseReport, entry_id: str) -> bool:
-        """Whether there is a vector to add for a request that is byte-equal to an entry, as for all after a change of
-        encoder. A prompt may have none: its text is beyond the encoder's window, or it has no question."""
-        if entry_id in self._similar:
-            return False
-        own = entry_of(report.request, Keyed.of(report.request.namespace, report.plan.segments))
-        layers = {name: key for name, key in self._similar.keys.items() if name != VISION}
-        missing = set(layers.values()) - self._catalog.layers(own.entry_id)
-        return bool(missing) and any(layers.get(name) in missing for name in self._vectors_to_keep(report))
 
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
         """The lookup's vectors, and those that an early hit made unnecessary then.
@@ -271,7 +243,7 @@ class Matching:
         no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
         context was.
         """
-        vectors, layers = dict(report.embeddings), self._similar.layers
+        vectors, layers = dict(report.embeddings), self._config.embedding_layers
         if layers and not any(layer.name in vectors for layer in layers):
             vectors |= self._embedded(report.request, None) or {}
         if SEMANTIC not in vectors and (vector := self._chunk_vector(report.request.chunk_text)) is not None:

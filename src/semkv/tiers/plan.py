@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from semkv.config import CacheConfig
 from semkv.encoders.hooks import image_roots, read_media
 from semkv.encoders.vision import read_picture
-from semkv.guards import Guard, pictures, wording
+from semkv.guards import no_veto, pictures, veto, wording
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally
 from semkv.tiers.checking import Checking
@@ -26,8 +26,8 @@ from semkv.types import (
     Entry,
     Exactness,
     Match,
+    MatchPolicy,
     MediaSegment,
-    Near,
     Plan,
     Request,
     ReuseReport,
@@ -52,30 +52,29 @@ class Lookup:
     plan: Plan | None = None  # of the first candidate that can be used
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
-    near: Near | None = None  # first match with a donor's whole prompt that the policy refused, where no other was used
+    near: tuple[Match, str] | None = None  # see `ReuseReport.near`
 
 
 class Planner:
     """Checks candidates and puts the prompt together: the donor's leading run, then the request's own rest.
 
     Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
-    folds to the donor's is judged as an approximate match. With ``compare_images`` an image in whose place a donor's
-    stands must show the same.
+    folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
+
+    Attributes:
+        guard: compares texts.
+        least: cosine of a similar question from which the policy is asked.
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        media: MediaStore,
-        decider: Decider,
-        guard: Guard,
-        checking: Checking,
-        tally: Tally,
-        *,
-        compare_images: bool,
+        self, config: CacheConfig, media: MediaStore, decider: Decider, checking: Checking, tally: Tally
     ) -> None:
-        self._media, self._decider, self._guard, self._checking, self._tally = media, decider, guard, checking, tally
-        self._normalised, self._compare_images, self._roots = config.normalised, compare_images, image_roots(config)
+        self._media, self._decider, self._checking, self._tally = media, decider, checking, tally
+        self._normalised, self._roots = config.normalised, image_roots(config)
+        guarded = config.guards and config.match is MatchPolicy.ALL
+        self.guard = veto if guarded else no_veto
+        self._compare_images = guarded and config.scope is Scope.MEDIA
+        self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
 
     def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
@@ -108,7 +107,7 @@ class Planner:
                 match = replace(match, wording=wording(request.chunk_text, donor.chunk_text))
             found.decision = self._judge(request, donor, match)
             if not found.decision.accept:
-                found.near = found.near or (Near(match, donor.response) if whole else None)
+                found.near = found.near or ((match, donor.response) if whole else None)
                 return None
         leading = own if exactness is Exactness.EXACT else self._available(request, run)
         if leading is None:
@@ -123,7 +122,7 @@ class Planner:
         caller had other texts compared, by the images."""
         texts = [(request.chunk_text, donor.chunk_text), (request.question, donor.question)] if whole else []
         for mine, theirs in dict.fromkeys(texts):
-            if (reason := self._guard(mine, theirs)) is not None:
+            if (reason := self.guard(mine, theirs)) is not None:
                 return reason
         return "image" if self._compare_images and self._shows_another(own, run) else None
 
@@ -186,11 +185,6 @@ class PendingEntry:
     least: float  # least cosine of a similar question
     question: int | None  # position of its question
 
-    @property
-    def group(self) -> str:
-        """Entries of other groups never match."""
-        return self.slot_key or self.prompt_key
-
     def donate(self, to: PendingEntry) -> Candidate | None:
         """This entry as a donor for another request; None where they are not similar."""
         run = len(self.donor.segments)
@@ -204,27 +198,16 @@ class PendingEntry:
 
 
 class PendingTier:
-    """Decides who may have the answer of a request that is still on its way. Any thread may call any method.
+    """Decides who may have the answer of a request that is still on its way. Any thread may call any method."""
 
-    ``least`` is the least cosine of a similar question that the policy is asked about.
-    """
-
-    def __init__(self, config: CacheConfig, least: float, planner: Planner, checking: Checking, tally: Tally) -> None:
-        self._config, self._least = config, least
-        self._planner, self._checking, self._tally = planner, checking, tally
+    def __init__(self, config: CacheConfig, planner: Planner, checking: Checking, tally: Tally) -> None:
+        self._config, self._planner, self._checking, self._tally = config, planner, checking, tally
 
     def _entry(self, request: Request, vector: Vector | None) -> PendingEntry:
-        keyed, with_media = Keyed.of(request.namespace, request.segments), self._config.scope is Scope.MEDIA
+        keyed, with_media = Keyed(request.namespace, request.segments), self._config.scope is Scope.MEDIA
         prompt_key = keyed.folded_key(len(keyed.segments), with_media=with_media) if self._config.exact else ""
         slot_key = keyed.question_slot(with_media=with_media)
-        return PendingEntry(entry_of(request, keyed), prompt_key, slot_key, vector, self._least, keyed.question)
-
-    def group(self, request: Request) -> str:
-        """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
-        with self._tally.boundary("request"):
-            if request.segments and self._config.mode is CacheMode.LIVE:
-                return self._entry(request, None).group
-        return ""
+        return PendingEntry(entry_of(request, keyed), prompt_key, slot_key, vector, self._planner.least, keyed.question)
 
     def entry(self, report: ReuseReport) -> PendingEntry | None:
         """The request of a lookup as others may find it until its answer is recorded; None where the cache is not live,

@@ -225,12 +225,8 @@ class Calibration:
 class Calibrated(Stateless):
     """Accepts a match whose chance of a wrong answer is at most the calibration's limit.
 
-    Of a match that rests on several scores each is judged, by whoever judges its tier.
-
-    Args:
-        calibration: estimates the chance.
-        tiers: status keys whose scores are cosines of the calibrated encoder.
-        otherwise: judges the other tiers, and matches of a leading part.
+    Of a match that rests on several scores each is judged. ``tiers`` are the status keys whose scores are cosines of
+    the calibrated encoder; ``otherwise`` judges the other tiers, and matches of a leading part.
     """
 
     def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
@@ -254,11 +250,7 @@ class Calibrated(Stateless):
 
 
 def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
-    """The policy that the configuration names; one of the user's own is made from the configuration.
-
-    Args:
-        config: settings.
-        fingerprint: of the text encoder.
+    """The policy that the configuration names, for the text encoder with this ``fingerprint``.
 
     Raises:
         ConfigError: there is no such policy, or the calibration cannot be read or was fitted for another encoder.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from semkv.keys import LITERAL, chain_keys, digest, namespace_key, normalise, one_style, segment_key
@@ -25,12 +24,9 @@ from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role
 SKETCH = 64
 _LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
 _END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
-_STOP = re.compile(r"(?<=[.!?])(?=\s)|(?<=。)")
-_WORD = re.compile(r"\s*\S+|\s+\Z")
 _space = lru_cache(maxsize=1024)(namespace_key)
 
 
-@dataclass(frozen=True)
 class Keyed:
     """A prompt with the chain keys of its leading runs; those that an exact hit does not need are made when asked for.
 
@@ -41,26 +37,18 @@ class Keyed:
         question, last_media, first_context: positions in ``segments``, or None.
     """
 
-    space: str
-    segments: tuple[Segment, ...]
-    exact: Sequence[str]
-    question: int | None
-    last_media: int | None
-    first_context: int | None
-
-    @classmethod
-    def of(cls, namespace: Namespace, segments: tuple[Segment, ...]) -> Keyed:
-        media = [i for i, s in enumerate(segments) if isinstance(s, MediaSegment)]
-        contexts = [i for i, s in enumerate(segments) if is_context(s)]
-        questions = [i for i, s in enumerate(segments) if isinstance(s, TextSegment) and s.role is Role.QUESTION]
-        return cls(
-            space=_space(namespace),
-            segments=segments,
-            exact=chain_keys(segments, normalised=False),
-            question=questions[-1] if questions else None,
-            last_media=media[-1] if media else None,
-            first_context=contexts[0] if contexts else None,
-        )
+    def __init__(self, namespace: Namespace, segments: tuple[Segment, ...]) -> None:
+        self.space, self.segments, self.exact = _space(namespace), segments, chain_keys(segments, normalised=False)
+        self.question: int | None = None
+        self.last_media: int | None = None
+        self.first_context: int | None = None
+        for position, segment in enumerate(segments):
+            if isinstance(segment, MediaSegment):
+                self.last_media = position
+            elif segment.role is Role.QUESTION:
+                self.question = position
+            elif is_context(segment) and self.first_context is None:
+                self.first_context = position
 
     @cached_property
     def folded(self) -> Sequence[str]:
@@ -183,15 +171,6 @@ def sentences(text: str) -> list[str]:
         words = normalise(sentence).split()
         pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
     return [piece for piece in pieces if piece]
-
-
-def exact_sentences(text: str) -> list[str]:
-    """The sentences of a text as they stand, with the blanks before them: joined, they are the text."""
-    pieces = []
-    for sentence in _STOP.split(text):
-        words = _WORD.findall(sentence)
-        pieces += ["".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
-    return pieces
 
 
 def sketch(partition: str, pieces: Sequence[str]) -> list[int]:

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from semkv import plug
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError
+from semkv.encoders.hooks import wrong_dimension
 from semkv.guards import Guard, forget
 from semkv.index import Index, Neighbour, Row, VectorIndex
 from semkv.keys import segment_key
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
-from semkv.tiers.base import SEMANTIC, Candidate, Every, PluggedIndex, Tally
+from semkv.tiers.base import SEMANTIC, Candidate, Every, Layer, Tally, status_of
 from semkv.tiers.prompt_keys import (
     Keyed,
-    exact_sentences,
     first_context,
     is_context,
     sentences,
@@ -53,23 +53,6 @@ _FOLLOW_S = 1.0  # between two looks for purges
 _ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
 
 
-def status_of(layer: str) -> str:
-    """``embedding:<layer>``, the key of a layer's status."""
-    return f"embedding:{layer}"
-
-
-@dataclass(frozen=True)
-class _TextLayer:
-    """One index of texts."""
-
-    name: str  # of its vectors in a lookup
-    status: str  # key of its tier's status
-    key: str  # the catalog's name of the layer
-    threshold: float  # least cosine
-    index: VectorIndex | PluggedIndex
-    partition: str  # the field of a `VectorRow` in which entries must agree to be compared
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Media items that were computed together after one text, and how close they are to the request's; ``item`` is
@@ -84,11 +67,8 @@ class SimilarTier:
     """The indexes of all layers, which follow the catalog: what other processes record is read at the next lookup, and
     what they purge is forgotten within a second.
 
-    Args:
-        hook: fingerprint of what fills the layers of L2; vectors of another one are left alone.
-        encoder: of L1; None switches that off.
-        floor: least cosine of a similar question in L1.
-        index: makes an index of vectors of a length, instead of `VectorIndex`.
+    ``hook`` is the fingerprint of what fills the layers of L2; ``encoder`` is that of L1, None switches it off;
+    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`.
     """
 
     def __init__(
@@ -97,7 +77,7 @@ class SimilarTier:
         catalog: Catalog,
         hook: str,
         encoder: TextEncoder | None,
-        floor: float,
+        least: float,
         tally: Tally,
         index: Callable[[int], Index] | None = None,
     ) -> None:
@@ -108,32 +88,24 @@ class SimilarTier:
         with tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
 
-        def make_index(dim: int) -> VectorIndex | PluggedIndex:
-            return VectorIndex(dim) if index is None else PluggedIndex(dim, index, tally)
+        def layer(name: str, key: str, dim: int, threshold: float, partition: str) -> Layer:
+            made = VectorIndex(dim) if index is None else plug.require("index", index(dim), Index)
+            return Layer(name, key, dim, threshold, partition, made, tally)
 
-        layers = config.embedding_layers if config.mode is not CacheMode.OFF else ()
-        self.layers = layers
-        self.keys = {layer.name: f"{layer.name}:{layer.dim}@{hook}" for layer in layers}
-        self.dims = {layer.name: layer.dim for layer in layers}
-        self._vision = next((layer for layer in layers if layer.name == VISION), None)
-        self._media_index = None if self._vision is None else make_index(self._vision.dim)
-        partition = "space" if self._any else "frame"
+        self.layers: dict[str, Layer] = {}
         # The prompt layer is searched first; the others are asked whether they agree.
-        self._layers = [
-            _TextLayer(x.name, status_of(x.name), self.keys[x.name], x.threshold, make_index(x.dim), partition)
-            for x in sorted(layers, key=lambda x: x.name != "prompt")
-            if x.name != VISION
-        ]
-        self._question: _TextLayer | None = None
+        registered = config.embedding_layers if config.mode is not CacheMode.OFF else ()
+        for given in sorted(registered, key=lambda given: given.name != "prompt"):
+            partition = "space" if self._any else "run" if given.name == VISION else "frame"
+            key = f"{given.name}:{given.dim}@{hook}"
+            self.layers[given.name] = layer(given.name, key, given.dim, given.threshold, partition)
+        self._vision = self.layers.get(VISION)
+        self._embedded = [layer for name, layer in self.layers.items() if name != VISION]
         if encoder is not None:
-            self.keys[SEMANTIC], self.dims[SEMANTIC] = f"{SEMANTIC}@{encoder.fingerprint}", encoder.dim
-            partition = "frame" if self._within_media else "loose_frame"
-            self._question = _TextLayer(
-                SEMANTIC, SEMANTIC, self.keys[SEMANTIC], floor, make_index(encoder.dim), partition
-            )
-        self._texts = [*self._layers, *([] if self._question is None else [self._question])]
-        self._members: dict[str, dict[str, None]] = {}  # item of the media index -> its entries, oldest first
-        self._item_of: dict[str, str] = {}  # entry -> item
+            key, partition = f"{SEMANTIC}@{encoder.fingerprint}", "frame" if self._within_media else "loose_frame"
+            self.layers[SEMANTIC] = layer(SEMANTIC, key, encoder.dim, least, partition)
+        self._texts = [layer for name, layer in self.layers.items() if name != VISION]
+        self._item_of: dict[str, str] = {}  # entry -> item of the media index, oldest first
         self._seen_vectors = self._seen_media = 0
         self._seen_file = catalog.database.opened
         self._behind = False  # whether the last refresh failed
@@ -146,21 +118,8 @@ class SimilarTier:
         """Forget what was purged, and stop the indexes' upkeep."""
         self._follower.stop()
         self._follow()
-        for index in self.indexes():
-            index.close()
-
-    def indexes(self) -> list[VectorIndex | PluggedIndex]:
-        """Those of all layers."""
-        media = [] if self._media_index is None else [self._media_index]
-        return [*(layer.index for layer in self._texts), *media]
-
-    def entries(self) -> set[str]:
-        """The entries that are known here."""
-        return {entry for layer in self._texts for entry in layer.index.items()} | self._item_of.keys()
-
-    def __contains__(self, entry_id: str) -> bool:
-        """Whether every text layer has an entry's vector."""
-        return all(entry_id in layer.index for layer in self._texts)
+        for layer in self.layers.values():
+            layer.close()
 
     # -- keeping up with the catalog ----------------------------------------------------------------------------
 
@@ -174,9 +133,9 @@ class SimilarTier:
             while rows := self._catalog.vectors(keys, self._seen_vectors, _PAGE):
                 self._add_texts(rows)
                 self._seen_vectors = rows[-1].number
-            while self._media_index is not None and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+            while self._vision is not None and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
                 for media_row in media:
-                    self._add_media(media_row, self._media_index)
+                    self._add_media(media_row, self._vision)
                 self._seen_media = media[-1].number
             self._behind = False
 
@@ -186,21 +145,20 @@ class SimilarTier:
             for row in rows:
                 if row.layer == layer.key and (partition := getattr(row, layer.partition)):
                     with self._tally.boundary("vector"):
-                        ready.append(Row(row.entry_id, partition, unpack(row.data, layer.index.dim)))
-            layer.index.extend(ready)
+                        ready.append(Row(row.entry_id, partition, unpack(row.data, layer.dim)))
+            layer.extend(ready)
 
-    def _add_media(self, row: MediaRow, index: VectorIndex | PluggedIndex) -> None:
+    def _add_media(self, row: MediaRow, layer: Layer) -> None:
         """Several images are found by the first of them, and then compared one by one."""
-        partition = row.space if self._any else row.run
+        partition = getattr(row, layer.partition)
         item = " ".join((partition, *row.media))
-        self._members.setdefault(item, {})[row.entry_id] = None
         self._item_of[row.entry_id] = item
-        if item in index:
+        if item in layer.items:
             return
-        packed = [self._catalog.media_vector(row.space, self.keys[VISION], media) for media in row.media]
+        packed = [self._catalog.media_vector(row.space, layer.key, media) for media in row.media]
         if packed[0] is not None and None not in packed:  # else an image could not be read when it was recorded
             with self._tally.boundary("vector"):
-                index.extend([Row(item, partition, unpack(packed[0], self.dims[VISION]))])
+                layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
 
     def _follow(self) -> None:
         with self._tally.boundary("purge"):  # user code may be in it
@@ -214,7 +172,7 @@ class SimilarTier:
         if purge == self._purge:
             return
         with self._refreshing:  # what was read before that purge is in the indexes by now
-            known = list(self.entries())
+            known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
         self.remove(known)
         forget()
         getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
@@ -226,26 +184,17 @@ class SimilarTier:
             with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
                 for layer in self._texts:
-                    layer.index.remove(gone)
-                for entry_id in gone:
-                    self._remove_media(entry_id)
-
-    def _remove_media(self, entry_id: str) -> None:
-        item = self._item_of.pop(entry_id, None)
-        if item is None or self._media_index is None:
-            return
-        self._members[item].pop(entry_id, None)
-        if not self._members[item]:
-            del self._members[item]
-            self._media_index.remove([item])
+                    layer.remove(gone)
+                items = {self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of}
+                if items and self._vision is not None:
+                    self._vision.remove(items.difference(self._item_of.values()))
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""
-        if self._question is not None:
-            slot = keyed.question_slot(with_media=self._within_media)
-            yield from self._similar(keyed, slot, [self._question], {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS)
+        slot, layers = keyed.question_slot(with_media=self._within_media), [self.layers[SEMANTIC]]
+        yield from self._similar(keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS)
 
     def by_layers(self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """L2: donors, best first; ``vectors`` are unit vectors by layer: [dim], for ``vision`` [n_media, dim]."""
@@ -254,7 +203,7 @@ class SimilarTier:
             return
         runs = self._runs(keyed, vectors)
         # The prompt as it would be with each run's media in it.
-        prompts = [(run, Keyed.of(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
+        prompts = [(run, Keyed(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
         for run, within in [(runs[0], keyed), *prompts]:
             yield from self._whole(within, run, vectors)
         for run, within in prompts:
@@ -264,7 +213,7 @@ class SimilarTier:
         self,
         keyed: Keyed,
         slot: str,
-        layers: Sequence[_TextLayer],
+        layers: Sequence[Layer],
         vectors: Mapping[str, Vector],
         agreed: tuple[str, ...],
         seen: Sequence[Score] = (),
@@ -272,17 +221,13 @@ class SimilarTier:
     ) -> Iterator[Candidate]:
         """Entries of one question slot on which all these text layers agree; ``seen`` is what the images scored."""
         first, *others = layers
-        for neighbour in first.index.search(slot, vectors[first.name], most) if slot else ():
-            if neighbour.score < first.threshold:
-                return
-            scores = [Score(first.status, neighbour.score)]
-            for layer in others:
-                score = layer.index.score(neighbour.item, vectors[layer.name])
-                if score is not None and score >= layer.threshold:
-                    scores.append(Score(layer.status, score))
-            donor = self._entry(neighbour.item) if len(scores) == len(layers) else None
+        for neighbour in first.search(slot, vectors[first.name], most) if slot else ():
+            scores = [Score(layer.status, layer.score(neighbour.item, vectors[layer.name])) for layer in others]
+            agree = all(score.cosine >= layer.threshold for score, layer in zip(scores, others, strict=True))
+            donor = self._entry(neighbour.item) if agree else None
             if donor is not None:
-                least, *rest = sorted([*scores, *seen], key=lambda score: score.cosine)
+                scores = [Score(first.status, neighbour.score), *scores, *seen]
+                least, *rest = sorted(scores, key=lambda score: score.cosine)
                 run = len(donor.segments)
                 yield Candidate(donor, run, *least, agreed, tuple(rest), similar=keyed.question)
 
@@ -296,27 +241,27 @@ class SimilarTier:
 
     def _similar_media(self, keyed: Keyed, partition: str, vector: Vector, most: int) -> Iterator[_Run]:
         """Media items above the threshold, each of them, the nearest first."""
-        if self._vision is None or self._media_index is None:
+        if self._vision is None:
             return
         rows = np.atleast_2d(vector)
-        for neighbour in self._media_index.search(partition, rows[0], most):
+        for neighbour in self._vision.search(partition, rows[0], most):
             media = tuple(neighbour.item.split()[1:])
             if len(media) == len(rows):
-                score = self._least(keyed.space, media, rows, neighbour)
+                score = self._least(self._vision, keyed.space, media, rows, neighbour)
                 if score >= self._vision.threshold:
                     yield _Run(media, score, neighbour.item)
 
-    def _least(self, space: str, media: Sequence[str], rows: Vector, first: Neighbour) -> float:
+    def _least(self, layer: Layer, space: str, media: Sequence[str], rows: Vector, first: Neighbour) -> float:
         """The least cosine of several media items, pair by pair; -1.0 where a vector is gone."""
         scores = [first.score]
         for media_id, row in zip(media[1:], rows[1:], strict=True):
-            packed = self._catalog.media_vector(space, self.keys[VISION], media_id)
-            scores.append(-1.0 if packed is None else float(np.dot(unpack(packed, self.dims[VISION]), row)))
+            packed = self._catalog.media_vector(space, layer.key, media_id)
+            scores.append(-1.0 if packed is None else float(np.dot(unpack(packed, layer.dim), row)))
         return min(scores)
 
     def _whole(self, within: Keyed, run: _Run, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """Entries within a run whose text is the same or similar."""
-        texts = [layer for layer in self._layers if layer.name in vectors]
+        texts = [layer for layer in self._embedded if layer.name in vectors]
         seeing = [status_of(VISION)] if run.media and self._vision is not None else []
         agreed = (*seeing, *(layer.status for layer in texts))
         if agreed:
@@ -336,13 +281,14 @@ class SimilarTier:
     def _best_layer(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
         """The best of all layers by score alone, with its whole donor."""
         found: list[tuple[float, str, str]] = []
-        for layer in self._layers:
+        for layer in self._embedded:
             if layer.name in vectors:
-                best = layer.index.search(keyed.space, vectors[layer.name], 1)
-                found += [(b.score, layer.status, b.item) for b in best if b.score >= layer.threshold]
+                best = layer.search(keyed.space, vectors[layer.name], 1)
+                found += [(b.score, layer.status, b.item) for b in best]
         if VISION in vectors:
             for run in self._similar_media(keyed, keyed.space, vectors[VISION], 1):
-                found += [(run.score, status_of(VISION), entry) for entry in [*self._members.get(run.item, ())][:1]]
+                entries = [entry for entry, item in list(self._item_of.items()) if item == run.item]
+                found += [(run.score, status_of(VISION), entry) for entry in entries[:1]]
         for score, status, entry_id in sorted(found, key=lambda f: -f[0]):
             donor = self._entry(entry_id)
             if donor is not None:
@@ -356,30 +302,18 @@ class SimilarTier:
         return donor
 
 
-@dataclass(frozen=True, slots=True)
-class _Aligned:
-    """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
-
-    donor: Entry
-    run: int
-    changed: tuple[tuple[str, str], ...]
-
-
 class SimilarContext:
     """L1 for long contexts: entries whose contexts say the same but for a few reworded sentences.
 
     A sentence encoder reads a few hundred tokens, so a document's vector would stand for its beginning alone. Instead
     its sentences' hashes name stored contexts that share most of them. The best must then agree sentence by sentence,
     but for a few that were reworded, and only those are encoded. The guard may veto one, such as one with another
-    number. Without ``normalised`` a sentence that is typed in another way is a changed one, and what is no context has
-    to be byte-equal.
+    number.
     """
 
     def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
         self._catalog, self._encoder, self._guard = catalog, encoder, guard
         self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
-        self._normalised = config.normalised
-        self._cut = sentences if config.normalised else exact_sentences
 
     def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
         """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
@@ -388,34 +322,34 @@ class SimilarContext:
         partition = keyed.before_context(with_media=self._with_media)
         keys = self._catalog.vote(sketch(partition, first_context(keyed)))
         donors = [donor for key in keys for donor in self._catalog.find(key, _CONTEXTS)]
-        aligned = [found for donor in donors if (found := self._align(keyed.segments, donor)) is not None]
-        for found in sorted(aligned, key=lambda a: (-a.run, len(a.changed))):
-            score = self._least_cosine(found.changed)
+        aligned = [(donor, *self._align(keyed.segments, donor.segments)) for donor in donors]
+        for donor, run, changed in sorted(aligned, key=lambda one: (-one[1], len(one[2]))):
+            score = self._least_cosine(changed) if run else None
             if score is not None and score >= self._threshold:
-                yield Candidate(found.donor, found.run, SEMANTIC, score, (SEMANTIC,), checked=True)
+                yield Candidate(donor, run, SEMANTIC, score, (SEMANTIC,))
 
-    def _align(self, own: Sequence[Segment], donor: Entry) -> _Aligned | None:
+    def _align(self, own: Sequence[Segment], theirs: Sequence[Segment]) -> tuple[int, list[tuple[str, str]]]:
+        """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
         changed: list[tuple[str, str]] = []
         run = 0
-        most = min(len(own), len(donor.segments)) - 1  # the question stays the request's own
-        for position in range(most):
-            pairs = self._changed(own[position], donor.segments[position])
+        for position in range(min(len(own), len(theirs)) - 1):  # the question stays the request's own
+            pairs = self._changed(own[position], theirs[position])
             if pairs is None:
                 break
             changed += pairs
             if is_context(own[position]):
                 run = position + 1
-        return _Aligned(donor, run, tuple(changed)) if run else None
+        return run, changed
 
     def _changed(self, mine: Segment, theirs: Segment) -> list[tuple[str, str]] | None:
         """The sentences that differ, in pairs; None where more differs: another segment that is no context, a sentence
         more or less, too many that differ, or one that the guard vetoes."""
-        keys = [segment_key(s, normalised=self._normalised, with_media=self._with_media) for s in (mine, theirs)]
+        keys = [segment_key(s, normalised=True, with_media=self._with_media) for s in (mine, theirs)]
         if keys[0] == keys[1]:
             return []
         if not (isinstance(mine, TextSegment) and isinstance(theirs, TextSegment)):
             return None
-        first, second = self._cut(mine.text), self._cut(theirs.text)
+        first, second = sentences(mine.text), sentences(theirs.text)
         if not (is_context(mine) and is_context(theirs)) or len(first) != len(second):
             return None
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
@@ -459,12 +393,6 @@ def unit_vectors(
         unit = (rows / lengths).astype(np.float32)
         vectors[layer.name] = unit[0] if len(unit) == 1 else unit
     return vectors
-
-
-def wrong_dimension(layer: EmbeddingLayer, dim: int, hook_name: str) -> ConfigError:
-    """What is said of a layer whose hook returns vectors of another dimension."""
-    allowed = f"{layer.name}:{dim}, the dimension that hook {hook_name} returns"
-    return ConfigError("--embedding-layer", f"{layer.name}:{layer.dim}", allowed)
 
 
 def _media_ids(keyed: Keyed) -> tuple[str, ...]:

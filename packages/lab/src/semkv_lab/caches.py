@@ -6,17 +6,15 @@ All get the same vectors. Each peer runs with its own index, store and decision,
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import math
 import shutil
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
@@ -27,13 +25,14 @@ import numpy as np
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, PolicyConfig
 from semkv.encoders.text import TextEncoder
+from semkv.errors import SemkvError
 from semkv.guards import veto, wording
 from semkv.server.request_key import CanonicalRequest, canonicalise
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Calibration, build_policy
 from semkv.types import Exactness, Namespace, Request, ReuseReport, TextSegment
-from semkv_lab.settings import CACHES, SemanticFlags
-from semkv_lab.streams import Asked, Pair
+from semkv_lab.labels import Asked, Pair, logistic
+from semkv_lab.settings import SemanticFlags
 
 if TYPE_CHECKING:
     from semkv.encoders.text import Matrix
@@ -71,6 +70,10 @@ class Cache:
     def vector(self, text: str) -> Any:
         """Unit vector, float32 [dim]."""
         return self.encoder.encode([text])[0]
+
+    def figures(self) -> dict[str, int]:
+        """What else it has counted."""
+        return {}
 
     def close(self) -> None:
         """Delete its files."""
@@ -163,19 +166,66 @@ class VCache(Cosine):
     def _fit(self, seen: Sequence[tuple[float, bool]]) -> tuple[float, float, float]:
         """Threshold, steepness and the threshold's standard deviation (delta method), by penalized likelihood."""
         table = np.array([(1.0, score) for score, _ in seen])
-        right = np.array([float(yes) for _, yes in seen])
-        weights = np.array([-5.0, 10.0])
-        for _ in range(40):  # Newton's method
-            p = 1 / (1 + np.exp(-table @ weights))
-            hessian = (table.T * (p * (1 - p))) @ table + self._RIDGE * np.eye(2)
-            step = np.linalg.solve(hessian, table.T @ (right - p) - self._RIDGE * weights)
-            weights = weights + np.clip(step, -5, 5)
-            weights[1] = max(0.1, weights[1])
-            if abs(step).sum() < 1e-6:
-                break
+        wrong = np.array([float(not right) for _, right in seen])
+        weights = -logistic(table, wrong, np.full(2, self._RIDGE), [(None, None), (None, -0.1)])
         bias, steepness = weights
+        p = 1 / (1 + np.exp(-table @ weights))
+        hessian = (table.T * (p * (1 - p))) @ table + self._RIDGE * np.eye(2)
         slope = np.array([-1 / steepness, bias / steepness**2])
         return -bias / steepness, steepness, math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope))))
+
+
+class Krites(Cosine):
+    """Krites' policy by our reading of the paper (Singh et al., arXiv:2602.13165), not its authors' code.
+
+    A cosine threshold decides, first over curated texts, then over all. A request whose nearest curated text is just
+    below the threshold goes to a judge meanwhile; where that approves, the request's text gets the curated answer.
+    Curated are the texts that the engine answered among the first requests of a group, as if mined from a log. The
+    judge knows the stream's answers: a real one errs.
+    """
+
+    _CURATED, _LEAST = 400, 0.7  # requests of the log; least cosine that is judged. Ours: the paper tunes both
+
+    def __init__(self, encoder: TextEncoder, threshold: float) -> None:
+        super().__init__(encoder, threshold)
+        self.name = f"krites {threshold:g}"
+        self.settings |= {"requests of the log": self._CURATED, "judged from": self._LEAST, "judge": "never errs"}
+        self._asked: Counter[str] = Counter()
+        self._curated: Counter[str] = Counter()  # by group, the first so many of its texts
+        self._promoted: set[tuple[str, int]] = set()
+        self._judged: set[tuple[str, str]] = set()
+        self._approved = False
+        self._served = 0
+
+    def lookup(self, asked: Asked) -> str | None:
+        group, answers, vector = asked.group, self._answers[asked.group], self.vector(asked.text)
+        self._asked[group] += 1
+        scores = self._vectors[group][: len(answers)] @ vector
+        curated = scores[: self._curated[group]]
+        first = int(curated.argmax()) if len(curated) else -1
+        score = float(curated[first]) if len(curated) else 0.0
+        place = first if score >= self._threshold else int(scores.argmax()) if len(scores) else -1
+        hit = place >= 0 and bool(scores[place] >= self._threshold)
+        self._served += hit and (place < self._curated[group] or (group, place) in self._promoted)
+        self._approved = False
+        if self._LEAST <= score < self._threshold and (group, asked.text) not in self._judged:
+            self._judged.add((group, asked.text))
+            self._approved = answers[first] == asked.answer
+            if hit and self._approved:
+                self.store(asked)
+        return answers[place] if hit else None
+
+    def store(self, asked: Asked) -> None:
+        """With the curated answer where the judge has approved it, which is then the request's own."""
+        super().store(asked)
+        count = len(self._answers[asked.group])
+        if self._asked[asked.group] <= self._CURATED:
+            self._curated[asked.group] = count
+        elif self._approved:
+            self._promoted.add((asked.group, count - 1))
+
+    def figures(self) -> dict[str, int]:
+        return {"served with a curated answer": self._served, "judged": len(self._judged)}
 
 
 # -- peers ------------------------------------------------------------
@@ -193,8 +243,10 @@ class GPTCache(Cache):
         import gptcache.utils
         from gptcache.adapter import api
 
+        logging.getLogger("gptcache").setLevel(logging.ERROR)
+
         def refuse(package: str, warn: bool = False) -> None:
-            raise ModuleNotFoundError(f"GPTCache wants {package}: pip install {package}")
+            raise ModuleNotFoundError(f"GPTCache wants {package}", name=package)
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
         self.name = f"gptcache {threshold:g}"
@@ -239,6 +291,8 @@ class RedisVL(Cache):
 
     def __init__(self, encoder: TextEncoder, threshold: float, url: str) -> None:
         super().__init__(encoder)
+        if not url:
+            raise SemkvError("--redis-url names no Redis server with the search module")
         from redisvl.extensions.cache.llm import SemanticCache as Peer
         from redisvl.utils.vectorize import CustomTextVectorizer
 
@@ -356,73 +410,51 @@ def _request(asked: Asked) -> Request:
 
 # -- which there are ------------------------------------------------------------
 
-_PACKAGES = {
-    "gptcache": {"gptcache": "gptcache", "faiss": "faiss-cpu", "sqlalchemy": "sqlalchemy"},
-    "redisvl": {"redisvl": "redisvl"},
-}
+PEERS = ("gptcache", "redisvl")
 PRECISION = 0.95  # least chance of a right answer of the calibrated policy
 Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
 
-def missing(name: str, redis_url: str = "") -> str:
-    """Why a peer cannot be measured here, in one line; empty where it can."""
-    wanted = _PACKAGES.get(name, {})
-    absent = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
-    if absent:
-        return f"{name}: not installed: pip install {' '.join(absent)}"
-    return f"redisvl: not measured: {why}" if name == "redisvl" and (why := no_search(redis_url)) else ""
-
-
-def no_search(url: str) -> str:
-    """What a Redis server lacks for RedisVL; empty where it has a search module."""
-    if not url:
-        return "--redis-url names no Redis server with the search module"
-    import redis
-
-    try:
-        with redis.Redis.from_url(url) as server:
-            server.execute_command("FT._LIST")
-    except redis.exceptions.ResponseError:
-        return "the Redis server of --redis-url lacks the search module (Redis 8 has it)"
-    except (redis.exceptions.RedisError, ValueError) as error:
-        return f"no Redis server answers at --redis-url ({error})"
-    return ""
-
-
 def makers(
-    names: Sequence[str], encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
+    name: str, encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
 ) -> list[Maker]:
-    """Makers of every cache and setting; ``calibration`` comes with its file where a policy needs one."""
-    logging.getLogger("gptcache").setLevel(logging.ERROR)
+    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one.
+
+    Raises:
+        ImportError: a peer is not installed; the message names its package.
+        Exception: whatever a peer raises where it cannot work, such as RedisVL without a server.
+    """
     threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
     prior, file = calibration or (None, None)
 
-    def semkv(name: str, value: float, settings: dict[str, Any], **policy: Any) -> Maker:
+    def semkv(value: float, settings: dict[str, Any], **policy: Any) -> Maker:
         config = PolicyConfig(**policy)
         curve = prior if config.calibration else None
         return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, curve, seed)
 
-    def bounded(name: str, **prior: Any) -> list[Maker]:
-        said = [{"max error rate": rate, "checks": PolicyConfig(policy="bounded").checked_share} for rate in rates]
-        return [
-            semkv(name, rate, settings, policy="bounded", max_error_rate=rate, **prior)
-            for rate, settings in zip(rates, said, strict=True)
-        ]
-
-    known: dict[str, Callable[[], list[Maker]]] = {
-        "cosine": lambda: [lambda seed: Cosine(encoder, threshold)],
-        "vcache": lambda: [partial(VCache, encoder, rate) for rate in rates],
-        "gptcache": lambda: [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)],
-        "redisvl": lambda: [lambda seed: RedisVL(encoder, threshold, flags.redis_url)],
-        "fixed": lambda: [semkv("fixed", threshold, {"cosine": threshold})],
-        "calibrated": lambda: [
-            semkv("calibrated", PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)
-        ],
-        "bounded": lambda: bounded("bounded", calibration=file),
-        "bounded-uncalibrated": lambda: bounded("bounded-uncalibrated"),
-    }
-    return [maker for name in CACHES if name in names for maker in known[name]()]
+    if name == "cosine":
+        return [lambda seed: Cosine(encoder, threshold)]
+    if name == "vcache":
+        return [partial(VCache, encoder, rate) for rate in rates]
+    if name == "krites":
+        return [lambda seed: Krites(encoder, threshold)]
+    if name == "gptcache":
+        GPTCache(encoder).close()
+        return [lambda seed: GPTCache(encoder), lambda seed: GPTCache(encoder, (1 + threshold) / 2)]
+    if name == "redisvl":
+        RedisVL(encoder, threshold, flags.redis_url).close()
+        return [lambda seed: RedisVL(encoder, threshold, flags.redis_url)]
+    if name == "fixed":
+        return [semkv(threshold, {"cosine": threshold})]
+    if name == "calibrated":
+        return [semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)]
+    given = {"calibration": file} if name == "bounded" else {}
+    checks = PolicyConfig(policy="bounded").checked_share
+    return [
+        semkv(rate, {"max error rate": rate, "checks": checks}, policy="bounded", max_error_rate=rate, **given)
+        for rate in rates
+    ]
 
 
 # -- playing ------------------------------------------------------------
@@ -475,17 +507,10 @@ def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str
     return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
 
 
-def pair_curve(ranked: Sequence[tuple[float, bool]]) -> tuple[list[tuple[float, float]], float]:
-    """Precision by hit ratio of (confidence, same) pairs, and the area under it (P-CHR AUC); pairs of equal confidence
-    count alike."""
-    right, area, end = 0.0, 0.0, 0
-    points: list[tuple[float, float]] = []
-    ordered = sorted(ranked, key=lambda pair: -pair[0])
-    for _, tied in groupby(ordered, key=lambda pair: pair[0]):
-        same = [same for _, same in tied]
-        start, end = end, end + len(same)
-        for count in range(start + 1, end + 1):
-            right += sum(same) / len(same)
-            area += right / count
-        points.append((end / len(ranked), right / end))
-    return points, area / len(ranked)
+def pair_area(trust: Sequence[float], same: Sequence[bool]) -> float:
+    """The area under precision by hit ratio (P-CHR AUC), where pairs hit in the order of ``trust``; those of equal
+    trust count alike."""
+    _, level = np.unique(-np.asarray(trust), return_inverse=True)
+    share = np.bincount(level, weights=same) / np.bincount(level)
+    right = np.cumsum(share[np.sort(level)])
+    return float(np.mean(right / np.arange(1, len(right) + 1)))

@@ -111,8 +111,8 @@ def _sweep(*, flags: Annotated[SweepFlags, FLAT], dry_run: Annotated[bool, SWITC
 
 report = command_line(
     help_epilogue=_examples("""
-  semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html --markdown both.md --title 'Two models'
-      of two sweeps together: a page that needs nothing else, and the same as markdown
+  semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html --title 'Two models'
+      of two sweeps together: a page that needs nothing else
 """)
 )
 
@@ -121,7 +121,6 @@ report = command_line(
 def _report(
     *logs: Annotated[Path, Parameter(required=True)],
     out: Path = Path("report.html"),
-    markdown: Path | None = None,
     title: str = "",
 ) -> None:
     """Make one HTML page of the logs of sweeps.
@@ -130,14 +129,13 @@ def _report(
 
     Args:
         logs: sweep.csv or sweep.jsonl, one or several sweeps together.
-        out: The page; its figures as PNG go to PAGE_files next to it.
-        markdown: Write the same as markdown to this file.
-        title: Heading of page and markdown.
+        out: The page.
+        title: Its heading.
     """
     from semkv_lab.report import write_report
 
-    for path in write_report(logs, out, markdown=markdown, title=title):
-        print(path)
+    write_report(logs, out, title=title)
+    print(out)
 
 
 calibrate = command_line(
@@ -168,7 +166,7 @@ def _calibrate(
         plot: Draw a figure (.png, .svg, .pdf).
     """
     _check_outputs(out, plot, PAIRS=pairs)
-    from semkv_lab.quality import calibrate
+    from semkv_lab.semantic import calibrate
 
     _write(calibrate(pairs, out, index_encoder, precision, plot), None)
 
@@ -197,7 +195,7 @@ def _eval_pairs(
     """
     flags = flags or QualityFlags()
     _check_outputs(out, None, PAIRS=pairs, calibration=flags.calibration)
-    from semkv_lab.quality import eval_pairs
+    from semkv_lab.semantic import eval_pairs
 
     _write(eval_pairs(pairs, flags), out)
 
@@ -230,7 +228,7 @@ def _eval_stream(
     """
     flags = flags or QualityFlags()
     _check_outputs(out, plot, REQUESTS=requests, calibration=flags.calibration)
-    from semkv_lab.quality import eval_stream
+    from semkv_lab.semantic import eval_stream
 
     _write(eval_stream(requests, flags, plot), out)
 

@@ -1,7 +1,8 @@
 """What a vLLM KV connector must stand: does it ever load what the request would not have computed?
 
-Each case starts engines in processes of their own, with a tiny Llama of random weights on the CPU. Greedy answers are
-compared with those of an engine without a connector. A case is passed, failed, or cannot be had, with the reason.
+Each case starts engines in processes of their own, with a tiny Llama of random weights, on the CPU or on a GPU. Greedy
+answers are compared with those of an engine without a connector. A case is passed, failed, or cannot be had, with the
+reason.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+    # On a GPU: this process must not use CUDA before it forks, and products are of float32.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_F32_DEFAULT": "ieee",
 }  # fmt: skip
 _RNG = random.Random(3)  # noqa: S311 - prompts
 PROMPTS = [token_ids(_RNG, count) for count in (100, 180, 300)]

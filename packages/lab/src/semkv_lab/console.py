@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
 from semkv_lab.metrics import COLUMNS, Estimate, Figures, read_estimate
-from semkv_lab.records import Cold, SampleRecord
+from semkv_lab.records import SampleRecord
 
 if TYPE_CHECKING:
     from semkv_lab.samples import Sample
@@ -46,19 +47,7 @@ def progress_bar(console: Console, **options: Any) -> Progress:
 
 
 class Listener:
-    """Hears how a run goes: a pass begins, a sample was answered (without semkv, with it), the engine failed on one."""
-
-    def stage(self, name: str, total: int) -> None: ...
-
-    def cold(self, sample: Sample, cold: Cold) -> None: ...
-
-    def record(self, record: SampleRecord) -> None: ...
-
-    def failed(self, sample: Sample, error: Exception) -> None: ...
-
-
-class ConsoleListener(Listener):
-    """Draws progress on a console, and writes records to ``--samples-out`` as they come.
+    """Draws the progress of a run on a console, and writes records to ``--samples-out`` as they come.
 
     The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
     there stays until there is a record to put in its place, or the run has come to its end. With ``quiet`` there is no
@@ -74,17 +63,17 @@ class ConsoleListener(Listener):
     def stage(self, name: str, total: int) -> None:
         self._progress.reset(self._task, description=_STAGES[name], total=total or None)
 
-    def cold(self, sample: Sample, cold: Cold) -> None:
+    def advance(self) -> None:
         self._progress.advance(self._task)
 
     def record(self, record: SampleRecord) -> None:
         self.write(record)
-        self._progress.advance(self._task)
+        self.advance()
         if not self._quiet:
             self._say(sample_line(record))
 
     def failed(self, sample: Sample, error: Exception) -> None:
-        self._progress.advance(self._task)
+        self.advance()
         self._say(f"[{sample.sample_id}] failed | {error}")
 
     def _say(self, line: str) -> None:
@@ -148,7 +137,7 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
             for row in summary["tiers"]
         ]  # fmt: skip
         console.print(table("by tier", names, rows))
-    place = ("on disk", f"{size(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
+    place = ("on disk", f"{decimal(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
     console.print(table("figures", (), [*figures(summary), place]))
 
 
@@ -174,7 +163,7 @@ def figures(summary: Figures) -> list[tuple[str, str]]:
         *_token_rows(summary["tokens"]),
     ]
     for column in COLUMNS[1:]:
-        value = read_estimate(summary, *column.path.split("."))
+        value = read_estimate(summary, column.path)
         if value.n:
             of = f" of {value.n}" if column.unit == "%" and value.n < summary["samples"] else ""
             rows.append((column.name, shown(value, column.unit) + of))
@@ -211,20 +200,22 @@ def _token_rows(t: Figures) -> list[tuple[str, str]]:
 # -- figures as text ------------------------------------------------------------
 
 
-def interval(value: Estimate, digits: int = 1, unit: str = "", *, factor: float = 1.0) -> str:
-    """``12.3 ms [11.0, 14.1]``, a dash for no figure, no interval from one image."""
+_UNITS = {"%": (100, 1, "%"), "ms": (1000, 1, " ms"), "x": (1, 2, "x"), "": (1, 1, "")}
+
+
+def shown(value: Estimate, unit: str, digits: int | None = None) -> str:
+    """With the unit of a `Column`: ``93.1% [91.0, 95.0]``, ``12.3 ms [11.0, 14.1]``, ``1.05x [1.01, 1.05]``.
+
+    A dash for no figure, no interval from one image.
+    """
+    factor, usual, name = _UNITS[unit]
+    digits = usual if digits is None else digits
     if value.value is None:
         return "-"
-    text = f"{factor * value.value:.{digits}f}{unit}"
+    text = f"{factor * value.value:.{digits}f}{name}"
     if value.low is None or value.high is None:
         return text
     return f"{text} [{factor * value.low:.{digits}f}, {factor * value.high:.{digits}f}]"
-
-
-def shown(value: Estimate, unit: str) -> str:
-    """With the unit of a `Column`: ``93.1% [91.0, 95.0]``, ``12.3 ms [11.0, 14.1]``, ``1.05x [1.01, 1.05]``."""
-    factor, digits, name = {"%": (100, 1, "%"), "ms": (1000, 1, " ms"), "x": (1, 2, "x"), "": (1, 1, "")}[unit]
-    return interval(value, digits, name, factor=factor)
 
 
 def percent(value: Estimate) -> str:
@@ -234,12 +225,6 @@ def percent(value: Estimate) -> str:
 def times(value: Figures) -> str:
     """``12 ms / 30 ms``."""
     return f"{seconds(value['p50_s'])} / {seconds(value['p95_s'])}"
-
-
-def size(count: int) -> str:
-    """Bytes in binary units: ``1.5 MiB``."""
-    power = min(4, max(0, count.bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def seconds(value: float | None) -> str:

@@ -3,16 +3,16 @@ layout), ``gqa-text`` (its questions with a model's answers, no images), ``jsonl
 its dotted path.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic import ConfigDict
 
 from semkv import keys, plug
 from semkv.config import IMAGE_ROOT_VARIABLES
@@ -24,15 +24,14 @@ from semkv_lab.minigqa.generate import SPLITS, Knobs, generate
 from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
+    NonEmpty,
     Sample,
+    as_row,
     load_jsonl,
     read_json,
     read_jsonl,
     select,
-    text_field,
 )
-
-_Rows = Iterable[dict[str, Any]]
 
 
 def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
@@ -121,7 +120,7 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     roots = [root / "images", root / "allImages" / "images", root]
     roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
-        to_sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
+        _sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
         for key, row, file in select(rows, options)
     ]
 
@@ -138,29 +137,40 @@ def _objects(file: Path) -> dict[str, Any]:
     return data
 
 
-def to_sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
-    """One GQA row, official or Hugging Face, as a `Sample`; ``where`` is for messages."""
-    try:
-        image, groups, types = text_field(row, "imageId", where), row.get("groups") or {}, row.get("types") or {}
-        entailed, choices = row.get("entailed") or (), choices or {}
-        if isinstance(entailed, str):  # as the Hugging Face layout writes a list
-            entailed = re.findall(r"[\w-]+", entailed)
-        return Sample(
-            sample_id=key,
-            question=text_field(row, "question", where, required=True),
-            answer=text_field(row, "answer", where) or None,
-            images=(ImageRef(image, find(image)),) if image else (),
-            semantic_str=text_field(row, "semanticStr", where),
-            groups=tuple(text for k in ("global", "local") if (text := text_field(groups, k, f"{where}, groups"))),
-            group=text_field(groups, "global", where),
-            types=tuple(text_field(types, name, where) for name in TYPES) if types else (),
-            valid=tuple(map(str, choices.get("valid", ()))),
-            plausible=tuple(map(str, choices.get("plausible", ()))),
-            entailed=tuple(name for name in map(str, entailed) if name != key),
-            variant=text_field(row, "variant", where),
-        )
-    except (AttributeError, TypeError) as e:
-        raise DatasetError(f"{where}: not a row of GQA ({e})") from e
+@dataclass(frozen=True)
+class _Question:
+    """A row of GQA's, of the official files or the Hugging Face layout."""
+
+    __pydantic_config__ = ConfigDict(coerce_numbers_to_str=True)
+
+    question: NonEmpty
+    imageId: str | None = None  # noqa: N815
+    answer: str | None = None
+    semanticStr: str | None = None  # noqa: N815
+    groups: dict[str, str | None] | None = None
+    types: dict[str, str | None] | None = None
+    entailed: list[str] | str | None = None  # the Hugging Face layout writes a list as text
+    variant: str | None = None
+
+
+def _sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
+    asked, choices = as_row(row, _Question, where), choices or {}
+    groups, types = asked.groups or {}, asked.types or {}
+    entailed = re.findall(r"[\w-]+", asked.entailed) if isinstance(asked.entailed, str) else asked.entailed or []
+    return Sample(
+        sample_id=key,
+        question=asked.question,
+        answer=asked.answer or None,
+        images=(ImageRef(asked.imageId, find(asked.imageId)),) if asked.imageId else (),
+        semantic_str=asked.semanticStr or "",
+        groups=tuple(text for name in ("global", "local") if (text := groups.get(name))),
+        group=groups.get("global") or "",
+        types=tuple(types.get(name) or "" for name in TYPES) if types else (),
+        valid=tuple(map(str, choices.get("valid", ()))),
+        plausible=tuple(map(str, choices.get("plausible", ()))),
+        entailed=tuple(name for name in entailed if name != key),
+        variant=asked.variant or "",
+    )
 
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
@@ -180,14 +190,10 @@ def _load_tables(options: DatasetOptions, root: Path | None, config: str, split:
     chosen = select(list(_read_table(root, config, split)), options)
     wanted = {str(row.get("imageId")) for row in chosen}
     found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
-    samples = []
-    for number, row in enumerate(chosen, start=1):
-        key = text_field(row, "id", f"{where}, row {number}", required=True)
-        samples.append(to_sample(key, row, f"{where}, question {key}", found.get))
-    return samples
+    return [_sample(str(row.get("id")), row, f"{where}, question {row.get('id')}", found.get) for row in chosen]
 
 
-def _read_table(root: Path | None, config: str, split: str) -> _Rows:
+def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str, Any]]:
     """The rows of a configuration; pictures stay encoded."""
     from datasets import Image, load_dataset
 
@@ -262,13 +268,13 @@ def load_gqa_text(options: DatasetOptions) -> list[Sample]:
     ]
 
 
-def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, str, str, str]:
-    name, image, question = (text_field(row, key, where, required=True) for key in _TEXT_FIELDS)
+def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     labels = sorted(set(row) - set(_TEXT_FIELDS))
-    if len(labels) != 1 or not is_safe_name(image):
+    values = tuple(str(row.get(name) or "") for name in (*_TEXT_FIELDS, *labels))
+    if len(labels) != 1 or not all(values[:3]) or not is_safe_name(values[1]):
         fields = ", ".join(_TEXT_FIELDS)
         raise DatasetError(f"{where}: expected {fields} (a plain file name for 'imageId') and one field more")
-    return name, image, question, text_field(row, labels[0], where)
+    return values
 
 
 def _card(folder: Path, name: str) -> Path:

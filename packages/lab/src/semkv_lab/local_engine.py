@@ -31,12 +31,15 @@ class LocalEngine:
     def __init__(self, model: Path | str, kv: dict[str, Any] | None = None, **args: Any) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
+        from vllm.platforms import current_platform
 
         spare_modules()
         usual = {
             "max_model_len": 1024, "dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "max_num_seqs": 8,
             "kv_cache_memory_bytes": 1 << 26, "enable_prefix_caching": True, "disable_log_stats": False, "seed": 0,
         }  # fmt: skip
+        if not current_platform.is_cpu():
+            usual["gpu_memory_utilization"] = 0.02  # what must be free at the start; others may use the same GPU
         args = {name: value for name, value in (usual | args).items() if value is not None}
         with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"):
             self.llm = LLM(str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args)

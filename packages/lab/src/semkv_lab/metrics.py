@@ -30,7 +30,6 @@ RESAMPLES, FEW_RESAMPLES = 2_000, 500
 _MANY_IMAGES = 2_000  # from so many on, fewer draws
 _AT_ONCE = 2_000_000  # numbers drawn at a time, to bound memory
 _SEED = 0
-_HUGE = 1e18  # of a file: what is as large, infinity too, is no figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,28 +42,19 @@ class Estimate:
     high: float | None = None
 
 
-def read_estimate(summary: Mapping[str, Any], *path: str) -> Estimate:
-    """A figure of a summary; empty where there is none at this path."""
-    found = at(summary, *path)
-    n, value, low, high = (number(at(found, key)) for key in ("n", "value", "low", "high"))
-    return Estimate(int(n or 0), value, low, high)
-
-
-def number(value: Any) -> float | None:
-    """The value where it is a number that can be drawn and added up, else None."""
-    there = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _HUGE
-    return float(value) if there else None
+def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
+    """A figure of a summary by its dotted path; empty where there is none."""
+    found = at(summary, *path.split("."))
+    return Estimate(0, None) if found is None else Estimate(**found)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Median, its 95% interval, and 95th percentile, in seconds; None for no samples."""
+    """Median and 95th percentile, in seconds; None for no samples."""
 
     n: int
     p50_s: float | None
     p95_s: float | None
-    p50_low_s: float | None = None
-    p50_high_s: float | None = None
 
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -109,13 +99,13 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
     return estimate(len(values), float(np.median(numbers)), medians() if groups.any() else ())
 
 
-def times(values: Iterable[tuple[str, float | None]]) -> Times:
-    """Of the (image, seconds) pairs that have seconds."""
-    there = [(image, seconds) for image, seconds in values if seconds is not None]
-    if not there:
+def times(values: Iterable[float | None]) -> Times:
+    """Of the seconds that are known."""
+    known = [seconds for seconds in values if seconds is not None]
+    if not known:
         return Times(0, None, None)
-    middle = median(there)
-    return Times(len(there), middle.value, float(np.percentile([s for _, s in there], 95)), middle.low, middle.high)
+    middle, late = np.percentile(known, [50, 95])
+    return Times(len(known), float(middle), float(late))
 
 
 def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
@@ -410,8 +400,8 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
         "n": len(chosen),
         "rate": len(chosen) / max(1, len(records)),
         "share": share([(r.image, id(r) in members) for r in records]),
-        "latency": times((r.image, r.latency_s) for r in chosen),
-        "ttft": times((r.image, r.ttft_s) for r in chosen),
+        "latency": times(r.latency_s for r in chosen),
+        "ttft": times(r.ttft_s for r in chosen),
         "accuracy": accuracy(chosen) if tier in ("miss", "all") else accuracy_on_hits(chosen),
         "saved": {"latency_p50_s": median(_saved_latency(Run(chosen).pairs))},
     }
@@ -436,12 +426,12 @@ def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more
         "hits": len(run.hits),
         "hit_rate": len(run.hits) / max(1, len(records)),
         "tiers": [_tier_row(name, of_it, records) for name, of_it in chosen.items()],
-        "lookup": times((r.image, r.lookup_s) for r in records),
-        "after": times((r.image, r.after_s) for r in records),
+        "lookup": times(r.lookup_s for r in records),
+        "after": times(r.after_s for r in records),
         "tokens": tokens(records),
         "statuses": {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses},
-        "baseline_latency": times((c.image, c.latency_s) for c in cold),
-        "baseline_ttft": times((c.image, c.ttft_s) for c in cold),
+        "baseline_latency": times(c.latency_s for c in cold),
+        "baseline_ttft": times(c.ttft_s for c in cold),
         "gqa": {"distribution": distribution(records), "by_type": by_type(records)},
         "refused": 0,
         "bytes_on_disk": 0,

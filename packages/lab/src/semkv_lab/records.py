@@ -1,20 +1,12 @@
 """What is known about one sample of a run, and when two answers are the same."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from semkv.errors import DatasetError
 from semkv.types import Status
-from semkv_lab.samples import read_jsonl
 
 _PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
 
@@ -132,32 +124,3 @@ class SampleRecord:
 
     def to_json(self) -> dict[str, Any]:
         return {"hit": self.hit, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> SampleRecord:
-        """The record of a line that `to_json` wrote; fields that this version does not know are left out.
-
-        Raises:
-            ValueError: a field is missing or not of its type; the message names it.
-        """
-        try:
-            return _reader().validate_python(row)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-@cache
-def _reader() -> TypeAdapter[SampleRecord]:
-    return TypeAdapter(SampleRecord)
-
-
-def read_samples(path: Path) -> tuple[SampleRecord, ...]:
-    """The records of a ``--samples-out`` file. A last line that was cut off, as by a kill, is left out."""
-    records = []
-    for line, row in read_jsonl(path, cut_off=True):
-        try:
-            records.append(SampleRecord.from_json(row))
-        except ValueError as e:
-            raise DatasetError(f"{path}, line {line}: not a record of a sample ({e})") from e
-    return tuple(records)

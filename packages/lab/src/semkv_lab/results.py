@@ -1,25 +1,21 @@
 """What the logs of sweeps hold: read, handed to pandas and MLflow, and grouped and ranked for a report."""
 
-from __future__ import annotations
-
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from semkv.errors import DatasetError
 from semkv_lab.console import percent, shown
-from semkv_lab.metrics import Estimate, given, number, read_estimate, without, wrong_hit
-from semkv_lab.records import SampleRecord, at, read_samples
-from semkv_lab.samples import read_jsonl
+from semkv_lab.metrics import Estimate, read_estimate, wrong_hit
+from semkv_lab.records import SampleRecord, at
+from semkv_lab.samples import NonEmpty, read_jsonl, read_rows
 
 if TYPE_CHECKING:
     import pandas as pd
 
-STATUSES = ("ok", "failed", "interrupted")
-_OBJECTS = ("given", "settings", "environment", "summary")
+Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,28 +24,29 @@ class Experiment:
 
     Attributes:
         name: unique on a page; where several logs use it, the log's name stands before it.
-        status: ``ok``, ``failed`` or ``interrupted``.
         given: the flags that the spec has; ``settings`` are all of them.
-        summary: of the run; empty where the experiment failed.
-        records: its samples; empty where the log names no file of samples or the file is gone.
-        missing: the file of samples that the log names and that is not there.
+        summary: of the run; None where the experiment failed.
+        samples: the file of its samples, from the log's folder; empty for none.
+        records: what is in that file; empty where it is gone.
+        group: of experiments that differ in their tiers and thresholds only (`grouped`).
     """
 
-    name: str
-    status: str
-    error: str
-    notes: str
-    seconds: float | None
-    settings: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    name: NonEmpty
+    status: Literal["ok", "failed"]
+    error: str = ""
+    notes: str = ""
+    seconds: float | None = None
+    settings: Object = field(default_factory=dict)
+    environment: Object = field(default_factory=dict)
+    summary: Object | None = None
+    given: Object = field(default_factory=dict)
+    samples: str | None = None
     records: tuple[SampleRecord, ...] = ()
-    missing: Path | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
+    group: str = ""
 
     def estimate(self, path: str) -> Estimate:
         """A figure of the summary with its interval, by its dotted path; empty where the summary has none."""
-        return read_estimate(self.summary, *path.split("."))
+        return read_estimate(self.summary or {}, path)
 
     def setting(self, *path: str) -> Any:
         """What the settings hold at this path of keys, or None."""
@@ -58,7 +55,7 @@ class Experiment:
     @property
     def dry(self) -> bool:
         """Whether it sent every request unchanged."""
-        return str(self.setting("cache", "mode")) == "dry-run"
+        return bool(self.setting("cache", "mode") == "dry-run")
 
     @property
     def base(self) -> str:
@@ -90,7 +87,7 @@ class Experiment:
 
 
 def read_logs(paths: Sequence[Path]) -> list[Experiment]:
-    """The experiments of all logs, in order.
+    """The experiments of all logs, in order, with their groups.
 
     Raises:
         DatasetError: a log or a file of samples cannot be read, or is none; names file and line.
@@ -104,40 +101,46 @@ def read_logs(paths: Sequence[Path]) -> list[Experiment]:
     ]
     if not found:
         raise DatasetError(f"{', '.join(map(str, paths))}: no experiment is logged there")
-    return found
+    return grouped(found)
 
 
 def _read_log(path: Path) -> list[Experiment]:
     lines = path.with_suffix(".jsonl")
     if path.suffix not in (".csv", ".jsonl") or not path.is_file():
         raise DatasetError(f"{path}: no log of a sweep, which is a file that ends in .csv or .jsonl")
-    if not lines.is_file():
-        raise DatasetError(f"{lines}: no such file; a report reads the .jsonl that the sweep writes beside {path.name}")
-    experiments = [_experiment(row, lines, line) for line, row in read_jsonl(lines, cut_off=True)]
-    return list({e.name: e for e in experiments}.values())  # a later row is a later try
+    found = {e.name: e for e in read_rows(lines, Experiment, cut_off=True)}  # a later row is a later try
+    for e in found.values():
+        if e.samples and (file := path.parent / e.samples).is_file():
+            found[e.name] = replace(e, records=tuple(read_rows(file, SampleRecord, cut_off=True)))
+    return list(found.values())
 
 
-def _experiment(row: Mapping[str, Any], path: Path, line: int) -> Experiment:
-    # Halves of surrogate pairs, as in the name of a file, become question marks.
-    row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    objects = {key: row.get(key) or {} for key in _OBJECTS}
-    layers = at(objects, "settings", "cache", "embedding_layers") or []
-    plain = isinstance(layers, list) and all(isinstance(at(layer, "name"), str) for layer in layers)
-    plain = plain and all(isinstance(value, Mapping) for value in objects.values())
-    if not (plain and isinstance(row.get("name"), str) and row["name"] and row.get("status") in STATUSES):
-        raise DatasetError(f"{path}, line {line}: no row of a log of semkv sweep")
-    samples = path.parent / str(row["samples"]) if row.get("samples") else None
-    there = samples is not None and samples.is_file()
-    return Experiment(
-        name=row["name"],
-        status=row["status"],
-        error=str(row.get("error") or ""),
-        notes=str(row.get("notes") or ""),
-        seconds=number(row.get("seconds")),
-        **objects,
-        records=read_samples(samples) if samples and there else (),
-        missing=None if there else samples,
-    )
+# What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
+_INSIDE = (
+    "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
+    "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
+    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "reuse", "blend_share",
+)  # fmt: skip
+
+
+def grouped(experiments: Sequence[Experiment]) -> list[Experiment]:
+    """The experiments with the names of their groups: preset or model, and the settings in which groups differ."""
+    outer = [{key: _short(value) for key, value in flatten(e.settings) if key not in _INSIDE} for e in experiments]
+    found = []
+    for experiment, own in zip(experiments, outer, strict=True):
+        others = [o for e, o in zip(experiments, outer, strict=True) if e.base == experiment.base]
+        differs = [key for key in own if len({other.get(key) for other in others}) > 1]
+        group = ", ".join([experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)])
+        found.append(replace(experiment, group=group))
+    return found
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = "none" if value is None else str(value)
+    text = Path(text).name if text.startswith("/") else text  # a place on one machine says nothing
+    return text if len(text) <= 24 else f"…{text[-22:]}"
 
 
 # -- other programs ------------------------------------------------------------
@@ -152,14 +155,14 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", inner
 
 
-def load_table(path: Path) -> pd.DataFrame:
+def load_table(path: Path) -> "pd.DataFrame":
     """See `semkv_lab.load`."""
     import pandas as pd
 
     first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
     if "sample_id" in first:
-        return pd.json_normalize([record.to_json() for record in read_samples(path)])
-    names = ("name", "status", "error", "notes", "seconds", *_OBJECTS[1:])
+        return pd.json_normalize([r.to_json() for r in read_rows(path, SampleRecord, cut_off=True)])
+    names = ("name", "status", "error", "notes", "seconds", "settings", "environment", "summary")
     return pd.json_normalize([{name: getattr(e, name) for name in names} for e in read_logs([path])])
 
 
@@ -190,63 +193,35 @@ def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "se
     logs = read_logs([Path(path)])
     for log in logs:
         run = client.create_run(place, run_name=log.name)
-        figures = {name: number(value) for name, value in flatten(log.summary)}
-        metrics = [Metric(name, value, 0, 0) for name, value in figures.items() if value is not None]
+        figures = [Metric(name, value, 0, 0) for name, value in flatten(log.summary or {}) if _is_figure(value)]
         params = [Param(name, _text(value)) for name, value in flatten(log.settings)]
-        tags = [RunTag(f"environment.{name}", _text(value)) for name, value in flatten(log.environment)]
-        tags += [RunTag("notes", log.notes), RunTag("error", log.error)]
-        for start in range(0, max(len(metrics), len(params), len(tags)), _MLFLOW_BATCH):
-            part = slice(start, start + _MLFLOW_BATCH)
-            client.log_batch(run.info.run_id, metrics[part], params[part], tags[part])
+        tags = [RunTag(name, _text(value)) for name, value in flatten({"environment": log.environment})]
+        client.log_batch(run.info.run_id, figures, tags=[*tags, RunTag("notes", log.notes), RunTag("error", log.error)])
+        for start in range(0, len(params), _MLFLOW_BATCH):
+            client.log_batch(run.info.run_id, params=params[start : start + _MLFLOW_BATCH])
         client.set_terminated(run.info.run_id, "FINISHED" if log.status == "ok" else "FAILED")
     return len(logs)
 
 
-_MLFLOW_BATCH = 100  # parameters, and tags, that MLflow takes at once
+_MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_LONGEST = 5000  # bytes of a tag
+
+
+def _is_figure(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:
     return str(value)[:_MLFLOW_LONGEST]
 
 
-# -- groups and ranks ------------------------------------------------------------
-
-# What differs between the experiments of one group: thresholds, tiers, places. All other settings make groups.
-_INSIDE = (
-    "preset", "baseline", "purge", "samples_out", "summary_out", "cache.cache_dir", "cache.fusion_cache_dir",
-    "cache.exact", "cache.semantic", "cache.fusion", "cache.embedding_hook", "cache.embedding_layers",
-    "cache.similarity_threshold", "data.data_dir", "cache.image_roots", "reuse", "blend_share",
-)  # fmt: skip
-
-
-def group_names(experiments: Sequence[Experiment]) -> list[str]:
-    """The group of each experiment: its preset or model, and the settings in which its groups differ.
-
-    Experiments of one group differ in their tiers and thresholds alone.
-    """
-    outer = [{key: _short(value) for key, value in flatten(e.settings) if key not in _INSIDE} for e in experiments]
-    names = []
-    for experiment, own in zip(experiments, outer, strict=True):
-        others = [o for e, o in zip(experiments, outer, strict=True) if e.base == experiment.base]
-        differs = [key for key in own if len({other.get(key) for other in others}) > 1]
-        names.append(", ".join([experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)]))
-    return names
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    text = "none" if value is None else str(value)
-    text = Path(text).name if text.startswith("/") else text  # a place on one machine says nothing
-    return text if len(text) <= 24 else f"…{text[-22:]}"
+# -- ranks ------------------------------------------------------------
 
 
 class Point(NamedTuple):
     """An experiment on the plane of hit rate and accuracy on hits; ``front`` numbers those on the Pareto front."""
 
     experiment: Experiment
-    group: str
     rate: Estimate
     accuracy: Estimate
     front: int = 0
@@ -258,22 +233,14 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
     On the front is what no other experiment beats in one of the two without losing in the other; of equal ones the
     first.
     """
-    found = [
-        Point(e, group, e.estimate("hit_share"), e.accuracy)
-        for e, group in zip(experiments, group_names(experiments), strict=True)
-        if e.estimate("hit_share").value and e.accuracy.value is not None
-    ]
+    every = [Point(e, e.estimate("hit_share"), e.accuracy) for e in experiments]
+    found = [p for p in every if p.rate.value and p.accuracy.value is not None]
     best, front = -1.0, list[int]()
     for n in sorted(range(len(found)), key=lambda n: (-(found[n].rate.value or 0), -(found[n].accuracy.value or 0))):
         if (found[n].accuracy.value or 0) > best:
             best = found[n].accuracy.value or 0
             front.insert(0, n)
     return [p._replace(front=front.index(n) + 1 if n in front else 0) for n, p in enumerate(found)]
-
-
-# -- wrong hits ------------------------------------------------------------
-
-_WORST = 12
 
 
 class Wrong(NamedTuple):
@@ -286,14 +253,6 @@ class Wrong(NamedTuple):
     def score(self) -> float:
         return 1.0 if self.record.score is None else self.record.score
 
-    @property
-    def given(self) -> str:
-        return given(self.record) or ""
-
-    @property
-    def without(self) -> str | None:
-        return without(self.record)
-
 
 def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
     """Wrong hits, the most certain first: by the highest score, then by how many experiments made them.
@@ -302,50 +261,25 @@ def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
     """
     found: dict[tuple[str, ...], tuple[SampleRecord, dict[str, Experiment]]] = {}
     for experiment in experiments:
-        for record in experiment.records:
-            if wrong_hit(record):
-                key = (experiment.base, record.question, record.image, record.donor_question, record.donor_image)
-                found.setdefault(key, (record, {}))[1][experiment.name] = experiment
+        for record in filter(wrong_hit, experiment.records):
+            key = (experiment.base, record.question, record.image, record.donor_question, record.donor_image)
+            found.setdefault(key, (record, {}))[1][experiment.name] = experiment
     every = [Wrong(record, tuple(where.values())) for record, where in found.values()]
     return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))
 
 
-def worst(every: Sequence[Wrong]) -> list[Wrong]:
-    """Those that are shown: the highest scores, at most two with one donor question."""
-    donors: Counter[str] = Counter()
-    kept = []
-    for wrong in every:
-        donors[wrong.record.donor_question] += 1
-        if donors[wrong.record.donor_question] <= 2 or not wrong.record.donor_question:
-            kept.append(wrong)
-    return kept[:_WORST]
-
-
-# -- headlines ------------------------------------------------------------
-
-
-class Fact(NamedTuple):
-    """A headline: a figure, what it is, and where it is from."""
-
-    figure: str
-    what: str
-    where: str
-
-
-def facts(experiments: Sequence[Experiment]) -> list[Fact]:
-    """What a reader should know first."""
+def facts(experiments: Sequence[Experiment]) -> list[tuple[str, str, str]]:
+    """What a reader should know first: a figure, what it is, and where it is from."""
     done = [e for e in experiments if e.summary]
-    statuses = Counter(e.status for e in experiments)
-    requests = sum(int(number(e.summary.get("samples")) or 0) for e in done)
-    counts = f"{statuses['ok']} finished, {statuses['failed']} failed, {requests:,} requests in all"
-    found = [Fact(str(len(experiments)), "experiments", counts)]
+    requests = sum(e.estimate("hit_share").n for e in done)
+    counts = f"{len(done)} finished, {len(experiments) - len(done)} failed, {requests:,} requests in all"
+    found = [(str(len(experiments)), "experiments", counts)]
 
     def add(among: Sequence[Experiment], path: str, unit: str, what: str, more: str = "") -> None:
         """The largest figure above 0 of these experiments."""
         having = [e for e in among if (e.estimate(path).value or 0) > 0]
         if best := max(having, key=lambda e: e.estimate(path).value or 0, default=None):
-            said = f"{what}{percent(best.estimate(more)) if more else ''}"
-            found.append(Fact(shown(best.estimate(path), unit), said, best.name))
+            found.append((shown(best.estimate(path), unit), what + (more and percent(best.estimate(more))), best.name))
 
     clean = [e for e in done if _clean(e)]
     add(clean, "hit_share", "%", "most hits without a wrong one")
@@ -353,11 +287,10 @@ def facts(experiments: Sequence[Experiment]) -> list[Fact]:
     # A dry run sends every request unchanged: what it saves is not its hits'.
     add([e for e in clean if not e.dry], "saved.latency_s", "ms", "most time saved a request without a wrong hit")
     add(done, "baseline_accuracy", "%", "accuracy without semkv")
-    noise = [e for e in done if e.estimate("noise_floor.tokens").value is not None]
-    if noise:
-        floor = noise[0].estimate("noise_floor.tokens")
+    for noisy in [e for e in done if e.estimate("noise_floor.tokens").n][:1]:
+        floor = noisy.estimate("noise_floor.tokens")
         what = "noise floor: the same prompt twice, other tokens"
-        found.append(Fact(percent(floor), what, f"{floor.n} prompts, {noise[0].name}"))
+        found.append((percent(floor), what, f"{floor.n} prompts, {noisy.name}"))
     return found
 
 

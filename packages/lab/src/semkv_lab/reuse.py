@@ -35,7 +35,7 @@ from semkv.engines import TEXT_SEPARATOR, EnginePrompt, EngineResult, load_image
 from semkv.engines.vllm import first_line
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status
-from semkv_lab.settings import Reuse, RunSettings
+from semkv_lab.settings import RunSettings
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # language models; images through LLaVA's layout
 _MOST_BYTES = 2 << 30  # of kept KV; the oldest goes first
@@ -141,12 +141,12 @@ class TransformersEngine:
         """
         start = time.perf_counter()
         kept = self._find(canonical)
-        if kept is None or self._settings.reuse is Reuse.PREFIX:
+        if kept is None or self._settings.reuse == "prefix":
             result = self.generate(prompt)
             return result if kept else replace(result, kv=Status.MISS)
         tokens = self._tokens(prompt)
         kv, most = self._room(len(tokens) + prompt.max_tokens), len(tokens) - 1  # the last token is always computed
-        if self._settings.reuse is Reuse.BLEND:
+        if self._settings.reuse == "blend":
             exact = max(kept, self._find(prompt) or kept, key=lambda one: _shared(one.tokens, tokens))
             first = min(_shared(exact.tokens, tokens), most)
             blocks = SequenceMatcher(None, kept.tokens[first:], tokens[first:-1], autojunk=False).get_matching_blocks()

@@ -1,8 +1,7 @@
 """A run: the same samples cold and cached, one record a sample.
 
 A cold pass, when asked for, goes first, on an engine of its own with vLLM's prefix cache alone, which is closed before
-the cached pass starts; with ``--engine transformers`` each sample is answered cold and cached in turn, so that both
-meet the same load. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
+the cached pass starts. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.
 
 - ``live`` sends the canonical prompt.
 - ``dry-run`` looks up and records, but sends each request unchanged; exact caches (KV blocks, encoder outputs) stay
@@ -14,18 +13,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from semkv import plug
@@ -34,11 +30,10 @@ from semkv.engines import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import described
-from semkv.types import CacheMode, MediaSegment, Namespace, Plan, Request, ReuseReport, Role, Status, TextSegment
+from semkv.types import CacheMode, MediaSegment, Namespace, Plan, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import (
     SAMPLES_OUT,
     SUMMARY_OUT,
-    ConsoleListener,
     Listener,
     figures,
     make_console,
@@ -54,9 +49,9 @@ from semkv_lab.console import (
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Figures, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match, at, read_samples
-from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers
-from semkv_lab.settings import Reuse, RunSettings
+from semkv_lab.records import Cold, SampleRecord, answers_match, at
+from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_jsonl, read_rows
+from semkv_lab.settings import RunSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,29 +61,6 @@ if TYPE_CHECKING:
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
 NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
-
-
-@contextmanager
-def stop_between_samples() -> Iterator[threading.Event]:
-    """The first Ctrl-C inside the block is an event: the sample at hand finishes, so that records, file and engine
-    agree. The second one raises KeyboardInterrupt, and so does the end of the block after a first."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if stop.is_set():
-        raise KeyboardInterrupt
 
 
 EngineFactory = Callable[[RunSettings, bool], Engine]
@@ -153,25 +125,13 @@ class _Runner:
         self.skipped: list[str] = []
 
     def run(self, baseline: Path | None) -> None:
-        with ExitStack() as engines:
-            ask_cold = None
-            if self.settings.baseline and baseline is None and not self.settings.in_turn:
-                with self._started(attach=False) as beside:
-                    self._each("cold", partial(self._answer_cold, *beside), self.cold)
-            engine, builder = engines.enter_context(self._started(attach=self._cache is not None))
+        if self.settings.baseline and baseline is None:
+            with self._started(attach=False) as (engine, builder):
+                self._each("cold", partial(self._answer_cold, engine, builder), self.cold)
+        with self._started(attach=self._cache is not None) as (engine, builder):
             if baseline is not None:
                 self.cold |= read_cold(baseline, self.samples, builder)
-            elif self.settings.in_turn:
-                ask_cold = partial(self._answer_cold, *engines.enter_context(self._started(attach=False)))
-
-            def answer(sample: Sample) -> None:
-                if ask_cold is not None:
-                    ask_cold(sample)
-                record = self._answer(sample, builder.build(sample), engine)
-                self.records.append(record)
-                self._listener.record(record)
-
-            self._each("cached", answer, self.records)
+            self._each("cached", partial(self._answer, engine, builder), self.records)
 
     @contextmanager
     def _started(self, attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
@@ -204,22 +164,19 @@ class _Runner:
             )
 
     def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
-        """Hand every sample to ``answer``, count those the engine fails on, stop between samples when asked to."""
+        """Hand every sample to ``answer``, and count those the engine fails on."""
         self._listener.stage(stage, len(self.samples))
-        with stop_between_samples() as stop:
-            for sample in self.samples:
-                if stop.is_set():
-                    break
-                try:
-                    answer(sample)
-                except Exception as e:
-                    own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
-                    if not own and not isinstance(e, EngineError):
-                        raise
-                    self.faults["failed samples"] += 1
-                    self._listener.failed(sample, e)
-                    if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
-                        raise
+        for sample in self.samples:
+            try:
+                answer(sample)
+            except Exception as e:
+                own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
+                if not own and not isinstance(e, EngineError):
+                    raise
+                self.faults["failed samples"] += 1
+                self._listener.failed(sample, e)
+                if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
+                    raise
 
     def _answer_cold(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
         """Answer without semkv. `NOISE_SAMPLES`, evenly spread, are asked a second time under a tenant, and so a cache
@@ -237,15 +194,15 @@ class _Runner:
             asked=asked(request),
             **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
         )
-        self._listener.cold(sample, self.cold[sample.sample_id])
+        self._listener.advance()
 
     @cached_property
     def _twice(self) -> set[str]:
         spacing = max(1, len(self.samples) // NOISE_SAMPLES)
         return {s.sample_id for s in self.samples[::spacing][:NOISE_SAMPLES]}
 
-    def _answer(self, sample: Sample, request: Request, engine: Engine) -> SampleRecord:
-        cache = self._cache
+    def _answer(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
+        request, cache = builder.build(sample), self._cache
         report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
         try:
             result = self._send(report, engine)
@@ -259,7 +216,7 @@ class _Runner:
             result = self._send(report, engine)
         start = time.perf_counter()
         # What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
-        if cache is not None and (self.settings.reuse is Reuse.INPUTS or not report.plan.substituted):
+        if cache is not None and (self.settings.reuse == "inputs" or not report.plan.substituted):
             cache.add_observation(report, result.text, metadata=self._metadata(result))
             if report.plan.substituted and cache.should_check(report):
                 self._check(report, result.text, engine, cache)
@@ -267,7 +224,7 @@ class _Runner:
         report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
         match = report.plan.match
         donor_question, donor_image = _donor_inputs(report)
-        return SampleRecord(
+        record = SampleRecord(
             image=sample.image_name,
             match=_match(result.text, sample),
             provenance=report.provenance,
@@ -290,10 +247,12 @@ class _Runner:
             **_copied(sample, "sample_id question answer variant entailed group types"),
             **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
         )
+        self.records.append(record)
+        self._listener.record(record)
 
     def _send(self, report: ReuseReport, engine: Engine) -> EngineResult:
         sent = self._prompt(report.plan.segments)
-        if self.settings.reuse is Reuse.INPUTS or not report.plan.substituted:
+        if self.settings.reuse == "inputs" or not report.plan.substituted:
             return engine.generate(sent)
         return cast("TransformersEngine", engine).reuse(self._prompt(report.request.segments), sent)
 
@@ -348,7 +307,7 @@ def bytes_on_disk(settings: RunSettings) -> int:
 
 def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
     """The cold answers in a file of ``--samples-out``, by sample id."""
-    there = {record.sample_id: record.cold for record in read_samples(path)}
+    there = {record.sample_id: record.cold for record in read_rows(path, SampleRecord, cut_off=True)}
     found = {}
     for sample in samples:
         cold = there.get(sample.sample_id)
@@ -386,7 +345,7 @@ def execute(
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
-    with ConsoleListener(console, settings, quiet=quiet) as listener:
+    with Listener(console, settings, quiet=quiet) as listener:
         _, summary = run(
             settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
         )
@@ -461,11 +420,9 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
 
 def same_answers(directory: Path) -> tuple[int, int]:
     """How many samples of the warm pass gave the tokens of the cold pass, and how many there were."""
-    tokens: list[dict[str, list[int]]] = []
-    for name in _PASSES:
-        lines = (directory / f"{name}.jsonl").read_bytes().splitlines()  # of bytes: U+2028 ends no line
-        tokens.append({row["sample_id"]: row["token_ids"] for row in map(json.loads, lines)})
-    cold, warm = tokens
+    cold, warm = (
+        {row["sample_id"]: row["token_ids"] for _, row in read_jsonl(directory / f"{name}.jsonl")} for name in _PASSES
+    )
     return sum(cold.get(key) == value for key, value in warm.items()), len(warm)
 
 

@@ -10,14 +10,15 @@ import os
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from functools import cache
 from itertools import accumulate, cycle, islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from cyclopts import Parameter
+from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
 
 from semkv import keys
 from semkv.config import POSITIVE, check
@@ -25,9 +26,6 @@ from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 _T = TypeVar("_T")
-_FIELDS = frozenset(
-    {"id", "system", "context", "images", "image", "question", "answer", "semantic", "group", "variant"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,12 @@ class Sample:
         return self.images[0].name if self.images else self.repeats or self.sample_id
 
 
-class Trace(StrEnum):
-    """How requests are drawn from samples: as the data set has them, or an image by a Zipf law over a random ranking,
-    then one of its questions, with repeats."""
-
-    IN_ORDER = "in-order"
-    ZIPF = "zipf"
-
+Trace = Literal["in-order", "zipf"]
+"""How requests are drawn from samples: as the data set has them, or an image by a Zipf law over a random ranking, then
+one of its questions, with repeats."""
+ChunkSource = Literal["question", "semantic", "group", "combined", "full"]
+"""What the semantic tiers match on: the question; GQA's functional program; GQA's group names; the three together; all
+text of the prompt. Where a sample lacks the field, the question stands in."""
 
 DATA = Parameter(group="Data")
 
@@ -116,7 +113,7 @@ class DatasetOptions:
     split: Annotated[str, DATA] = ""
     max_samples: Annotated[int | None, POSITIVE, DATA] = None
     shuffle_seed: Annotated[int | None, DATA] = None
-    trace: Annotated[Trace, DATA] = Trace.IN_ORDER
+    trace: Annotated[Trace, DATA] = "in-order"
     trace_requests: Annotated[int | None, POSITIVE, DATA] = None
 
     def __post_init__(self) -> None:
@@ -137,7 +134,7 @@ ZIPF_EXPONENT = 0.99
 
 def arrange(samples: Sequence[Sample], options: DatasetOptions) -> list[Sample]:
     """The requests of a trace. A sample that comes again gets an id of its own: ``<id>#2``, ``<id>#3`` ..."""
-    requests = _zipf(samples) if options.trace is Trace.ZIPF else cycle(samples)
+    requests = _zipf(samples) if options.trace == "zipf" else cycle(samples)
     many = len(samples) if options.trace_requests is None else options.trace_requests
     taken, times = {sample.sample_id for sample in samples}, Counter[str]()
     arranged = []
@@ -166,29 +163,21 @@ def _zipf(samples: Sequence[Sample]) -> Iterator[Sample]:
 
 # -- files ------------------------------------------------------------
 
+NonEmpty = Annotated[str, Field(min_length=1)]
+
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file."""
     try:
-        return _parse(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def _parse(text: str, *, strict: bool = True) -> Any:
-    """JSON; where it is strict without halves of surrogate pairs, which no UTF-8 and so no digest and no file can
-    hold."""
-    value = json.loads(text)
-    if strict and "\\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
 
-    With ``cut_off``, for files that semkv writes, a last line that was cut short, as by a kill, is left out, and texts
-    may hold halves of surrogate pairs, as in the name of a file.
+    With ``cut_off``, for files that semkv writes, a last line that was cut short, as by a kill, is left out.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
@@ -200,7 +189,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapp
                 if not line.strip():
                     continue
                 try:
-                    row = _parse(line, strict=not cut_off)
+                    row = json.loads(line)
                 except (ValueError, RecursionError) as e:
                     if cut_off and not line.endswith("\n"):
                         return
@@ -212,20 +201,49 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, Mapp
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
-def text_field(row: Mapping[str, Any], key: str, where: str, *, required: bool = False) -> str:
-    """A string field, numbers taken as text; empty where it is absent.
+def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
+    """The lines of a file (`read_jsonl`) as objects of a dataclass.
 
     Raises:
-        DatasetError: it is required and absent or empty, or it is neither text nor a number.
+        DatasetError: as `read_jsonl`, or a field is missing or not of its type; the message names file, line and field.
+            Or there are no rows, in a file that semkv did not write.
     """
-    value = row.get(key)
-    if value is None or value == "":
-        if required:
-            raise DatasetError(f"{where}: no {key!r}")
-        return ""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DatasetError(f"{where}: {key!r} must be text, found {type(value).__name__}")
-    return str(value)
+    found = [as_row(row, kind, f"{path}, line {number}") for number, row in read_jsonl(path, cut_off=cut_off)]
+    if not found and not cut_off:
+        raise DatasetError(f"{path}: no rows")
+    return found
+
+
+def as_row(row: Any, kind: type[_T], where: str) -> _T:
+    """A JSON value as an object of a dataclass; ``where`` stands before the message of a `DatasetError`."""
+    try:
+        found: _T = _reader(cast("Hashable", kind)).validate_python(row)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DatasetError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return found
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A line of a ``.jsonl`` file of prompts."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    question: NonEmpty
+    id: str | None = None
+    system: str | None = None
+    context: str | None = None
+    images: Annotated[list[NonEmpty] | NonEmpty, Field(validation_alias=AliasChoices("images", "image"))] = ""
+    answer: str | None = None
+    semantic: str | None = None
+    group: str | None = None
+    variant: str | None = None
 
 
 def load_jsonl(options: DatasetOptions) -> list[Sample]:
@@ -241,78 +259,46 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
     path = options.root
     if path is None:
         raise ConfigError("--dataset-root", None, "a .jsonl file when --dataset is jsonl")
-    samples: list[Sample] = []
-    seen: dict[str, int] = {}
+    samples: dict[str, Sample] = {}
     for number, row in read_jsonl(path):
-        sample = _jsonl_sample(row, path, number)
-        if (before := seen.setdefault(sample.sample_id, number)) != number:
-            raise DatasetError(f"{path}, line {number}: id {sample.sample_id!r} was used in line {before}")
-        samples.append(sample)
-    return select(samples, options)
+        where = f"{path}, line {number}"
+        prompt = as_row(row, _Prompt, where)
+        name = prompt.id or f"{number:08d}"
+        if name in samples:
+            raise DatasetError(f"{where}: another line has the id {name!r}")
+        images = [prompt.images] if isinstance(prompt.images, str) else prompt.images
+        samples[name] = Sample(
+            sample_id=name,
+            question=prompt.question,
+            answer=prompt.answer or None,
+            images=tuple(_image(path.parent, image) for image in images if image),
+            system=prompt.system or "",
+            context=prompt.context or "",
+            semantic_str=prompt.semantic or "",
+            groups=(prompt.group,) if prompt.group else (),
+            variant=prompt.variant or "",
+        )
+    return select(list(samples.values()), options)
 
 
-def _jsonl_sample(row: Mapping[str, Any], path: Path, number: int) -> Sample:
-    where = f"{path}, line {number}"
-    if unknown := sorted(set(row) - _FIELDS):
-        raise DatasetError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
-
-    def text(key: str, *, required: bool = False) -> str:
-        return text_field(row, key, where, required=required)
-
-    return Sample(
-        sample_id=text("id") or f"{number:08d}",
-        question=text("question", required=True),
-        answer=text("answer") or None,
-        images=_images(row, path, where),
-        system=text("system"),
-        context=text("context"),
-        semantic_str=text("semantic"),
-        groups=(text("group"),) if text("group") else (),
-        variant=text("variant"),
-    )
-
-
-def _images(row: Mapping[str, Any], path: Path, where: str) -> tuple[ImageRef, ...]:
-    value = row.get("images", row.get("image"))
-    if value is None:
-        return ()
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(n, str) and n and "\0" not in n for n in names):
-        raise DatasetError(f"{where}: 'images' must be a path or a list of paths")
-    images = []
-    for name in names:
-        file = path.parent / name
-        # The whole path is the name: s1/frame.png is not s2/frame.png.
-        images.append(ImageRef(os.path.normpath(name), file if file.is_file() else None))
-    return tuple(images)
+def _image(folder: Path, name: str) -> ImageRef:
+    file = folder / name
+    # The whole path is the name: s1/frame.png is not s2/frame.png.
+    return ImageRef(os.path.normpath(name), file if file.is_file() else None)
 
 
 # -- requests ------------------------------------------------------------
-
-
-class ChunkSource(StrEnum):
-    """What the semantic tiers match on.
-
-    ``question``: the question. ``semantic``: GQA's functional program. ``group``: GQA's group names. ``combined``: the
-    three together. ``full``: all text of the prompt. Where a sample lacks the field, the question stands in.
-    """
-
-    QUESTION = "question"
-    SEMANTIC = "semantic"
-    GROUP = "group"
-    COMBINED = "combined"
-    FULL = "full"
 
 
 def chunk_text(sample: Sample, source: ChunkSource, window: int = 0) -> str:
     """The text that the tiers match on, cut to its first ``window`` characters (0: not cut)."""
     group = " ".join(sample.groups)
     texts = {
-        ChunkSource.QUESTION: sample.question,
-        ChunkSource.SEMANTIC: sample.semantic_str,
-        ChunkSource.GROUP: group,
-        ChunkSource.COMBINED: " | ".join(t for t in (sample.question, sample.semantic_str, group) if t),
-        ChunkSource.FULL: "\n".join(t for t in (sample.system, sample.context, sample.question) if t),
+        "question": sample.question,
+        "semantic": sample.semantic_str,
+        "group": group,
+        "combined": " | ".join(t for t in (sample.question, sample.semantic_str, group) if t),
+        "full": "\n".join(t for t in (sample.system, sample.context, sample.question) if t),
     }
     text = texts[source] or sample.question
     return text[:window] if window else text
@@ -341,7 +327,7 @@ class RequestBuilder:
     """
 
     namespace: Namespace
-    chunk_source: ChunkSource = ChunkSource.QUESTION
+    chunk_source: ChunkSource = "question"
     chunk_window: int = 0
     instruction: str = ""
     images: bool = True
@@ -353,7 +339,7 @@ class RequestBuilder:
         if sample.system:
             segments.append(TextSegment(sample.system, Role.SYSTEM))
         if self.images:
-            segments += [self._segment(image, sample) for image in sample.images]
+            segments += [self._segment(image) for image in sample.images]
         if sample.context:
             segments.append(TextSegment(sample.context, Role.CONTEXT))
         question = f"{sample.question}\n{self.instruction}" if self.instruction else sample.question
@@ -365,18 +351,15 @@ class RequestBuilder:
             chunk_text=chunk_text(sample, self.chunk_source, self.chunk_window),
         )
 
-    def _segment(self, image: ImageRef, sample: Sample) -> MediaSegment:
+    def _segment(self, image: ImageRef) -> MediaSegment:
         path = image.path
         if path is None:
-            raise DatasetError(
-                f"sample {sample.sample_id}: no file for image {image.name!r}; put it under the data set's images/ "
-                "folder, or name the folder in GQA_IMAGE_ROOT"
-            )
+            raise DatasetError(f"no file for image {image.name!r}")
         if path not in self._media:
             try:
                 media_id = keys.media_id(path.read_bytes())
             except OSError as e:
-                raise DatasetError(f"sample {sample.sample_id}: {path}: {e.strerror or e}") from e
+                raise DatasetError(f"{path}: {e.strerror or e}") from e
             self._media[path] = MediaSegment(media_id, path, image.name)
         return self._media[path]
 

@@ -1,7 +1,8 @@
-"""``semkv bench semantic``: pairs, traps, streams, last turns, images and the encoder.
+"""How far approximate hits can be trusted: ``semkv calibrate``, ``eval-pairs``, ``eval-stream`` and ``bench semantic``.
 
-The data are in two parts: one fits the calibration and warms up caches that learn, the other asks. Of ``bench/data``
-the rows ask that were held out while the guards were tuned; of a file of one's own, half of the clusters.
+None needs an engine: the data say which requests have the same answer. The data of the bench are in two parts: one fits
+the calibration and warms up caches that learn, the other asks. Of ``bench/data`` the rows ask that were held out while
+the guards were tuned; of a file of one's own, half of the clusters.
 """
 
 from __future__ import annotations
@@ -11,40 +12,33 @@ import os
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from semkv import guards, keys
+from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, get_preset
-from semkv.encoders.text import (
-    DEFAULT_MODEL,
-    SentenceEncoder,
-    TextEncoder,
-    few_threads,
-    load_sentence_transformer,
-    resolve_model,
-)
+from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
+from semkv.tiers.policies import Calibration
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab import caches
-from semkv_lab.caches import Cache, Maker, ask_pair, pair_curve, play
-from semkv_lab.console import interval, percent, table, write_json
+from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
+from semkv_lab.console import percent, shown, table, write_json
+from semkv_lab.labels import KINDS, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
-from semkv_lab.quality import figure, fit, know, neighbors
-from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import SemanticFlags
-from semkv_lab.streams import KINDS, Asked, Pair, Stream, halves, read_pairs, read_stream, zipf
+from semkv_lab.samples import read_jsonl, read_rows
+from semkv_lab.settings import CACHES, QualityFlags, SemanticFlags
 from semkv_lab.sweep import environment, version
 
 if TYPE_CHECKING:
@@ -52,10 +46,114 @@ if TYPE_CHECKING:
 
     from semkv_lab import scenes
 
-_T = TypeVar("_T")
 VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
+
+# -- one policy on a file ------------------------------------------------------------
+
+_POINTS = 100  # of a curve along a stream
+_REMEMBERED = 1 << 20  # texts whose vectors an encoder keeps
+
+
+def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: Path | None) -> Row:
+    """Fit a calibration from a file of pairs, and write and plot it. Raises `ConfigError` and `DatasetError`."""
+    pairs = read_rows(path, Pair)
+    encoder = SentenceEncoder(encoder_name, remembered=_REMEMBERED)
+    texts = {text for pair in pairs for text in (pair.a, pair.b)}
+    know(texts, encoder)
+    fitted = fit(pairs, encoder, precision=precision)
+    curve = fitted.calibration
+    curve.save(out)
+    if plot is not None:
+        with figure(plot, "estimated chance of a wrong answer", "share of wrong answers") as axes:
+            axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
+            axes.plot(*zip(*_reliability(fitted), strict=True), "o", color="black")
+            axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
+    return {
+        "pairs": len(pairs),
+        "same": sum(pair.same for pair in pairs),
+        "texts": len(texts),
+        "fitted_from": "lookups among the texts" if fitted.simulated else "the pairs as they are",
+        "lookups": len(fitted.lookups),
+        "precision": precision,
+        "limit": curve.limit,
+        "least_cosine": round(curve.least, 4),
+        "weights": {"bias": curve.bias, **curve.weights},
+    }
+
+
+def _reliability(fitted: Fit) -> list[tuple[float, float]]:
+    """Mean estimated chance and share of wrong answers, in up to ten bands of equal size."""
+    rows = sorted((fitted.calibration.risk(row.score, row.wording), row.wrong) for row in fitted.lookups)
+    return [tuple(band.mean(axis=0)) for band in np.array_split(np.array(rows, dtype=float), min(10, len(rows)))]
+
+
+def eval_pairs(path: Path, flags: QualityFlags) -> Row:
+    """Precision and recall of a policy that sees each pair by itself. Raises `ConfigError` and `DatasetError`."""
+    pairs = read_rows(path, Pair)
+    with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
+        figures = _pair_figures(cache, pairs)
+    vetoed = sum(veto(pair.a, pair.b) is not None for pair in pairs) if flags.guards else 0
+    return {**flags.header(), "pairs": len(pairs), "vetoed": vetoed, **figures}
+
+
+def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
+    """Play a stream through a cache. Raises `ConfigError` and `DatasetError`."""
+    stream = read_rows(path, Asked)
+    with closing(_cache(flags, (asked.text for asked in stream))) as cache:
+        played = play(cache, stream)
+    size, every = len(stream), max(1, len(stream) // _POINTS)
+    counts = np.cumsum([(hit, wrong) for _, hit, wrong in played.outcomes], axis=0)
+    curve = [(n, *counts[n - 1].tolist()) for n in range(every, size + 1, every)]
+    if plot is not None:
+        with figure(plot, "requests", "% of requests") as axes:
+            for column, name, color in ((1, "hits", "tab:blue"), (2, "wrong answers", "tab:red")):
+                axes.plot([row[0] for row in curve], [100 * row[column] / row[0] for row in curve], color, label=name)
+            if flags.policy == "bounded":
+                axes.axhline(100 * flags.max_error_rate, color="gray", linestyle="--", label="bound")
+            axes.set_yscale("symlog", linthresh=1)
+            axes.set_ylim(bottom=0)
+    return {
+        **flags.header(),
+        "verify_rate": flags.checked_share,
+        **played.to_json(),
+        "exact_hits": played.hits - cache.approximate,
+        "approximate_hits": cache.approximate,
+        "wrong_exact_hits": played.wrong - cache.wrong_approximate,
+        "hit_rate": rate(played.hits, size),
+        "wrong_per_request": rate(played.wrong, size),
+        "wrong_per_approximate_hit": rate(cache.wrong_approximate, cache.approximate),
+        "along_the_stream": [{"requests": n, "hits": hits, "wrong": wrong} for n, hits, wrong in curve],
+    }
+
+
+def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
+    """The cache under a policy, with an encoder that knows the texts."""
+    encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
+    calibration = Calibration.load(flags.calibration) if flags.calibration else None
+    know(texts, encoder)
+    return SemKV(encoder, flags, calibration=calibration, seed=0)
+
+
+@contextmanager
+def figure(path: Path, x: str, y: str) -> Iterator[Any]:
+    """One set of axes with a legend, in the style of a report's figures, written to ``path``."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    from semkv_lab.report import STYLE
+
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
+        axes = drawn.add_subplot()
+        axes.set(xlabel=x, ylabel=y)
+        yield axes
+        axes.legend()
+        drawn.savefig(path, dpi=144)
+
+
+# -- the bench ------------------------------------------------------------
 
 
 class Labeled(NamedTuple):
@@ -76,7 +174,8 @@ class Bench:
 
     def __init__(self, flags: SemanticFlags, names: Sequence[str], folder: Path) -> None:
         self.flags, self._names, self._folder = flags, names, folder
-        self.encoder = SentenceEncoder(remembered=1 << 20)
+        self.encoder = SentenceEncoder(remembered=_REMEMBERED)
+        self.absent: list[str] = []
 
     @cached_property
     def data(self) -> list[Labeled]:
@@ -103,19 +202,29 @@ class Bench:
         if flags.pairs is None:
             fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
         else:
-            fitting, asking = halves(read_pairs(flags.pairs), flags.seed)[:: -1 if flags.swap_halves else 1]
-        return fitting if flags.fit is None else read_pairs(flags.fit), asking
+            fitting, asking = halves(read_rows(flags.pairs, Pair), flags.seed)[:: -1 if flags.swap_halves else 1]
+        return fitting if flags.fit is None else read_rows(flags.fit, Pair), asking
 
     @cached_property
     def makers(self) -> list[Maker]:
-        """Makers of every cache and setting."""
+        """Makers of every cache and setting that works here; the others are named in ``absent``."""
         prior = None
         if {"calibrated", "bounded"} & {*self._names}:
             self.know(self.halves[0])
             fitted = fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration
             prior = fitted, self._folder / "calibration.json"
             fitted.save(prior[1])
-        return caches.makers(self._names, self.encoder, prior, self.flags)
+        found: list[Maker] = []
+        for name in self._names:
+            try:
+                found += caches.makers(name, self.encoder, prior, self.flags)
+            except ImportError as error:
+                self.absent.append(f"{name}: not installed: pip install {error.name}")
+            except Exception as error:
+                if name not in caches.PEERS:
+                    raise
+                self.absent.append(f"{name}: not measured: {error}")
+        return found
 
     def know(self, pairs: Sequence[Pair]) -> None:
         """Encode the texts of pairs, so that no lookup waits for the encoder."""
@@ -138,19 +247,18 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     Raises:
         ConfigError, DatasetError: a flag or a file is at fault.
     """
-    absent = {name: why for name in flags.caches if (why := caches.missing(name, flags.redis_url))}
     given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(flags, [name for name in flags.caches if name not in absent], Path(folder))
-        found |= {"encoder": bench.encoder.fingerprint, "not measured": list(absent.values())}
+        bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
+        found |= {"encoder": bench.encoder.fingerprint, "not measured": bench.absent}
         for name in flags.parts:
             found[name], tables = PARTS[name](bench)
             for made in tables:
                 screen.print(made)
             if flags.out is not None:
                 write_json(flags.out, found)
-    for line in absent.values():
+    for line in bench.absent:
         screen.print(line, soft_wrap=True, highlight=False)
     return found
 
@@ -169,21 +277,15 @@ def times(seconds: Sequence[float]) -> Row:
     return {"calls": len(seconds)} | {f"p{q}_ms": round(1e3 * float(np.percentile(seconds, q)), 4) for q in (50, 99)}
 
 
-def timed(call: Callable[[], _T]) -> tuple[_T, float]:
-    """What a call gives, and its seconds."""
-    start = time.perf_counter()
-    return call(), time.perf_counter() - start
-
-
 def rate(count: int, of: int) -> Row:
     """A share with its 95% interval (Wilson's)."""
-    value = round(count / of, 5) if of else None
-    return {"count": count, "of": of, "share": value, "interval": [round(end, 5) for end in wilson(count, of)]}
+    value = round(count / of, 6) if of else None
+    return {"count": count, "of": of, "share": value, "interval": [round(end, 6) for end in wilson(count, of)]}
 
 
-def shown(row: Row, digits: int = 1) -> str:
+def share_of(row: Row, digits: int = 1) -> str:
     """``12.3% [10.1, 14.2]``."""
-    return interval(Estimate(1, row["share"], *row["interval"]), digits, "%", factor=100)
+    return shown(Estimate(1, row["share"], *row["interval"]), "%", digits)
 
 
 def _ms(row: Row) -> tuple[str, str]:
@@ -192,7 +294,6 @@ def _ms(row: Row) -> tuple[str, str]:
 
 # -- pairs and traps ------------------------------------------------------------
 
-STAY = 0.8  # of pairs that are the same: where caches are compared by those that are not
 ACCEPTED = 0.85  # a cosine that a threshold may well accept
 
 
@@ -207,8 +308,8 @@ def traps_part(bench: Bench) -> Found:
     found, tables = _pairs(bench, strangers, "held-out traps and paraphrases by strangers")
     alone = _guards(bench)
     names = ("all", "held out", "at first sight")
-    rows = [(name, *(shown(row[which]) for which in names)) for name, row in alone.items() if "held out" in row]
-    rows.append(("pairs in other languages", shown(alone["other languages"]), "", ""))
+    rows = [(name, *(share_of(row[which]) for which in names)) for name, row in alone.items() if "held out" in row]
+    rows.append(("pairs in other languages", share_of(alone["other languages"]), "", ""))
     return {"caches": found, "guards": alone}, [*tables, table("no veto by the guards", ("", *names), rows)]
 
 
@@ -217,27 +318,31 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
     pairs = list(asking)
     Random(bench.flags.seed).shuffle(pairs)  # noqa: S311
     bench.know(pairs)
-    sides = {same: [n for n, pair in enumerate(pairs) if pair.same is same] for same in (True, False)}
     found, rows = {}, []
     for make in bench.makers:
         with bench.warm(make) as cache:
-            hits = [ask_pair(cache, pair, f"{number}") for number, pair in enumerate(pairs)]
-            trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-        _, area = pair_curve([(value, pair.same) for value, pair in zip(trust, pairs, strict=True)])
-        of = {same: rate(sum(hits[n] for n in side), len(side)) for same, side in sides.items()}
-        least = np.quantile([trust[n] for n in sides[True]] or [2.0], 1 - STAY, method="lower")
-        at = rate(sum(bool(trust[n] >= least) for n in sides[False]), len(sides[False]))
-        precision = rate(of[True]["count"], sum(hits))
-        found[cache.name] = {
-            "settings": cache.settings, "hit_rate": rate(sum(hits), len(pairs)), "precision": precision,
-            "same that hit": of[True], "different that hit": of[False], f"different where {STAY:.0%} hit": at,
-            "p_chr_auc": round(area, 4),
-        }  # fmt: skip
-        cells = (f"{sum(hits) / len(pairs):.1%}", *map(shown, (precision, of[True], of[False])), f"{area:.3f}")
-        rows.append((cache.name, *cells))
-    title = f"{what}: {len(pairs)}, {len(sides[True])} of them the same; 95% intervals (Wilson)"
+            row = _pair_figures(cache, pairs)
+        found[cache.name] = {"settings": cache.settings} | row
+        shares = (row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit"))
+        rows.append((cache.name, *map(share_of, shares), f"{row['p_chr_auc']:.3f}"))
+    title = f"{what}: {len(pairs)}, {sum(pair.same for pair in pairs)} of them the same; 95% intervals (Wilson)"
     names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit", "P-CHR AUC")
     return found, [table(title, names, rows)]
+
+
+def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
+    """What a cache makes of pairs, each by itself; the area orders them by the cache's own confidence."""
+    hits = [(ask_pair(cache, pair, f"{number}"), pair.same) for number, pair in enumerate(pairs)]
+    trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
+    accepted, same = sum(hit for hit, _ in hits), sum(pair.same for pair in pairs)
+    right = hits.count((True, True))
+    return {
+        "hit_rate": rate(accepted, len(pairs)),
+        "precision": rate(right, accepted),
+        "same that hit": rate(right, same),
+        "different that hit": rate(accepted - right, len(pairs) - same),
+        "p_chr_auc": round(pair_area(trust, [pair.same for pair in pairs]), 6),
+    }
 
 
 def _guards(bench: Bench) -> Row:
@@ -259,13 +364,7 @@ def _guards(bench: Bench) -> Row:
         }
     foreign = bench.rows("other_languages.jsonl")
     found["other languages"] = rate(sum(veto(row["a"], row["b"]) is None for row in foreign), len(foreign))
-    seconds = []
-    for row in near:
-        for cache in guards._CACHES[:2]:  # texts and pairs are new; their words stay known, as they do in use
-            cache.cache_clear()
-        a, b = row.pair.a, row.pair.b
-        seconds.append(timed(lambda a=a, b=b: (veto(a, b), guards.wording(a, b)))[1])  # type: ignore[misc]
-    return found | {"a new pair": times(seconds)}
+    return found
 
 
 # -- streams ------------------------------------------------------------
@@ -281,7 +380,7 @@ def streams_part(bench: Bench) -> Found:
     flags, tables, found = bench.flags, [], {}
     for kind in ["own"] if flags.stream else flags.kinds:
         if flags.stream:
-            streams = [read_stream(flags.stream)]
+            streams = [read_rows(flags.stream, Asked)]
         else:
             streams = [KINDS[kind](bench.halves[1], flags.seed + n, flags.requests) for n in range(flags.seeds)]
         know((asked.text for stream in streams for asked in stream), bench.encoder)
@@ -319,10 +418,11 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
 
 def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, seed: int) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
-    played = []
+    played, counted = [], []
     for n, stream in enumerate(streams):
         with closing(make(seed + n)) as cache:
             played.append(play(cache, stream))
+            counted.append(cache.figures())
     total = sum(map(len, streams))
     wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
@@ -332,7 +432,8 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, s
         for rows, own, stream in zip(static, shares, streams, strict=True)
     ]  # of the thresholds with at most this share of wrong answers, known only afterwards
     return cache.name, {
-        "settings": cache.settings, "streams": [one.to_json() for one in played],
+        "settings": cache.settings,
+        "streams": [one.to_json() | more for one, more in zip(played, counted, strict=True)],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
         "worst": round(max(shares), 6), "held": None if bound is None else sum(one <= bound for one in shares),
@@ -344,7 +445,7 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, s
 
 def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
     hits, checks, best = (f"{row[key]:.1%}" for key in ("hit_rate", "checks", "best_static_hit_rate"))
-    return (name, hits, shown(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
+    return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
 
 
 def _draw(kind: str, found: Row, path: Path) -> None:
@@ -414,14 +515,18 @@ def images_part(bench: Bench) -> Found:
 
     made = scenes.pairs(bench.flags.scenes, bench.flags.seed)
 
-    def differ(pair: scenes.Pair) -> float:
-        return difference(read_picture(pair.donor), read_picture(pair.request))
-
-    found_by, seconds = zip(*(timed(partial(differ, pair)) for pair in made), strict=True)
-    found = {"pixels": _image_shares(made, [by < LIMIT for by in found_by]) | {"lookup": times(seconds)}}
+    hits, seconds = [], []
+    for pair in made:
+        start = time.perf_counter()
+        hits.append(difference(read_picture(pair.donor), read_picture(pair.request)) < LIMIT)
+        seconds.append(time.perf_counter() - start)
+    found = {"pixels": _image_shares(made, hits) | {"lookup": times(seconds)}}
     for name, guarded in (("semkv", True), ("semkv without guards", False)):
         found[name] = _image_cache(made, guarded)
-    rows = [(name, shown(row["copies"]["all"]), shown(row["changes"]["all"]), *_ms(row)) for name, row in found.items()]
+    rows = [
+        (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
+        for name, row in found.items()
+    ]
     title = f"images: {bench.flags.scenes} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
 
@@ -465,34 +570,7 @@ def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
     return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 
 
-# -- the encoder ------------------------------------------------------------
-
-
-def encoder_part(bench: Bench, rounds: int = 110) -> Found:
-    """One new short text, and 16, with semkv's encoder and with sentence-transformers on one thread."""
-    theirs = load_sentence_transformer("encoder", resolve_model(DEFAULT_MODEL))
-
-    def plain(batch: list[str]) -> object:
-        with few_threads(1):
-            return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
-
-    found: Row = {}
-    for label, encoded in (("semkv", SentenceEncoder().encode), ("sentence-transformers", plain)):
-        found[label] = {}
-        for size in (1, 16):
-            seconds = []
-            for n in range(rounds):
-                batch = [f"What color is the car number {size}{n}{k} near the house?" for k in range(size)]
-                seconds.append(timed(partial(encoded, batch))[1])
-            found[label][f"{size} texts"] = times(seconds[10:])  # the first warm up
-    rows = [
-        (label, *(f"{row[q]:.1f} ms" for row in of.values() for q in ("p50_ms", "p99_ms")))
-        for label, of in found.items()
-    ]
-    return found, [table("encoder", ("", "1 text, p50", "p99", "16 texts, p50", "p99"), rows)]
-
-
 PARTS: dict[str, Callable[[Bench], Found]] = {
     part.__name__.removesuffix("_part"): part
-    for part in (pairs_part, traps_part, streams_part, turns_part, images_part, encoder_part)
+    for part in (pairs_part, traps_part, streams_part, turns_part, images_part)
 }

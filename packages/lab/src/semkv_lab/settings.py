@@ -5,10 +5,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
@@ -47,13 +46,8 @@ FLAT, SWITCH, MANY = Parameter(name="*"), Parameter(negative=""), Parameter(cons
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
 
 
-class Reuse(StrEnum):
-    """What is used of a donor; see `semkv_lab.reuse`."""
-
-    INPUTS = "inputs"
-    PREFIX = "prefix"
-    LITERAL = "literal"
-    BLEND = "blend"
+Reuse = Literal["inputs", "prefix", "literal", "blend"]
+"""What is used of a donor; see `semkv_lab.reuse`."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +87,11 @@ class RunSettings:
     max_model_len: Annotated[int | None, POSITIVE, MODEL] = None
     max_tokens: Annotated[int, POSITIVE, MODEL] = 16
     engine: Annotated[str, ENGINE, MODEL] = "vllm"
-    reuse: Annotated[Reuse, MODEL] = Reuse.INPUTS
+    reuse: Annotated[Reuse, MODEL] = "inputs"
     blend_share: Annotated[float, COSINE, MODEL] = 0.15
     tenant: str = ""
     dataset: Annotated[str, DATA] = "gqa"
-    chunk_source: Annotated[ChunkSource, MATCHED] = ChunkSource.QUESTION
+    chunk_source: Annotated[ChunkSource, MATCHED] = "question"
     chunk_window: Annotated[int, NOT_NEGATIVE, MATCHED] = 0
     data: Annotated[DatasetOptions, FLAT] = field(default_factory=DatasetOptions)
     cache: Annotated[CacheConfig, FLAT] = field(default_factory=CacheConfig)
@@ -111,7 +105,7 @@ class RunSettings:
         check(self)
         if not (self.dataset in DATASETS or self.dataset.endswith(".jsonl") or plug.is_path(self.dataset)):
             raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM])
-        if self.reuse is not Reuse.INPUTS and self.engine != "transformers":
+        if self.reuse != "inputs" and self.engine != "transformers":
             raise ConfigError("--reuse", self.reuse, "inputs, or another one with --engine transformers")
         for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
             if path is not None and not path.exists():
@@ -128,11 +122,6 @@ class RunSettings:
     def instruction(self) -> str:
         """Appended to every question."""
         return get_preset(self.preset).instruction if self.preset and self.dataset == "gqa" else ""
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether each sample is answered cold and cached in turn, not in two passes."""
-        return self.engine == "transformers" and self.baseline
 
     def to_json(self) -> dict[str, Any]:
         """The settings as plain values, for the header of a results file."""
@@ -232,9 +221,9 @@ class QualityFlags(PolicyConfig):
         return {**shown, "calibration": self.calibration.name if self.calibration else None}
 
 
-SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
-CACHES = ("cosine", "vcache", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
-KINDS = ("zipf", "hot", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
+SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
+CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+KINDS = ("zipf", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
 
 def _each(known: tuple[str, ...]) -> Allowed:
@@ -250,16 +239,16 @@ class SemanticFlags:
     """Flags of ``semkv bench semantic``.
 
     Attributes:
-        parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
-        caches: Which caches: cosine (a plain threshold), vcache (the paper's rule), gptcache, redisvl, and semkv's
-            policies fixed, calibrated, bounded, bounded-uncalibrated.
+        parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
+        caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
+            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
             their clusters ask, the other half fits the calibration. By default the held-out rows of --data ask.
         fit: Labeled pairs that fit the calibration instead, and warm up caches that learn.
         swap_halves: With --pairs: let the halves change places.
         stream: A stream of your own instead of --kinds: JSONL of text and cluster in the order of requests.
-        kinds: Streams drawn from the pairs: zipf, hot, paraphrases, hard-negatives; from templates with numbers:
+        kinds: Streams drawn from the pairs: zipf, paraphrases, hard-negatives; from templates with numbers:
             templates; from MiniGQA: minigqa; first zipf, then minigqa: shift.
         requests: Most requests of a stream, and of the one that warms up.
         seeds: Streams of each kind.
@@ -292,13 +281,6 @@ class SemanticFlags:
         check(self)
 
 
-class Executor(StrEnum):
-    """Where the experiments of a sweep run."""
-
-    LOCAL = "local"
-    RAY = "ray"
-
-
 @dataclass(frozen=True)
 class SweepFlags:
     """Flags of ``semkv sweep``.
@@ -321,7 +303,7 @@ class SweepFlags:
     retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: Executor = Executor.LOCAL
+    executor: Literal["local", "ray"] = "local"
 
     def __post_init__(self) -> None:
         if self.retry_failed and not self.resume:

