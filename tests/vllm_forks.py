@@ -126,7 +126,7 @@ def prepare() -> Path:
         os.environ |= {_FOLDER: folder, _RUN: str(os.getpid())}
         for name, more in (("python", ""), ("semkv", "-m semkv")):
             program = Path(folder, name)
-            program.write_text(f'#!/bin/sh\nexec {_REAL} {Path(__file__).resolve()} {more} "$@"\n')
+            program.write_text(f"#!/bin/sh\nexec '{_REAL}' '{Path(__file__).resolve()}' {more} \"$@\"\n")
             program.chmod(0o700)
     return Path(os.environ[_FOLDER])
 
