@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from semkv.stores import block_index
 from semkv.stores.block_file import room
 from semkv.stores.blocks import BlockStore, Bounds
 
@@ -59,6 +60,16 @@ def right(store: BlockStore, first: int, count: int, namespace: str = "ns") -> i
 def found(store: BlockStore, first: int, count: int = 1, namespace: str = "ns") -> int:
     """How many of a run of blocks the index knows."""
     return sum(ref is not None for ref in store.find(namespace, keys(first, count)))
+
+
+def totals(store: BlockStore) -> tuple[int, int, int]:
+    """Files, blocks and bytes in the index, with what is being written."""
+    return store._ask(block_index.totals, (0, 0, 0))
+
+
+def file_ids(store: BlockStore) -> list[str]:
+    """Of all files in the index."""
+    return store._ask(lambda db: block_index.file_ids(db, {}), [])
 
 
 def files(root: Path) -> list[Path]:

@@ -14,8 +14,8 @@ from command_line import invoke
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore
-from semkv.stores.cachedir import prepare
 from semkv.stores.fusion import FusionState, FusionStore
+from semkv.stores.maintenance import prepare
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 
 SECRET = b"a secret of the deployment"

@@ -175,7 +175,7 @@ class Under:
             del self.live[name]
             self.counts["aborted"] += 1
         if self.rng.random() < self.load.purges:
-            from semkv.stores.cachedir import purge_directory
+            from semkv.stores.maintenance import purge_directory
 
             purge_directory(Path(self.cache))
             self.counts["purges"] += 1

@@ -46,7 +46,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
     used, file = make_used(tmp_path), tmp_path / "cache.tar"
     empty = tmp_path / "empty"
     assert "nothing to export" in refused("export", str(file), "--cache-dir", str(empty))
-    assert "is no directory" in refused("export", str(tmp_path / "no" / "x.tar"), "--cache-dir", str(used))
+    assert "No such file or directory" in refused("export", str(tmp_path / "no" / "x.tar"), "--cache-dir", str(used))
     call("export", str(file), "--cache-dir", str(used))
     assert "is there already" in refused("export", str(file), "--cache-dir", str(used))
     assert "is not empty" in refused("import", str(file), "--cache-dir", str(used))

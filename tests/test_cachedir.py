@@ -12,8 +12,7 @@ from block_helpers import open_store, save
 from maintenance_helpers import left
 from semkv.errors import StoreError
 from semkv.stores.blocks import BlockStore
-from semkv.stores.cachedir import prepare, purge_directory
-from semkv.stores.fusion import FusionStore
+from semkv.stores.maintenance import prepare, purge_directory
 from semkv_lab.settings import resolve
 
 
@@ -64,30 +63,30 @@ def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None
         prepare(config(tmp_path / "catalog.sqlite"))
 
 
-@pytest.mark.parametrize("where", ["semkv.json", "kv/semkv.json", "fusion/semkv.json"])
 @pytest.mark.parametrize("content", ['{"format": 99}', "not json", "[]"])
-def test_a_directory_of_another_version_is_refused_and_can_be_purged(tmp_path: Path, where: str, content: str) -> None:
+def test_a_directory_of_another_version_is_refused_and_can_be_purged(tmp_path: Path, content: str) -> None:
     root = tmp_path / "cache"
     prepare(config(root))
-    (root / where).parent.mkdir(exist_ok=True)
-    (root / where).write_text(content, encoding="utf-8")
+    (root / "semkv.json").write_text(content, encoding="utf-8")
     with pytest.raises(StoreError, match="another version"):
         prepare(config(root))
     prepare(config(root), purge=True)
-    prepare(config(root))
     assert json.loads((root / "semkv.json").read_text(encoding="utf-8"))["format"] == 1
 
 
-@pytest.mark.parametrize("where", ["kv", "fusion"])
-def test_a_store_of_an_older_format_is_taken_and_empties_itself(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(("version", "purge"), [(1, False), (99, True)])
+def test_a_store_of_another_format_is_emptied_where_it_is_older_or_a_purge_takes_it(
+    tmp_path: Path, version: int, purge: bool
+) -> None:
     prepare(config(tmp_path))
-    (tmp_path / where).mkdir(0o700)
-    (tmp_path / where / "semkv.json").write_text(json.dumps({"format": 1, "kind": where}), encoding="utf-8")
-    prepare(config(tmp_path))
-    opened = open_store(tmp_path / where) if where == "kv" else FusionStore.open(tmp_path / where, "ns")
-    opened.close()
-    assert json.loads((tmp_path / where / "semkv.json").read_text(encoding="utf-8"))["format"] == 2
-    prepare(config(tmp_path))
+    (tmp_path / "kv").mkdir(0o700)
+    (tmp_path / "kv" / "semkv.json").write_text(json.dumps({"format": version, "kind": "kv"}), encoding="utf-8")
+    if purge:
+        with pytest.raises(StoreError, match="format 99"):
+            open_store(tmp_path / "kv")
+    prepare(config(tmp_path), purge=purge)
+    open_store(tmp_path / "kv").close()
+    assert json.loads((tmp_path / "kv" / "semkv.json").read_text(encoding="utf-8"))["format"] == 2
 
 
 def test_what_is_made_can_be_read_by_its_owner_only(tmp_path: Path) -> None:

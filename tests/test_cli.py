@@ -131,21 +131,6 @@ def test_a_second_process_finds_what_the_first_one_left(tmp_path: Path, prompts:
     assert hits("--purge") == ["miss", normalised, "miss"]
 
 
-def test_a_directory_of_another_version_or_of_others_is_refused(tmp_path: Path, prompts: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    about = tmp_path / "cache" / "semkv.json"
-    about.write_text('{"format": 99}', encoding="utf-8")
-    out = semkv(*run_arguments(tmp_path, prompts))
-    assert out.returncode == 2
-    assert "was written by another version of semkv (format 99, this one reads 1)" in out.stderr
-    about.rename(tmp_path / "cache" / "thesis.txt")
-    for extra in ([], ["--purge"]):
-        out = semkv(*run_arguments(tmp_path, prompts), *extra)
-        assert out.returncode == 2
-        assert "semkv" in out.stderr
-    assert (tmp_path / "cache" / "thesis.txt").exists()
-
-
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

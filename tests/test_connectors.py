@@ -31,7 +31,7 @@ from semkv.keys import digest
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.maintenance import purge_salts
+from semkv.stores.maintenance import purge as purge_from_here
 
 pytestmark = pytest.mark.engine
 
@@ -91,8 +91,8 @@ class TestEngine:
         engine.one(prompt, extra=kv_params(semkv={"owner": tenant_tag("yours"), "adapter": "x"}))
         engine.settle()
         assert engine.cache_dir is not None
-        assert purge_salts(engine.cache_dir, None, ["yours"], dry_run=True).files == 0
-        assert purge_salts(engine.cache_dir, None, ["mine"], dry_run=True).files
+        assert purge_from_here(engine.cache_dir, salts=["yours"], dry_run=True).counts["files"] == 0
+        assert purge_from_here(engine.cache_dir, salts=["mine"], dry_run=True).counts["files"]
 
     def test_salts_share_nothing(self, engine: CachedEngine) -> None:
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
@@ -115,9 +115,9 @@ class TestEngine:
         cold, _ = engine.one(mine)
         engine.one(yours)
         engine.forget(keep_host=True)
-        assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files >= 2
-        purge_salts(engine.cache_dir, None, ["me"], dry_run=False)
-        assert purge_salts(engine.cache_dir, None, ["me"], dry_run=True).files == 0
+        assert purge_from_here(engine.cache_dir, salts=["me"], dry_run=True).counts["files"] >= 2
+        purge_from_here(engine.cache_dir, salts=["me"])
+        assert purge_from_here(engine.cache_dir, salts=["me"], dry_run=True).counts["files"] == 0
         before = engine.counts()["purged_blocks"]
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
         assert engine.counts()["purged_blocks"] > before

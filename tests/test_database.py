@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sqlite3
 import stat
 import subprocess
@@ -204,42 +203,6 @@ def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -
         assert [key for key in kept if store.get(key) is None] == []
         assert not path.with_name(f"{CATALOG}.damaged").exists()
         assert store.database.check() == ""
-
-
-PURGED = """
-import sys, time
-from pathlib import Path
-from semkv.stores.responses.base import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-store = SqliteStore(Path(sys.argv[1]), timeout_s=60.0)
-number = 0
-while True:
-    response = StoredResponse(str(number), "t", "m", b"x" * 3000, time.time())
-    print(store.put(response, store.news("").cursor), flush=True)
-    number += 1
-"""
-
-
-def test_kill_9_among_purges_leaves_a_whole_database(tmp_path: Path) -> None:
-    """Writers are killed while the database is emptied again and again under others that write."""
-    path = tmp_path / CATALOG
-    store, purging = SqliteStore(path, timeout_s=60.0), Database(path, timeout_s=60.0)
-    for turn in range(6):
-        with subprocess.Popen([sys.executable, "-c", PURGED, str(path)], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            for step in range(30):
-                writer.stdout.readline()
-                if step % 5 == 4:
-                    purging.empty()
-                store.put(response(f"own {turn} {step}"))
-            writer.send_signal(signal.SIGKILL)
-        assert store.put(response("last"))
-        with closing(SqliteStore(path)) as again:
-            assert again.get("last") is not None
-            assert again.database.check() == ""
-            assert again.invalidate(Selector()) > 0
-    store.close(), purging.close()
-    assert not (tmp_path / f"{CATALOG}.damaged").exists()
 
 
 def test_a_link_is_refused_and_its_target_left_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import redis
 from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, wait_until
 from redis_server import RedisServer
 from semkv.server.tenancy import named_tenant
-from semkv.stores.maintenance import purge_all, purge_entries
+from semkv.stores.maintenance import purge
 from semkv.stores.responses.base import Selector
 
 PROXY = {"trusted_proxies": ("127.0.0.0/8",)}
@@ -313,9 +313,9 @@ class TestDonors:
             (entry_id,) = (name for name, said in entries_of(near.one) if by in said)
             assert near.one.semantic.invalidate(entry_id=entry_id) == 1
         elif by == "tenant":
-            purge_entries(folder, [named_tenant(SECRET.encode(), f"gone by {by}")], None, dry_run=False)
+            purge(folder, tenants=[named_tenant(SECRET.encode(), f"gone by {by}")])
         else:
-            purge_all(folder, dry_run=False)
+            purge(folder)
         wait_until(lambda: not knows(near.other, by))
         assert knows(near.other, "stays") == (by != "everything")
         with redis.Redis(port=near.server.port) as client:

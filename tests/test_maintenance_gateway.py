@@ -15,8 +15,8 @@ from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import call, left, refused
 from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import prepare
 from semkv.stores.database import CATALOG
+from semkv.stores.maintenance import prepare
 from semkv.stores.responses.ahead import AheadLog
 from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
@@ -64,38 +64,6 @@ def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path:
     with closing(SqliteStore(tmp_path / CATALOG)) as store:
         assert store.usage()[0] == 597
         assert store.get(f"{1:064x}") is not None
-
-
-def test_a_tree_that_leads_back_is_read_to_an_end(tmp_path: Path) -> None:
-    """The last leaf of the table has a number that is less than those before."""
-    fill(tmp_path)
-    data = bytearray((tmp_path / CATALOG).read_bytes())
-    with closing(sqlite3.connect(tmp_path / CATALOG)) as db:
-        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name='responses'").fetchone()
-    root = (page - 1) * 4096
-    leaf = (int.from_bytes(data[root + 8 : root + 12], "big") - 1) * 4096  # the right-most one
-    cells = int.from_bytes(data[leaf + 3 : leaf + 5], "big")
-    for number in range(cells):
-        at = leaf + int.from_bytes(data[leaf + 8 + 2 * number : leaf + 10 + 2 * number], "big")
-        at += 1 if data[at] < 128 else 2  # after the length of the row
-        data[at : at + 2] = b"\x81" + bytes([number + 1])  # from 129 on
-    (tmp_path / CATALOG).write_bytes(data)
-    assert "catalog: " in call("verify", "--cache-dir", str(tmp_path), exit_code=1)
-
-
-def test_verify_and_repair_beside_a_running_gateway(tmp_path: Path) -> None:
-    with Pair(tmp_path, **PROXY) as pair:
-        for i in range(3):
-            pair.post(f"question {i}")
-        wait_until(lambda: answers(tmp_path) == 3)
-        assert "3 answers checked, 0 damaged" in call("verify", "--cache-dir", str(tmp_path))
-        with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
-            db.execute("UPDATE responses SET payload=CAST('{}' AS BLOB) WHERE rowid=2")
-        assert "1 damaged, 1 of them deleted" in call("verify", "--cache-dir", str(tmp_path), "--repair")
-        assert answers(tmp_path) == 2
-        assert pair.post("another").headers["x-semkv"] == "miss"
-        wait_until(lambda: answers(tmp_path) == 3)
-        assert pair.metric("semkv_faults_total") == 0
 
 
 def test_purge_of_a_tenant_reaches_a_running_gateway_and_outlives_it(

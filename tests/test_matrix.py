@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tiny_models
+from block_helpers import totals
 from semkv.connectors import KVSettings, identity
 from semkv.connectors.identity import Adapters
 from semkv.stores.blocks import BlockStore
@@ -273,9 +274,9 @@ def test_an_adapter_changed_under_a_running_engine_is_left_alone(tmp_path: Path,
         status = weights.stat()
         weights.write_bytes(b"WEIGHTS")
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    stored = halves.kv.totals()[1]
+    stored = totals(halves.kv)[1]
     assert halves.serve(request("3", lora_request=one)) == MISSED
-    assert halves.kv.totals()[1] == stored
+    assert totals(halves.kv)[1] == stored
     assert halves.skipped == 1
     weights.write_bytes(b"weights")  # nor when the old bytes come back
     assert halves.serve(request("4", lora_request=one)) == MISSED

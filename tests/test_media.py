@@ -8,19 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from semkv.keys import media_id
 from semkv.stores.media import MediaStore
-
-
-def test_bytes_come_back_under_their_digest(tmp_path: Path) -> None:
-    store = MediaStore(tmp_path / "media")
-    name = store.put(b"picture")
-    assert name == media_id(b"picture")
-    assert store.get(name) == b"picture"
-    file = store.path(name)
-    assert file is not None
-    assert file.read_bytes() == b"picture"
-    assert store.nbytes == len(b"picture")
 
 
 def test_damaged_bytes_are_deleted_and_not_returned(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -20,8 +19,8 @@ from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.index import VectorIndex
-from semkv.stores.cachedir import prepare
-from semkv.stores.maintenance import inspect, purge_entries
+from semkv.stores.maintenance import inspect, prepare
+from semkv.stores.maintenance import purge as purge_from_here
 from semkv.types import EmbeddingLayer, Namespace, Plan, Request, ReuseReport, TextSegment
 
 COUNT = 1100  # above `FLAT`, so that there are graphs
@@ -153,15 +152,6 @@ def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, ot
     assert (left(tmp_path), inspect(tmp_path).entries) == ([], ())
 
 
-def test_a_cache_that_nobody_has_any_more_is_not_followed(tmp_path: Path) -> None:
-    cache = opened(tmp_path)
-    follower = cache._similar._follower
-    del cache
-    gc.collect()
-    follower.join(120)
-    assert not follower.is_alive()
-
-
 @pytest.mark.parametrize("by", ["another process", "this one"])
 def test_what_is_recorded_again_during_a_purge_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
@@ -182,7 +172,7 @@ def test_what_is_recorded_again_during_a_purge_is_found(
 
     monkeypatch.setattr(cache._catalog, name, asked)
     if by == "another process":
-        purge_entries(tmp_path, ["bob"], None, dry_run=False)
+        purge_from_here(tmp_path, tenants=["bob"])
     else:
         assert cache.invalidate(namespace=Namespace("bob", "m")) == 30
     wait_until(lambda: again and cache._similar._purge == cache._catalog.purge())

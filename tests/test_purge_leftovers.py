@@ -13,7 +13,7 @@ import pytest
 from cache_helpers import Bench
 from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import call
-from semkv.stores.maintenance import inspect, purge_entries
+from semkv.stores.maintenance import inspect, purge
 
 LEDGER = " ".join(f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue"))
 
@@ -51,8 +51,8 @@ def test_of_entries_nothing_is_left(tmp_path: Path, running: bool, how: str) -> 
     if not running:
         bench.cache.close()
     assert len(files_with(cache_dir, needle)) > 40
-    chosen = (["alice"], None) if how == "tenant" else (None, "of alice")
-    assert purge_entries(cache_dir, *chosen, dry_run=False).unread == ()
+    chosen: dict[str, Any] = {"tenants": ["alice"]} if how == "tenant" else {"tag": "of alice"}
+    assert purge(cache_dir, **chosen).unread == []
     assert files_with(cache_dir, needle) == []
     if running:
         bench.cache.close()
@@ -71,9 +71,9 @@ def test_while_somebody_reads_a_purge_says_that_the_log_still_has_it(
     with closing(sqlite3.connect(cache_dir / "catalog.sqlite", isolation_level=None)) as reader:
         reader.execute("BEGIN")
         assert reader.execute("SELECT COUNT(*) FROM entries").fetchone() == (1,)
-        (told,) = purge_entries(cache_dir, ["alice"], None, dry_run=False).unread
+        (told,) = purge(cache_dir, tenants=["alice"]).unread
         assert "purge again" in told
-    assert purge_entries(cache_dir, ["alice"], None, dry_run=False).unread == ()
+    assert purge(cache_dir, tenants=["alice"]).unread == []
     assert files_with(cache_dir, b"a secret question") == []
     bench.cache.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import pytest
 
 from gateway_helpers import wait_until
-from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.stores.responses import open_store
 from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
-from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import Lifetime, ResponseCache, parse_rule
 
@@ -291,44 +288,6 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     cache.close()
 
 
-def test_a_full_redis_is_still_read(tmp_path: Path) -> None:
-    import redis
-
-    server = RedisServer(tmp_path)
-    cache = ResponseCache(RedisStore(server.url, timeout_s=2.0), max_bytes=2000, pause_s=0.05)
-    client = redis.Redis(port=server.port)
-    try:
-        for number in range(20):
-            assert cache.keep(Asked(str(number)), GOOD)
-        client.config_set("maxmemory", 1)  # with Redis's default policy, which refuses writes
-        for number in range(20):
-            cache.keep(Asked(f"x{number}"), GOOD)
-            assert cache.lookup(str(number)) is not None
-        assert cache.counts()["fault:store put"] >= 1
-        client.config_set("maxmemory", 0)
-        time.sleep(0.1)
-        assert cache.keep(Asked("y"), GOOD)
-        assert RedisStore(server.url).get("y") is not None
-    finally:
-        cache.close()
-        server.kill()
-
-
-def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
-    store = Broken()
-    cache = ResponseCache(store, poll_s=0.05, unheard_s=2.0, pause_s=0.05)
-    cache.keep(Asked(), GOOD)
-    assert cache.peek("a") is not None
-    store.broken = True
-    wait_until(lambda: cache.peek("a") is None)
-    store.invalidate(Selector(key="a"))  # by another replica, which reaches the store
-    store.broken = False
-    time.sleep(0.3)
-    assert cache.peek("a") is None
-    assert cache.lookup("a") is None
-    cache.close()
-
-
 def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> None:
     store = Broken()
     store.broken = True
@@ -341,15 +300,4 @@ def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> Non
     cache.follow()
     assert cache.keep(Asked(), GOOD, since=cache.begin())
     assert store.get("a") is not None
-    cache.close()
-
-
-def test_invalidation_says_so_when_the_store_is_down(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cache = ResponseCache(store, poll_s=60.0)
-    cache.keep(Asked(), GOOD)
-    store.close()
-    with pytest.raises(StoreError):
-        cache.invalidate(Selector(key="a"))
-    assert cache.lookup("a") is None
     cache.close()

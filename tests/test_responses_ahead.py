@@ -140,17 +140,6 @@ def left_behind(folder: Path, *left: tuple[StoredResponse, str]) -> None:
         (folder / f"{number:016x}.log").write_bytes(ahead._record(*record))
 
 
-def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> None:
-    left_behind(tmp_path, (answer("a", 1.0), "1"), (answer("b", 2.0), "1"))
-    down = Gate(reached=False)
-    AheadLog(tmp_path, down).close()
-    assert len(logs(tmp_path)) == 2
-    there = Gate()
-    AheadLog(tmp_path, there).close()
-    assert there.brought == ["a", "b"]
-    assert not logs(tmp_path)
-
-
 @pytest.mark.parametrize("stuck", [True, False])
 def test_what_a_store_does_not_take_by_the_end_is_left_for_the_next(tmp_path: Path, stuck: bool) -> None:
     gate = Gate(is_open=not stuck, reached=False)
@@ -298,15 +287,4 @@ def test_a_store_that_is_down_or_broken_costs_no_answer_of_the_log(tmp_path: Pat
     assert cache.keep(Asked("b"), GOOD, since=cache.begin(), wait=False)
     wait_until(lambda: store.get("b") is not None)
     assert (store.get("a") is not None) == isinstance(fault, StoreError), "what broke the store is not tried again"
-    cache.close()
-
-
-def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cursor = store.news("").cursor
-    left_behind(tmp_path / "ahead", (answer("a"), cursor), (answer("b"), cursor))
-    store.invalidate(Selector(key="a"))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.lookup("a") is None
-    assert cache.lookup("b") is not None
     cache.close()

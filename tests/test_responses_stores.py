@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,9 +55,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
     def open_(**limits: object) -> ResponseStore:
         if request.param == "memory":
-            store: ResponseStore = (
-                opened[0] if opened else MemoryStore(**{k: v for k, v in limits.items() if k != "max_entries"})
-            )  # type: ignore[arg-type]
+            store: ResponseStore = opened[0] if opened else MemoryStore(**limits)  # type: ignore[arg-type]
         elif request.param == "sqlite":
             store = SqliteStore(tmp_path / "answers.sqlite", **limits)  # type: ignore[arg-type]
         else:
@@ -228,33 +225,6 @@ def test_only_a_file_has_a_bound_by_tenant(tmp_path: Path) -> None:
     for store in ("memory", "redis://127.0.0.1:6379/0", "compressed_store:open_store"):
         with pytest.raises(ConfigError, match=r"^--tenant-mib: 5 is not allowed; expected 0 with this --store"):
             open_store(store, tmp_path / "x", max_tenant_bytes=5 << 20)
-
-
-def test_the_bound_on_entries_holds(make: Make) -> None:
-    store = make(max_entries=20)
-    if isinstance(store, MemoryStore):
-        pytest.skip("memory is bounded in bytes alone")
-    for number in range(50):
-        store.put(answer(str(number)))
-    assert 15 <= store.usage()[0] <= 20
-    assert store.get("49") is not None
-    assert store.get("0") is None
-
-
-def test_many_threads(make: Make) -> None:
-    store = make()
-
-    def work(number: int) -> None:
-        for turn in range(20):
-            key = f"{(number + turn) % 7}"
-            store.put(answer(key, payload=key.encode() * 50))
-            found = store.get(key)
-            assert found is None or found.payload == key.encode() * 50
-            if turn % 10 == 0:
-                store.invalidate(Selector(key=key))
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
 
 
 # -- the stored form --------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_two_engines_and_four_front_ends_share_a_directory(tmp_path: Path) -> No
     for one in answers:
         assert one["rounds"] == [expected] * 3
         assert one["loaded"] > 0
-    assert verify(folder).damaged == ()
+    assert verify(folder).damaged == []
     used = inspect(folder)
     assert sum(entry.entries for entry in used.entries) <= 300
     assert sum(store.blocks for store in used.stores if store.store == "kv") <= 60

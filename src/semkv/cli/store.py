@@ -14,7 +14,7 @@ from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 
@@ -25,10 +25,7 @@ from semkv.stores.database import CATALOG
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rich.console import Console
-    from rich.table import Table
-
-    from semkv.stores.maintenance import CacheUse, Collected, Damage, Purged
+    from semkv.stores.maintenance import CacheUse
 
 EXIT_DAMAGED = 1
 _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {CATALOG} there (its --store)"
@@ -63,10 +60,8 @@ Examples:
   semkv stats --cache-dir runs/demo/cache
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
-      what one tenant holds, and in which stores: what purge --tenant would find. The tenant is named as in stats: a
-      gateway's by 32 hex digits; with the deployment's secret, as for purge, also by the name that a trusted proxy gave
-      it. Hits count the requests for which an entry stood in; exact repeats get a gateway's answers without one. A
-      running process adds its hits when it next records an entry
+      what purge --tenant would find. The tenant is named as in stats; with the deployment's secret, also by the name
+      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats
 ```"""
 )
 
@@ -76,11 +71,10 @@ Examples:
 
 ```
   semkv verify --cache-dir runs/demo/cache
-      read every file, and every answer of a gateway, and check every checksum; exit code 1 where something is damaged,
-      2 where something could not be read at all. Engines and gateways may be running
+      exit code 1 where something is damaged, 2 where something could not be read at all
   semkv verify --repair
-      delete what is damaged, so that it is computed again; of a gateway's answers only those that fail. A damaged
-      catalog stays: a purge of everything deletes it, and an engine or a gateway that starts puts it aside
+      delete what is damaged, so that it is computed again. A damaged catalog stays: a purge of everything deletes it,
+      and an engine or a gateway that starts puts it aside
 ```"""
 )
 
@@ -102,16 +96,13 @@ Examples:
 
 ```
   semkv purge --cache-dir runs/demo/cache
-      delete everything that semkv stored there, and nothing else. Empty databases stay: engines and gateways that run
-      go on with them, and forget what they hold within a second or so. A gateway's secret stays. What vLLM itself holds
-      on the device goes with reset_prefix_cache and reset_encoder_cache
+      delete everything that semkv stored there, and nothing else; a gateway's secret stays. Engines and gateways that
+      run forget what they hold within a second or so. What vLLM itself holds on the device goes with
+      reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete the entries of one tenant, named as for stats, with the pictures that only they had; a gateway's answers to
-      it; and the KV blocks and encoder outputs that were stored for it. Running gateways forget its answers and
-      vectors within a second or so, and its text is overwritten in the database. KV blocks and encoder outputs of a
-      gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in its cache
-      directory. Anything that could not be deleted is listed. A request under way is recorded as an entry afterwards:
-      repeat the purge
+      delete one tenant's entries, with the pictures that only they had, its answers, KV blocks and encoder outputs. The
+      latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
+      its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go
 ```"""
@@ -124,8 +115,8 @@ Examples:
 
 ```
   semkv export cache.tar --cache-dir /var/lib/semkv
-      answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run. KV blocks and
-      encoder outputs stay: they belong to an engine. Answers in Redis stay there
+      answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
+      and encoder outputs, and no answers in Redis
 ```"""
 )
 
@@ -154,43 +145,38 @@ def _stats(
     from semkv.stores.maintenance import inspect
 
     folder = _folder(cache_dir)
-    if tenant is None:
-        found = inspect(folder, fusion_cache_dir)
-    else:
-        names = _names(folder, tenant)
-        found = inspect(folder, fusion_cache_dir, names, _salts(folder, names))
-        unattributed = [*_unattributed(folder), *[_ELSEWHERE] * _has_gateway(folder)]
-        print("not counted: " + "; ".join(unattributed), file=sys.stderr)
+    names = None if tenant is None else _names(folder, tenant)
+    found = inspect(folder, fusion_cache_dir, names, _salts(folder, names or ()))
+    if tenant is not None:
+        print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder, fusion_cache_dir)
-            names = [row.tenant for row in everybody.entries] + [held.tenant or "" for held in everybody.answers]
-            known = list(dict.fromkeys(names))
-            listed = ", ".join(map(_tenant, known[:_NAMES])) + ", ..." * (len(known) > _NAMES)
+            known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
+            listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
             print(f"nothing is here of {_tenant(tenant)}; known: {listed or 'nobody'}", file=sys.stderr)
-    _report(found, as_json, lambda: _print_use(found))
+    _report(asdict(found), as_json, lambda: _print_use(found))
 
 
 def _print_use(found: CacheUse) -> None:
-    console = _console()
     whose = "" if found.tenants is None else f", tenant {' or '.join(map(_tenant, found.tenants))}"
-    console.print(f"{_cell(found.cache_dir)}{whose}: {_size(found.nbytes)} in the stores below")
-    table = _table("Entries", "tenant", "model", "entries", "hits", "oldest", "last used")
+    nbytes = sum(store.nbytes for store in found.stores)
+    print(f"{_cell(found.cache_dir)}{whose}: {_size(nbytes)} in the stores below")
+    entries = []
     for row in found.entries:
-        model = f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16]
-        times = (_ago(row.oldest), _ago(row.used))
-        table.add_row(_tenant(row.tenant), _cell(model), str(row.entries), str(row.hits), *times)
-    console.print(table)
-    if found.answers:
-        table = _table("Answers", "tenant", "answers", "bytes", "oldest", "last used")
-        for held in found.answers:
-            whose = "?" if held.tenant is None else _tenant(held.tenant)
-            table.add_row(whose, str(held.answers), _size(held.nbytes), _ago(held.oldest), _ago(held.used))
-        console.print(table)
-    table = _table("Stores", "store", "namespace", "items", "blocks", "bytes", "oldest", "last used")
+        model = _cell(f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16])
+        entries.append([_tenant(row.tenant), model, row.entries, row.hits, _ago(row.oldest), _ago(row.used)])
+    _print_table("Entries", ["tenant", "model", "entries", "hits", "oldest", "last used"], entries)
+    answers = []
+    for held in found.answers:
+        whose = "?" if held.tenant is None else _tenant(held.tenant)
+        answers.append([whose, held.answers, _size(held.nbytes), _ago(held.oldest), _ago(held.used)])
+    if answers:
+        _print_table("Answers", ["tenant", "answers", "bytes", "oldest", "last used"], answers)
+    stores = []
     for use in found.stores:
-        counts = (str(use.items), str(use.blocks) if use.blocks else "-", _size(use.nbytes))
-        table.add_row(use.store, use.namespace[:16] or "-", *counts, _ago(use.oldest), _ago(use.used))
-    console.print(table)
+        counts = [use.items, use.blocks or "-", _size(use.nbytes)]
+        stores.append([use.store, use.namespace[:16] or "-", *counts, _ago(use.oldest), _ago(use.used)])
+    _print_table("Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores)
 
 
 @verify.default
@@ -206,22 +192,19 @@ def _verify(
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
     from rich.console import Console
-    from rich.progress import Progress
 
     from semkv.stores.maintenance import verify as check
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Checking", total=None)
-        found = check(
-            _folder(cache_dir),
-            fusion_cache_dir,
-            repair=repair,
-            advance=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-    counts = f"{found.checked} files and {found.answers} answers checked, {len(found.damaged)} damaged"
-    counts += f", {found.deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
-    _report(found, as_json, lambda: print(*found.damaged, counts, sep="\n"))
-    if len(found.damaged) > found.deleted:
+    with Console(stderr=True).status("Checking"):
+        found = check(_folder(cache_dir), fusion_cache_dir, repair=repair)
+    deleted = found.counts["deleted"]
+    said = (
+        f"{found.counts['checked']} files and {found.counts['answers']} answers checked, {len(found.damaged)} damaged"
+    )
+    said += f", {deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
+    result = {**found.counts, "damaged": found.damaged, "unread": found.unread}
+    _report(result, as_json, lambda: print(*found.damaged, said, sep="\n"))
+    if len(found.damaged) > deleted:
         sys.exit(EXIT_DAMAGED)
 
 
@@ -248,11 +231,12 @@ def _gc(
 
     found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
     said = (
-        f"deleted: {found.kv} of KV, {found.fusion} of fusion states, {found.media} pictures, "
-        f"{found.entries} entries, {found.answers} answers, {found.strays} temporary files"
+        "deleted: {kv} of KV, {fusion} of fusion states, {media} pictures, {entries} entries, {answers} answers, "
+        "{strays} temporary files"
     )
-    left = [_INVALIDATE] * bool(max_age_days and _has_gateway(_folder(cache_dir)))
-    _report(found, as_json, lambda: print(said), left)
+    left = [_INVALIDATE] * bool(max_age_days)
+    result = {**found.counts, "unread": found.damaged + found.unread}
+    _report(result, as_json, lambda: print(said.format(**found.counts)), left)
 
 
 @purge.default
@@ -269,24 +253,19 @@ def _purge(
 
     With --tag the entries and a gateway's answers that have one.
     """
-    from semkv.stores.maintenance import purge_all, purge_entries, purge_salts
+    from semkv.stores.maintenance import purge as delete
 
     folder = _folder(cache_dir)
-    left = [_INVALIDATE] * _has_gateway(folder)
-    if tenant is None and tag is None:
-        found = purge_all(folder, fusion_cache_dir, dry_run=dry_run)
-    else:
+    names = None if tenant is None else _names(folder, tenant)
+    salts = _salts(folder, names) if names is not None and tag is None else None
+    left = [_INVALIDATE]
+    if names is not None or tag is not None:
         left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
-        names = None if tenant is None else _names(folder, tenant)
-        found = purge_entries(folder, names, tag, dry_run=dry_run)
-        if names is None or tag is not None:
-            left.append("KV blocks and encoder outputs (they have no tags)")
-        else:
-            found += purge_salts(folder, fusion_cache_dir, _salts(folder, names), dry_run=dry_run)
-            left += _unattributed(folder)
-    done = "would be deleted" if dry_run else "deleted"
-    said = f"{found.entries} entries, {found.answers} answers and {found.files} files {done}"
-    _report(found, as_json, lambda: print(said), left)
+        left += ["KV blocks and encoder outputs (they have no tags)"] if salts is None else _unattributed(folder)
+    found = delete(folder, fusion_cache_dir, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
+    said = "{entries} entries, {answers} answers and {files} files " + ("would be deleted" if dry_run else "deleted")
+    result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
+    _report(result, as_json, lambda: print(said.format(**found.counts)), left)
 
 
 # -- a cache as one file ----------------------------------------------------------------------------------------------
@@ -308,8 +287,6 @@ def _export(
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
-    if not file.parent.is_dir():
-        raise StoreError(f"{file.parent} is no directory")
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
@@ -342,17 +319,17 @@ def _import(
     cache_dir: CacheDir = None,
 ) -> None:
     """Make a cache directory of what export wrote."""
-    from semkv.stores.cachedir import make_folder, prepare
     from semkv.stores.database import Database
+    from semkv.stores.maintenance import make_cache_folder, prepare
 
     root = _folder(cache_dir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise StoreError(f"{root} is not empty: choose a new --cache-dir")
-    make_folder(root.parent)
+    make_cache_folder(root.parent)
     try:
         with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
             made = Path(folder) / "cache"
-            make_folder(made)
+            make_cache_folder(made)
             with tarfile.open(file) as archive:
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
@@ -386,36 +363,28 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def _report(
-    found: CacheUse | Damage | Collected | Purged, as_json: bool, show: Callable[[], None], left: Sequence[str] = ()
-) -> None:
+def _report(result: dict[str, Any], as_json: bool, show: Callable[[], None], left: Sequence[str] = ()) -> None:
     """Print a result, and for people what was left.
 
     Raises:
         StoreError: not all could be read.
     """
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(result, indent=2))
     else:
         show()
     if left:
         print("left: " + "; ".join(left), file=sys.stderr)
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
+    if result["unread"]:
+        raise StoreError("; ".join(result["unread"]))
 
 
 def _secret(folder: Path) -> bytes:
     """The gateway's, where it can be had."""
-    file = folder / "secret"
     try:
-        return os.environ.get("SEMKV_SECRET", "").encode() or file.read_bytes()
+        return os.environ.get("SEMKV_SECRET", "").encode() or (folder / "secret").read_bytes()
     except OSError:
         return b""
-
-
-def _has_gateway(folder: Path) -> bool:
-    """Whether one has been here, as far as is known."""
-    return bool(_secret(folder)) or any(folder.glob("ahead*"))
 
 
 def _names(folder: Path, tenant: str) -> list[str]:
@@ -432,7 +401,7 @@ def _names(folder: Path, tenant: str) -> list[str]:
     return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
 
 
-def _salts(folder: Path, names: list[str]) -> list[str | None]:
+def _salts(folder: Path, names: Sequence[str]) -> list[str | None]:
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself, of
     ``semkv run``, and where the gateway's secret can be had, of the gateway."""
     from semkv.engines import EnginePrompt
@@ -458,22 +427,19 @@ def _folder(given: Path | None) -> Path:
     return given or default_cache_dir()
 
 
-def _console() -> Console:
+def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     from rich.console import Console
-
-    console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    return console
-
-
-def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right")
-    return table
+    for row in rows:
+        table.add_row(*map(str, row))
+    console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)
 
 
 def _cell(name: str) -> str:
@@ -494,9 +460,7 @@ def _size(nbytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _ago(moment: float | None) -> str:
-    if moment is None:
-        return "-"
+def _ago(moment: float) -> str:
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= length:

@@ -17,6 +17,7 @@ _REACH = 4  # words within which a verb stands behind its auxiliary
 _BLOCK = 4  # words that stand against others in one place
 _BARE = 4  # letters that a word keeps without its prefix
 _TELLING = 14  # words of a text among which one tells its language
+_PAST = {"past", "perfect"}
 _KNOWN = 0.6  # share of the words that are known where none tells it
 
 
@@ -107,8 +108,7 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     words = [t.word for t in mine if t.word in language.lessening]
     if not words:
         return False
-    even = len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other)
-    if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
+    if len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other):
         return True
     endings = itertools.chain.from_iterable(language.degrees)
     bases = [t.word.removesuffix(ending) for ending in endings for t in other if t.word.endswith(ending)]
@@ -253,11 +253,8 @@ def modality(p: Pair) -> str | None:
     spoken = [language.modals.keys() & text.words for text in (p.a, p.b)]
     if not all(spoken):
         return "modality" if _closed(p.a) and _closed(p.b) and language.mild.isdisjoint((first, second)) else None
-    asked = _asked(p.a) | _asked(p.b)
     near = spoken[0] | spoken[1] <= language.advice and not language.questions.keys().isdisjoint(p.words)
-    strength = list(dict.fromkeys(language.modals.values()))
-    sharp = ("person",) if abs(strength.index(first) - strength.index(second)) == 1 else ("person", "time")
-    return None if near and asked.isdisjoint(sharp) else "modality"
+    return None if near and "person" not in _asked(p.a) | _asked(p.b) else "modality"
 
 
 def _mood(text: Text) -> str:
@@ -283,15 +280,14 @@ def _bound(text: Text) -> str:
     return ""
 
 
-def tense(p: Pair) -> str | None:
-    """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
+def future(p: Pair) -> str | None:
+    """What was against what will be."""
     tenses = p.language.tenses
     first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
     for mine, other in ((first, second), (second, first)):
-        if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
+        if "future" in mine - other and other & _PAST and not mine & _PAST:
             return "tense"
-    times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b) if _closed(text)}
-    return "tense" if times == {"past", "present"} else None
+    return None
 
 
 def person(p: Pair) -> str | None:

@@ -151,10 +151,10 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
         return given.encode()
     if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
-    from semkv.stores.cachedir import make_folder
+    from semkv.stores.maintenance import make_cache_folder
 
     file = settings.cache_dir / "secret"
-    make_folder(settings.cache_dir)
+    make_cache_folder(settings.cache_dir)
     try:
         if not file.exists():
             _make_secret(file)

@@ -87,12 +87,8 @@ def room(rows: int, row_bytes: int) -> Bytes:
 
 
 def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[Bytes]) -> bytes:
-    """What stands before the rows in a file; rows of whole pages begin at a page.
-
-    Args:
-        about: ``kind``, ``file``, ``namespace``, ``layout``, ``owner`` and ``writer``.
-        keys, rows: of the blocks.
-    """
+    """What stands before the rows in a file, ``about`` being all but keys and checksums; rows of whole pages begin at a
+    page."""
     document = {
         "version": FORMAT_VERSION,
         **about,
@@ -124,9 +120,6 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
 
     Its two folders are made where they are missing, not those above it. It gets its name when all of it is on the disk:
     the name may be lost in a power cut, the content may not.
-
-    Raises:
-        OSError: the disk is full or read-only; the temporary file is gone.
     """
     for folder in (path.parent.parent, path.parent):  # a purge may have deleted both
         folder.mkdir(0o700, exist_ok=True)
@@ -185,21 +178,11 @@ def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 class BlockFile:
-    """An open file whose header has been read and checked. Use as a context manager.
-
-    Attributes:
-        head: what the header says, see above.
-        keys: of the rows.
-        row_bytes: length of each row.
-
-    Args:
-        path: where the file is.
-        expected: what the header must say.
+    """An open file whose header (``head``) has been read, and says what is ``expected``. Use as a context manager.
 
     Raises:
         CorruptValue: it is another file than expected, or damaged, or of another version, or cut short.
-        FileNotFoundError: it was evicted.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or (FileNotFoundError) was evicted.
     """
 
     def __init__(self, path: Path, **expected: str) -> None:
@@ -246,9 +229,6 @@ class BlockFile:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right.
 
         What the page cache has is copied from there. The rest comes past it, without a copy, where all begins at pages.
-
-        Raises:
-            OSError: the disk fails.
         """
         if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
@@ -283,11 +263,7 @@ def path_of(root: Path, file: str) -> Path:
 
 
 def listed(root: Path) -> Iterator[Path]:
-    """All that lies where block files do. No link is followed.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """All that lies where block files do. No link is followed."""
     for folder in () if (root / FILES).is_symlink() else _entries(root / FILES):
         if folder.is_dir(follow_symlinks=False):
             yield from (Path(entry.path) for entry in _entries(Path(folder.path)))
@@ -345,12 +321,7 @@ def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
 
 
 def read_marker(root: Path) -> dict[str, Any] | None:
-    """What the marker says; None where there is none, empty where it is damaged.
-
-    Raises:
-        StoreError: it is a link, a folder, a device or a pipe.
-        OSError: it cannot be read.
-    """
+    """What the marker says; None where there is none, empty where it is damaged. Raises as `open_file`."""
     try:
         with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
             found = json.loads(file.read(1 << 16))

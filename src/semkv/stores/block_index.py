@@ -41,7 +41,11 @@ CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, writer BLOB, namespace B
 INSERT INTO purges(id) VALUES(:now);
 """,  # a process that used the index before this one has missed purges, so the first record is one of everything
     version=7,
-    probes=("files",),
+    probes=(
+        "SELECT number, namespace, blocks, nbytes, created, used, again, committed, owner, writer FROM files LIMIT 1",
+        "SELECT key, file, row FROM blocks LIMIT 1",
+        "SELECT id, owner, writer, namespace, before FROM purges LIMIT 1",
+    ),
     discard=discard_blocks,
 )
 # One row for all keys: the interpreter may be handed to another thread at each row of SQLite's.
@@ -62,14 +66,7 @@ PENDING_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Where a block is.
-
-    Attributes:
-        file: id of the block file.
-        row: of the file.
-        created: when it was written, in seconds since the epoch.
-        owner: `block_file.tenant_tag` its tenant.
-    """
+    """Where a block is: id of the block file, row in it, when it was written, and `tenant_tag` of its tenant."""
 
     file: str
     row: int
@@ -197,14 +194,8 @@ def reserve(
 ) -> tuple[int, int] | None:
     """Make room for a file and take it, in one step; `commit` or `delete` must follow.
 
-    Args:
-        db, root: the index and its directory.
-        new: what is about to be written.
-        max_bytes, max_blocks: of the directory; 0 for no bound.
-        since: the last purge when the blocks were computed; None for now.
-
-    Returns:
-        How many files and blocks went for it; None where there is no room, or the blocks were purged meanwhile.
+    Returns how many files and blocks went for it; None where there is no room, or the blocks were purged after the
+    purge ``since``. A bound of 0 is none.
     """
     if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
         return None
@@ -216,7 +207,7 @@ def reserve(
     gone = _victims(db, over_bytes, over_blocks, _us(new.created - PENDING_S))
     if gone is None:
         return None
-    _delete(db, root, [number for number, _ in gone])
+    delete(db, root, [file for file, _ in gone])
     at = _us(new.created)
     row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, new.owner.encode())
     db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?)", (*row, new.writer.encode()))
@@ -234,7 +225,7 @@ def _is_purged(db: sqlite3.Connection, new: NewFile, since: int) -> bool:
 
 def _victims(
     db: sqlite3.Connection, over_bytes: float, over_blocks: float, pending: int
-) -> list[tuple[int, int]] | None:
+) -> list[tuple[str, int]] | None:
     """The files that go to free so much, with the blocks of each; None where all that may go is not enough.
 
     There are two queues, each with what was used longest ago first: what was not used again since it came, and what
@@ -243,7 +234,7 @@ def _victims(
     """
     may_go = """SELECT number, CAST(nbytes AS INTEGER), CAST(blocks AS INTEGER) FROM files
 WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
-    gone: list[tuple[int, int]] = []
+    gone: list[tuple[str, int]] = []
     if over_bytes <= 0 and over_blocks <= 0:
         return gone
     held = [db.execute("SELECT total(nbytes) FROM files WHERE again=?", (again,)).fetchone()[0] for again in (0, 1)]
@@ -256,18 +247,15 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
         else:
             return None
         number, nbytes, blocks = head
-        gone.append((number, blocks))
+        gone.append((_id(number), blocks))
         held[which] -= nbytes
         over_bytes, over_blocks = over_bytes - nbytes, over_blocks - blocks
     return gone
 
 
 def commit(db: sqlite3.Connection, root: Path, new: NewFile) -> bool:
-    """Name the blocks of a file that was reserved and is there now.
-
-    Returns:
-        False where none was new, it was purged meanwhile, or the reservation is gone: then the file is deleted.
-    """
+    """Name the blocks of a file that was reserved and is there now. False where none was new, it was purged meanwhile,
+    or the reservation is gone: then the file is deleted."""
     number, space = _number(new.file), _space(new.namespace)
     kept = db.execute("UPDATE files SET committed=1 WHERE number=? AND committed=0", (number,)).rowcount
     rows = [(space + key, number, row) for row, key in enumerate(new.keys)]
@@ -277,22 +265,18 @@ def commit(db: sqlite3.Connection, root: Path, new: NewFile) -> bool:
     )
     if kept and db.executemany(name, rows).rowcount:
         return True
-    _delete(db, root, [number])
+    delete(db, root, [new.file])
     return False
 
 
 def delete(db: sqlite3.Connection, root: Path, files: Iterable[str]) -> bool:
-    """Delete files; True."""
-    _delete(db, root, list(map(_number, files)))
-    return True
-
-
-def _delete(db: sqlite3.Connection, root: Path, numbers: Sequence[int]) -> None:
-    rows = [(number,) for number in numbers]
+    """Delete files, and forget their blocks."""
+    rows = [(_number(file),) for file in files]
     db.executemany("DELETE FROM blocks WHERE file=?", rows)
     db.executemany("DELETE FROM files WHERE number=?", rows)
-    for number in numbers:
+    for (number,) in rows:
         unlink(root, _id(number))
+    return True
 
 
 def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
@@ -305,7 +289,7 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     rows = db.execute(query, [_us(time.time() - PENDING_S), *values]).fetchall()
     if not which:
         db.execute("DELETE FROM blocks")  # what is left of a damaged index too
-    _delete(db, root, [number for number, done in rows if done])
+    delete(db, root, [_id(number) for number, done in rows if done])
     for number, done in rows:
         if not done:
             db.execute("UPDATE files SET committed=? WHERE number=?", (_PURGED, number))
@@ -323,5 +307,5 @@ def expire(db: sqlite3.Connection, root: Path, before: float) -> int:
     """Delete what was written before this moment, and what writers reserved that died; how many files."""
     query = "SELECT number FROM files WHERE created<? OR (committed<>1 AND created<?)"
     rows = db.execute(query, (_us(before), _us(time.time() - PENDING_S))).fetchall()
-    _delete(db, root, [number for (number,) in rows])
+    delete(db, root, [_id(number) for (number,) in rows])
     return len(rows)

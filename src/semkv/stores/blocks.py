@@ -1,14 +1,11 @@
 """Blocks on disk: opaque rows of bytes, found by namespace and key. KV blocks and fusion states lie in such stores.
 
-`BlockStore.write` reserves room in the index, writes a file and commits it. `BlockStore.find` asks the index,
-`BlockStore.read` opens the files and checks every row. `block_index` decides what is evicted and what a purge covers,
-`block_file` what a file looks like.
+`BlockStore.write` reserves room in the index (`block_index`), writes a file (`block_file`) and commits it.
+`BlockStore.find` asks the index, `BlockStore.read` opens the files and checks every row.
 
 Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
-disk writing pauses, a read-only disk is only read. Where the index was deleted or damaged, the store begins
-anew; where that fails, everything is a miss, and it is tried again after a minute.
-
-Any thread may call. `BlockStore.find`, `purges_after` and `last_purge` wait for no other process.
+disk writing pauses, a read-only disk is only read. Where the index was deleted or damaged, the store begins anew; where
+that fails, everything is a miss, and it is tried again after a minute.
 """
 
 from __future__ import annotations
@@ -59,13 +56,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much a store directory may hold, over all models and ranks that share it. 0: no bound of this kind.
-
-    Attributes:
-        max_bytes: of all block files, headers included.
-        max_blocks: of all block files.
-        max_age_s: seconds after which what was stored is neither served nor kept.
-    """
+    """How much a store directory may hold, over all models and ranks that share it, headers included, and for how many
+    seconds. 0: no bound of this kind."""
 
     max_bytes: int = KV_MAX_BYTES
     max_blocks: int = 0
@@ -80,15 +72,16 @@ class Bounds:
 class BlockStore:
     """Block files in one directory. Safe to use from several threads; several processes may share a directory.
 
+    `find`, `purges_after` and `last_purge` wait for no other process.
+
     Attributes:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
-        fault: why the index could not be used, of a store that was opened to be read only.
 
     Args:
-        read_only: to look at what is there: nothing is written or deleted, also where the index is damaged.
+        read_only: only look at what is there: nothing is written or deleted, and faults of the index are raised.
     """
 
     def __init__(
@@ -103,7 +96,6 @@ class BlockStore:
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
         self._database: Database | None = None
-        self.fault: BaseException | None = None
         self._only_looks, self._read_only, self._closed = read_only, read_only, False
         self._opening = threading.Lock()
         self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
@@ -144,16 +136,13 @@ class BlockStore:
             self._database, self._swept_at = self._open_index(wait_s), float("-inf")
         except (OSError, StoreError, *_INDEX_FAULTS) as error:
             cause = error.__cause__ or error
-            if first and isinstance(cause, StoreError):
+            if first and (isinstance(cause, StoreError) or self._only_looks):
                 raise
             self.counters["errors"] += 1
             if isinstance(cause, BlockingIOError):  # another process opens it
                 self._open_after = time.monotonic() + _OPENED_S
                 return
             self._open_after = time.monotonic() + REOPEN_S
-            if self._only_looks:
-                self.fault = self.fault or cause
-                return
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
 
     def _open_index(self, wait_s: float) -> Database:
@@ -178,37 +167,32 @@ class BlockStore:
         return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s, replace=not self._read_only)
 
     def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:
-        """What the index says, or ``otherwise`` where there is none or it fails; asked again where it was damaged.
-
-        This is the one place where faults of the index are handled.
+        """What the index says, or ``otherwise`` where there is none or it fails. Faults of the index are handled here.
 
         Args:
             write_s: in a transaction, for which to wait so long.
         """
-        for _ in range(2):
-            index = self._index()
-            if index is None or (write_s is not None and self._read_only):
+        index = self._index()
+        if index is None or (write_s is not None and self._read_only):
+            return otherwise
+        try:
+            with index if write_s is None else index.write(write_s) as db:
+                return what(db)
+        except _INDEX_FAULTS as error:
+            if self._only_looks:
+                raise
+            self.counters["errors"] += 1
+            if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
                 return otherwise
-            try:
-                with index if write_s is None else index.write(write_s) as db:
-                    return what(db)
-            except _INDEX_FAULTS as error:
-                self.counters["errors"] += 1
-                if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
-                    return otherwise
-                if not is_useless(error):
-                    if self.writable:
-                        self._pause(error)
-                    return otherwise
+            if is_useless(error):
                 self._give_up(index, error)
-        return otherwise
+            elif self.writable:
+                self._pause(error)
+            return otherwise
 
     def _give_up(self, index: Database, error: Exception) -> None:
-        """Close a useless index. Another one is begun at once, but not twice in a minute."""
-        if self._only_looks:
-            self.fault = self.fault or error
-        else:
-            self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
+        """Close a useless index. The next call begins another one, but not twice in a minute."""
+        self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
         self._database = None
         index.close(discard=not self._read_only)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
@@ -237,15 +221,11 @@ class BlockStore:
     def read(
         self, layout: Any, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[Bytes]
     ) -> list[bool]:
-        """Fill each of ``rows`` (uint8 ``[row_bytes]``) with the block that a ref leads to; which of them are right.
+        """Fill each of ``rows`` (uint8 ``[row_bytes]``) with the block that a ref of `find` leads to; which of them are
+        right. What is in the others is not to be used.
 
-        Each block is checked: format, namespace, tenant, layout, key, length, checksum. A file that fails is deleted,
-        and what else is right in it still comes.
-
-        Args:
-            layout: a JSON value that says what a row means.
-            namespace, keys, refs: as given to `find`, and what it found.
-            rows: memory to fill; what is in it where the answer is False is not to be used.
+        Each block is checked: format, namespace, tenant, ``layout`` (a JSON value), key, length, checksum. A file that
+        fails is deleted, and what else is right in it still comes.
         """
         good, wanted = [False] * len(refs), dict[str, list[int]]()
         for i in range(len(refs)):
@@ -318,7 +298,7 @@ class BlockStore:
         Args:
             layout: a JSON value that says what a row means.
             rows: uint8 ``[row_bytes]`` each, one for each key; they must not change meanwhile.
-            owner: `block_file.tenant_tag` the tenant.
+            owner: `tenant_tag` of the tenant.
             since: `last_purge` when the blocks were computed; None for now. What was purged after that is not stored.
 
         Raises:
@@ -402,11 +382,8 @@ class BlockStore:
         self.drop([file])
 
     def purge(self, *, owner: str | None = None, dry_run: bool = False) -> int:
-        """Delete the files of a tenant, or all. Works beside running engines, which hear of it by `purges_after`.
-
-        Returns:
-            How many files went, or with ``dry_run`` would go.
-        """
+        """Delete the files of a tenant, or all; how many went, or with ``dry_run`` would go. Running engines hear of it
+        by `purges_after`."""
         which = {} if owner is None else {"owner": owner}
         if dry_run:
             return len(self._ask(lambda db: block_index.file_ids(db, which), list[str]()))
@@ -425,11 +402,8 @@ class BlockStore:
     def disown(self, *namespaces: str) -> bool:
         """Delete what this store's writer, in any process, stored under some namespaces, and has under way there.
 
-        What others stored stays. A namespace where that fails is tried again with each later call, which need not name
-        any and then waits for nobody.
-
-        Returns:
-            Whether nothing is left to be tried again.
+        A namespace where that fails is tried again with each later call, which need not name any and then waits for
+        nobody. Returns whether nothing is left to be tried again.
         """
         self._disowned += namespaces
         wait_s = BUSY_S if namespaces else 0.0
@@ -470,38 +444,36 @@ class BlockStore:
                     gone += 1
         return gone
 
-    def files(self) -> list[str]:
-        """Ids of all files."""
-        return self._ask(lambda db: block_index.file_ids(db, {}), [])
-
-    def totals(self) -> tuple[int, int, int]:
-        """Files, blocks and bytes stored."""
-        return self._ask(block_index.totals, (0, 0, 0))
-
     def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
         """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
         return self._ask(lambda db: block_index.ages(db, owners), {})
 
-    def check(self) -> None:
-        """Look for damage in the structure of the index, which is begun anew where there is any."""
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
+        """Read every file from end to end: for each what is wrong with it, or an empty string. An index whose
+        structure is damaged is begun anew, where more than looking is allowed.
 
-        def check(db: sqlite3.Connection) -> None:
-            if found := quick_check(db):
-                raise sqlite3.DatabaseError(found)
+        Args:
+            repair: delete files that are damaged.
+        """
 
-        self._ask(check, None)
+        def look(db: sqlite3.Connection) -> list[str]:
+            if fault := quick_check(db):
+                raise sqlite3.DatabaseError(fault)
+            return block_index.file_ids(db, {}, committed=True)
 
-    def damage(self, file: str) -> str:
-        """What is wrong with a file, read from end to end; empty where it is whole."""
-        try:
-            with self._block_file(file) as opened:
-                row = block_file.room(1, opened.row_bytes)[0]
-                whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
-                return "" if whole else f"{file}: a row is damaged"
-        except FileNotFoundError:  # it was evicted
-            return ""
-        except (CorruptValue, OSError) as error:
-            return f"{file}: {error}"
+        for file in self._ask(look, list[str]()):
+            try:
+                with self._block_file(file) as opened:
+                    row = block_file.room(1, opened.row_bytes)[0]
+                    whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
+                    reason = "" if whole else f"{file}: a row is damaged"
+            except FileNotFoundError:  # it was evicted
+                continue
+            except (CorruptValue, OSError) as error:
+                reason = f"{file}: {error}"
+            if reason and repair:
+                self.reject(file)
+            yield reason
 
     def close(self) -> None:
         """Nothing more is asked or written."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,16 +44,11 @@ Criteria = dict[str, str | float | list[str]]
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUse:
-    """What one tenant and model has in the catalog; times are seconds since the epoch.
+    """What one tenant and model has in the catalog.
 
-    Attributes:
-        tenant, model: the namespace.
-        entries: how many.
-        hits: how often one of them stood in for a request. An exact repeat that a gateway answers from its store of
-            answers is none: the catalog is not asked.
-        oldest: when the first was recorded.
-        used: when one was last recorded or hit.
-        name: of the model, where an entry tells it.
+    ``hits`` count how often an entry stood in for a request; an exact repeat that a gateway answers is none. ``oldest``
+    (when the first was recorded) and ``used`` (when one was last recorded or hit) are seconds since the epoch. ``name``
+    is the model's, where an entry tells it.
     """
 
     tenant: str
@@ -69,7 +65,6 @@ class Record:
     """An entry with everything by which it is found.
 
     Attributes:
-        entry: what is kept.
         keys: digests under which `Catalog.find` returns it.
         frame: digest of all its segments but the question, or an empty string.
         loose_frame: the same with every media item alike.
@@ -140,11 +135,6 @@ class Catalog:
         self.database = Database(path, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
 
-    def _number(self, statement: str, *values: object) -> int:
-        with self.database as db:
-            row = db.execute(statement, values).fetchone()
-        return int(row[0])
-
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
         """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
@@ -154,7 +144,7 @@ class Catalog:
             yield db
 
     def __len__(self) -> int:
-        return self._number("SELECT COUNT(*) FROM entries")
+        return int(self.database.rows("SELECT COUNT(*) FROM entries")[0][0])
 
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
@@ -271,9 +261,7 @@ class Catalog:
                 return removal(db, self._meeting(db, criteria))
         with self._write() as db:
             if db.execute(_SHARES).fetchone()[0]:
-                if (
-                    db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS
-                ):  # the others were away for long
+                if db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS:  # others were away for long
                     db.execute("DELETE FROM removals")
                     db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
                 db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
@@ -336,18 +324,16 @@ class Catalog:
             "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        with self.database as db:
-            return [NamespaceUse(*row) for row in db.execute(statement, (tenant,))]
+        return [NamespaceUse(*row) for row in self.database.rows(statement, tenant)]
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
         statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
-        with self.database as db:
-            return {str(row[0]) for row in db.execute(statement, (tenant,))}
+        return {str(media) for (media,) in self.database.rows(statement, tenant)}
 
     def has_media(self, media_id: str) -> bool:
         """Whether any entry has this image."""
-        return self._number("SELECT COUNT(*) FROM entry_media WHERE media=?", media_id) > 0
+        return bool(self.database.rows("SELECT 1 FROM entry_media WHERE media=? LIMIT 1", media_id))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -361,8 +347,7 @@ class Catalog:
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
-        with self.database as db:
-            return db.execute("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", (key,)).fetchone() is not None
+        return bool(self.database.rows("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", key))
 
     def _entries(self, where: str, *values: object) -> list[Entry]:
         statement = (
@@ -371,34 +356,28 @@ class Catalog:
             f" FROM {where}"
         )
         found = []
-        with self.database as db:
-            for row, name, *rest in db.execute(statement, values).fetchall():
-                try:
-                    tenant, model, segments, chunk, answer, tags, created, last_hit, hits, metadata = rest
-                    entry = Entry(
-                        name, Namespace(tenant, model), load_segments(segments), chunk, answer, {},
-                        tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),
-                    )  # fmt: skip
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    with self._write() as writing:
-                        delete(writing, [row])
-                    raise CorruptValue(f"entry {name}: {error}") from error
-                found.append(entry)
+        for row, name, *rest in self.database.rows(statement, *values):
+            try:
+                tenant, model, segments, chunk, answer, tags, created, last_hit, hits, metadata = rest
+                entry = Entry(
+                    name, Namespace(tenant, model), load_segments(segments), chunk, answer, {},
+                    tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),
+                )  # fmt: skip
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                with self._write() as db:
+                    delete(db, [row])
+                raise CorruptValue(f"entry {name}: {error}") from error
+            found.append(entry)
         return found
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
-        """Keys of the contexts that share the most sentences, best first.
-
-        Args:
-            hashes: of the request's sentences.
-            limit: how many contexts to return.
-            postings: how many contexts one sentence may name, so that boilerplate costs no more than another.
-        """
-        votes: dict[int, int] = {}
+        """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
+        ``postings`` contexts, so that boilerplate costs no more than another."""
+        votes = Counter[int]()
         with self.database as db:
             for value in hashes:
-                for row in db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings)):
-                    votes[row[0]] = votes.get(row[0], 0) + 1
+                rows = db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings))
+                votes.update(context for (context,) in rows)
             best = sorted(votes, key=lambda c: (-votes[c], c))[:limit]
             keys = [db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
         return [row[0] for row in keys if row]
@@ -413,48 +392,35 @@ class Catalog:
 
     def purge(self) -> str:
         """The mark of the last `invalidate` that deleted anything, by this process or another."""
-        with self.database as db:
-            return str(db.execute("SELECT mark FROM purge").fetchone()[0])
+        return str(self.database.rows("SELECT mark FROM purge")[0][0])
 
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
         """Which of some entries are not here."""
         statement = (
             "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
         )
-        with self.database as db:
-            return [str(row[0]) for row in db.execute(statement, (json.dumps(list(entry_ids)),))]
+        return [str(entry_id) for (entry_id,) in self.database.rows(statement, json.dumps(list(entry_ids)))]
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
-        marks = ",".join("?" * len(layers))
-        with self.database as db:
-            rows = db.execute(
-                "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608
-                f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({marks}) ORDER BY vectors.id LIMIT ?",
-                (after, *layers, limit),
-            ).fetchall()
+        statement = (
+            "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608
+            f" ON entries.id=entry WHERE vectors.id>? AND layer IN ({','.join('?' * len(layers))})"
+            " ORDER BY vectors.id LIMIT ?"
+        )
+        rows = self.database.rows(statement, after, *layers, limit)
         return [VectorRow(*row) for row in rows if row[0] > after]  # a damaged tree may lead back
 
     def media_rows(self, after: int, limit: int) -> list[MediaRow]:
         """The next entries with media items, in order of writing, numbered above ``after``."""
-        with self.database as db:
-            rows = db.execute(
-                "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?",
-                (after, limit),
-            ).fetchall()
-        return [
-            MediaRow(number, entry, space, run, tuple(media.split()))
-            for number, entry, space, run, media in rows
-            if number > after
-        ]
+        statement = "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?"
+        rows = self.database.rows(statement, after, limit)
+        return [MediaRow(*row, tuple(media.split())) for *row, media in rows if row[0] > after]  # type: ignore[call-arg]
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
-        with self.database as db:
-            row = db.execute(
-                "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?", (space, layer, media)
-            ).fetchone()
-        return None if row is None else bytes(row[0])
+        statement = "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?"
+        return next((bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)), None)
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
@@ -476,15 +442,11 @@ def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
 
     What refers to an entry goes by itself (``ON DELETE CASCADE``).
     """
-    removed = removal(db, rows)
-    ids = (json.dumps(rows),)
-    media = db.execute(
-        "SELECT DISTINCT media, space FROM entry_media WHERE entry IN (SELECT value FROM json_each(?))", ids
-    ).fetchall()
-    keys = db.execute(
-        "SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE entry IN (SELECT value FROM json_each(?))",
-        ids,
-    ).fetchall()
+    removed, ids = removal(db, rows), (json.dumps(rows),)
+    of_them = "entry IN (SELECT value FROM json_each(?))"
+    media = db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE {of_them}", ids).fetchall()  # noqa: S608
+    contexts = f"SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE {of_them}"  # noqa: S608
+    keys = db.execute(contexts, ids).fetchall()
     db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
     db.executemany("DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys)
     db.executemany(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from semkv.errors import StoreError
 from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file
@@ -35,6 +36,7 @@ _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
 )
+_WRONG_SQL = sqlite3.SQLITE_ERROR  # of a file that was opened: then `Schema.probes` has seen its columns
 
 _TABLES = """
 CREATE TABLE entries (
@@ -114,7 +116,7 @@ class Schema:
         tables: the statements that make it. ``:now`` is the time in microseconds since the epoch: numbers of rows go on
             from there, so that no reader takes a new file's for those of a damaged one that it has read already.
         version: of the tables.
-        probes: tables with a column ``created``, which are looked at when the file is opened: a damaged page shows.
+        probes: queries that are made when the file is opened: a damaged page or table shows.
         discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
             deleted then, and one of another version. None: the first is put aside, the second refused.
     """
@@ -125,7 +127,8 @@ class Schema:
     discard: Callable[[Path], object] | None = None
 
 
-_CACHE = Schema(_TABLES, FORMAT, ("entries", "responses"))
+_PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
+_CACHE = Schema(_TABLES, FORMAT, _PROBES)
 
 
 class Database:
@@ -139,7 +142,7 @@ class Database:
         schema: what is in it; a cache's entries and responses unless another is given.
         timeout_s: how long to wait for another process's write.
         open_s: how long to wait for another process that opens or replaces the file, the first time.
-        fault: makes the exception that is raised in place of SQLite's; None for SQLite's own.
+        raises_store_error: in place of SQLite's errors.
         replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
             format is refused, and one that this user cannot write is read.
 
@@ -158,11 +161,11 @@ class Database:
         schema: Schema = _CACHE,
         timeout_s: float = 2.0,
         open_s: float = _LOCK_S,
-        fault: Callable[[sqlite3.Error], Exception] | None = None,
+        raises_store_error: bool = False,
         replace: bool = True,
     ) -> None:
         self.path, self.lock, self._schema = path, threading.RLock(), schema
-        self._timeout_s, self._fault, self._replace = timeout_s, fault, replace
+        self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
         self.opened, self._closed = 0, False
         self._file: FileId | None = None  # the one that is open
         self._name = os.fspath(path)
@@ -174,7 +177,7 @@ class Database:
             raise StoreError(f"database {path}: {error}") from error
 
     def __enter__(self) -> sqlite3.Connection:
-        """The connection, to read. SQLite's errors (locked, damaged, closed) become ``fault``'s."""
+        """The connection, to read."""
         self.lock.acquire()
         try:
             if not self._is_current() and not self._closed and not (self._file and self.connection.in_transaction):
@@ -226,13 +229,18 @@ class Database:
         if is_damage(error) and self._replace and not self._closed and not self._schema.discard:
             with suppress(sqlite3.Error):  # the next use tries again
                 self._open_anew(damaged=self._file)
-        if self._fault is not None and isinstance(error, sqlite3.Error):
-            raise self._fault(error) from error
+        if self._raises_store_error and isinstance(error, sqlite3.Error):
+            raise StoreError(f"{self.path}: {error}") from error
+
+    def rows(self, statement: str, *values: object) -> list[Any]:
+        """All rows that a statement finds."""
+        with self as db:
+            return db.execute(statement, values).fetchall()
 
     def version(self) -> tuple[int, int]:
         """Another value whenever another connection has written, or the file was replaced."""
-        with self as db:
-            return self.opened, int(db.execute("PRAGMA data_version").fetchone()[0])
+        with self:
+            return self.opened, int(self.rows("PRAGMA data_version")[0][0])
 
     def check(self) -> str:
         """The first fault in the structure of the file; empty where there is none."""
@@ -301,12 +309,7 @@ class Database:
             raise fault from error
 
     def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
-        """Open the file, or a new one in place of the one that was found to be damaged.
-
-        Args:
-            damaged: the file that was.
-            wait_s: how long to wait for others who open, replace or write it.
-        """
+        """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if not self._replace:
             self.connection = self._connect(wait_s)
             return
@@ -319,7 +322,7 @@ class Database:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
                 unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
-                if not unreadable and not (self._schema.discard and is_useless(error)):
+                if not unreadable and not (self._schema.discard and (is_useless(error) or _code(error) == _WRONG_SQL)):
                     raise
                 ours = self.path.name == CATALOG or self._schema.discard
                 if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
@@ -347,8 +350,8 @@ class Database:
                 self._begin(db)
             if writable:
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
-            for table in self._schema.probes:
-                db.execute(f"SELECT created FROM {table} NOT INDEXED LIMIT 1").fetchone()  # noqa: S608 (our own words)
+            for query in self._schema.probes:
+                db.execute(query).fetchone()
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
         except BaseException:
             db.close()
@@ -356,12 +359,7 @@ class Database:
         return db
 
     def _is_new(self, db: sqlite3.Connection) -> bool:
-        """Whether nothing is in the file.
-
-        Raises:
-            StoreError: it is another program's, or of another format version.
-            sqlite3.DatabaseError: the same of one that may be deleted.
-        """
+        """Whether nothing is in the file. Raises where it is another program's, or of another format version."""
         version, application, tables = (
             db.execute(statement).fetchone()[0]
             for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
@@ -429,7 +427,7 @@ def is_useless(error: BaseException) -> bool:
     found = isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)) and not isinstance(
         error, sqlite3.ProgrammingError
     )
-    return found and _code(error) not in (*_TRANSIENT, *_DISK)
+    return found and _code(error) not in (*_TRANSIENT, *_DISK, _WRONG_SQL)
 
 
 def _code(error: BaseException) -> int:

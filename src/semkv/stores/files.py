@@ -28,11 +28,7 @@ _LOCK_POLL_S = 0.002
 
 
 def file_id(path: Path) -> FileId | None:
-    """Which file has this name at this moment, at the price of one ``stat``; None where there is none.
-
-    Raises:
-        OSError: that cannot be said.
-    """
+    """Which file has this name at this moment; None where there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -41,11 +37,7 @@ def file_id(path: Path) -> FileId | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, which only this user can enter.
-
-    Raises:
-        OSError: it cannot be made; FileExistsError where a file or a broken link has its name.
-    """
+    """Make a folder, and those above it that are missing, which only this user can enter."""
     for part in (*reversed(folder.parents), folder):
         if not part.is_dir():
             part.mkdir(_FOLDER, exist_ok=True)
@@ -90,11 +82,7 @@ def open_file(path: Path, flags: int, mode: int = _FILE) -> int:
 
 
 def check_regular(path: Path) -> bool:
-    """Whether a file is there.
-
-    Raises:
-        StoreError: it is a link, a folder, a device or a pipe.
-    """
+    """Whether a file is there. Raises a StoreError where it is a link, a folder, a device or a pipe."""
     try:
         regular = stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -115,7 +103,6 @@ def lock(path: Path, wait_s: float) -> Iterator[None]:
     Raises:
         StoreError: it is not a regular file.
         BlockingIOError: another one still holds it after ``wait_s``.
-        OSError: its folder is not there, or cannot be written.
     """
     until = time.monotonic() + wait_s
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
@@ -137,11 +124,8 @@ def lock(path: Path, wait_s: float) -> Iterator[None]:
 def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path``, in full, when the block ends without an exception.
 
-    Until then it has a name that nobody else draws. Of several writers the last one's file stays. ``private``: only its
-    owner can read it. ``durable``: it survives a power cut.
-
-    Raises:
-        OSError: the disk is full or read-only; the temporary file is gone.
+    Of several writers the last one's file stays. ``private``: only its owner can read it. ``durable``: it survives a
+    power cut.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -56,12 +56,7 @@ class FusionState:
 
 
 class FusionStore:
-    """Fusion states of one namespace on disk. Safe to use from several threads and processes.
-
-    Attributes:
-        blocks: the store in which they lie.
-        namespace: their namespace there.
-    """
+    """Fusion states of one namespace, in a store of blocks. Safe to use from several threads and processes."""
 
     def __init__(self, blocks: BlockStore, namespace: str) -> None:
         self.blocks = blocks

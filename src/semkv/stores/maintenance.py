@@ -1,50 +1,76 @@
-"""Looking after a cache directory from outside: what it holds, whether it is whole, and deleting from it.
+"""Making, inspecting, checking and emptying a cache directory.
 
 Works beside running engines and gateways: every step is one that they would do themselves, and they hear of what was
-deleted. Anything that could not be read or deleted is listed (``unread``), and the rest is done. Responses that an
-ended gateway had on their way are brought to the store first.
+deleted. A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``, or when it has a
+database of ours. Only files of the forms that semkv writes are deleted, so files that a user put there stay.
 """
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from semkv.config import CacheConfig
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.block_file import INDEX, MARKER, tenant_tag
+from semkv.stores import database
+from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
-from semkv.stores.cachedir import CACHE_FILES, is_ours, purge_directory
-from semkv.stores.catalog import Catalog, NamespaceUse, Removed
-from semkv.stores.database import CATALOG, is_damage, is_filled, is_useless
-from semkv.stores.database import is_ours as is_our_database
-from semkv.stores.files import described, matching, remove_strays
+from semkv.stores.catalog import Catalog, NamespaceUse
+from semkv.stores.database import CATALOG, Database
+from semkv.stores.files import described, make_folder, matching, remove_strays, replace_text
 from semkv.stores.media import MediaStore
 from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.base import Selector
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
+FORMAT = 1
+_MARK = json.dumps({"format": FORMAT, "kind": "cache"})
+_STORES = ("kv", "fusion")
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
+_CATALOG_REMEDY = (
+    "a damaged one is deleted by a purge without --tenant and --tag, and put aside by an engine or a gateway that is "
+    "started on it"
+)
+_INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
+_IMAGES = f"media/??/{'?' * 64}"
+_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"weights/{'?' * 64}.json.*.tmp", f"{MARKER}.*.tmp")
+
+# What semkv writes into a cache directory besides databases and block stores.
+_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", f"weights/{'?' * 64}.json", *_STRAYS)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a command found or did.
+
+    Attributes:
+        counts: files, entries, answers and so on, by name.
+        damaged: a line for each file, answer or database that is damaged.
+        unread: a line for what could not be read or deleted. The rest was done.
+    """
+
+    counts: dict[str, int]
+    damaged: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUse:
-    """One store on disk; times are seconds since the epoch.
+    """One store on disk: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
 
-    Attributes:
-        store: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
-        namespace: digest of the model, its settings and the rank; empty for all but ``kv`` and ``fusion``.
-        items: block files, fusion states, images or responses.
-        blocks: KV blocks or fusion states.
-        nbytes: bytes of the files; of responses, those of heads and payloads, so that tenants' sizes add up.
-        oldest, used: when the oldest was written, and when one was last used; None where it is empty.
+    ``namespace`` is the digest of the model, its settings and the rank, for ``kv`` and ``fusion``. ``items`` are block
+    files, images or responses, ``blocks`` KV blocks or fusion states. ``oldest`` and ``used`` (when the oldest was
+    written, and when one was last used) are seconds since the epoch.
     """
 
     store: str
@@ -52,21 +78,15 @@ class StoreUse:
     items: int
     blocks: int
     nbytes: int
-    oldest: float | None
-    used: float | None
+    oldest: float
+    used: float
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache directory holds.
-
-    Attributes:
-        cache_dir: the directory.
-        entries: the catalog, by tenant and model.
-        answers: a gateway's responses, by tenant.
-        stores: all but the catalog, by namespace.
-        unread: a line for each thing that could not be read, and is not counted.
-        tenants: names of the tenant that is counted; None for all tenants.
+    """What a cache directory holds: the catalog by tenant and model, a gateway's responses by tenant, and all but the
+    catalog by namespace. ``unread`` has a line for each thing that could not be read, and is not counted. ``tenants``
+    are names of the tenant that is counted; None for all tenants.
     """
 
     cache_dir: str
@@ -76,55 +96,55 @@ class CacheUse:
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ``stores``."""
-        return sum(store.nbytes for store in self.stores)
+
+# -- making one -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """What a check found: files (but for the database) and responses of a gateway that were read, a line for each that
-    is damaged, how many of those a repair deleted, and a line for what could not be read at all."""
+def prepare(config: CacheConfig, *, purge: bool = False) -> None:
+    """Make the cache directory ready: empty it where asked, check its version, mark it as ours.
 
-    checked: int
-    answers: int
-    damaged: tuple[str, ...]
-    deleted: int = 0
-    unread: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Purged:
-    """What was, or with ``dry_run`` would be, deleted: entries, responses of a gateway, and files (images, KV and
-    encoder outputs; of a whole cache all its files); a line for each thing that could not be read, and was left."""
-
-    entries: int = 0
-    answers: int = 0
-    files: int = 0
-    dry_run: bool = False
-    unread: tuple[str, ...] = ()
-
-    def __add__(self, other: Purged) -> Purged:
-        counts = (self.entries + other.entries, self.answers + other.answers, self.files + other.files)
-        return Purged(*counts, self.dry_run, self.unread + other.unread)
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """What was deleted: block files and strays among them, images that no entry has any more, entries and responses for
-    their age, other temporary files; a line for each thing that could not be read, and was left."""
-
-    kv: int
-    fusion: int
-    media: int
-    entries: int
-    answers: int
-    strays: int
-    unread: tuple[str, ...]
+    Raises:
+        StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
+    """
+    root, fusion = config.cache_dir, config.fusion_cache_dir
+    for folder in (root,) if fusion is None else (root, fusion):
+        if folder.exists() and not folder.is_dir():
+            raise StoreError(f"{folder} is a file; a cache lives in a directory of its own")
+        if purge:
+            purge_directory(folder)
+    try:
+        marker = read_marker(root)
+        if marker is None:
+            if not is_ours(root) and root.is_dir() and not _has_no_files(root):
+                raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+            make_cache_folder(root)
+            replace_text(root / MARKER, _MARK, private=True)
+        elif marker.get("format") != FORMAT:
+            raise StoreError(
+                f"{root} was written by another version of semkv (format {marker.get('format')}, this one reads "
+                f"{FORMAT}): empty it with --purge or choose another --cache-dir"
+            )
+    except OSError as error:
+        raise _unusable(root, error) from error
 
 
-# -- what is there ----------------------------------------------------------------------------------------------------
+def make_cache_folder(root: Path) -> None:
+    """Make the folder of a cache, with those above it, or raise a StoreError."""
+    try:
+        make_folder(root)
+    except OSError as error:
+        raise _unusable(root, error) from error
+
+
+def _unusable(root: Path, error: OSError) -> StoreError:
+    reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+    return StoreError(f"{root} cannot be written ({reason}); choose another --cache-dir")
+
+
+def is_ours(root: Path) -> bool:
+    """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
+    markers = (root / MARKER, *(root / store / MARKER for store in _STORES))
+    return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
 
 
 def check_is_cache(cache_dir: Path) -> None:
@@ -133,72 +153,55 @@ def check_is_cache(cache_dir: Path) -> None:
     Raises:
         StoreError: nothing there was written by semkv.
     """
-    if not is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
+    if not database.is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
 
 
-@contextmanager
-def _database(
-    cache_dir: Path, unread: list[str], damaged: list[str] | None = None
-) -> Iterator[tuple[Catalog, SqliteStore] | None]:
-    """The catalog and the responses of a cache; None where it has none, or none that can be opened.
+# -- its stores, opened to look after them ----------------------------------------------------------------------------
 
-    A fault ends the ``with`` block and becomes a line of ``unread``, or of ``damaged`` where the file is.
-    """
-    file, is_open = cache_dir / CATALOG, False
+
+class _MissingError(Exception):
+    """There is no catalog."""
+
+
+@contextmanager
+def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
+    """A block over a database. A fault ends it, and becomes a line of ``found``."""
+    remedy = _CATALOG_REMEDY if name == "catalog" else _INDEX_REMEDY
     try:
-        if is_filled(file):
-            with (
-                closing(SqliteStore(file, max_bytes=_ALL, max_entries=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
-                closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
-            ):
-                # A StoreError leaves the rest for another time.
-                replay(folder_of(cache_dir), lambda found, since: deliver(store, found, since, time.time()) or True)
-                is_open = True
-                yield catalog, store
-    except (sqlite3.Error, StoreError) as error:
+        yield
+    except _MissingError:
+        pass
+    except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
-        if is_damage(cause):
-            (unread if damaged is None else damaged).append(
-                f"{file} is damaged ({cause}): a purge without --tenant and --tag deletes it, an engine or a gateway "
-                "that is started on it puts it aside"
-            )
+        if database.is_useless(cause) or isinstance(cause, CorruptValue):
+            found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
-            unread.append(str(error) if isinstance(error, StoreError) else f"{file}: {error}")
-    if not is_open:
-        yield None
+            found.unread.append(f"{name}: {file} cannot be read ({error}); {remedy}")
 
 
 @contextmanager
-def _blocks(
-    cache_dir: Path,
-    fusion_dir: Path | None,
-    unread: list[str],
-    damaged: list[str] | None = None,
-    *,
-    bounds: Bounds = _UNBOUNDED,
-    read_only: bool = False,
-) -> Iterator[list[tuple[str, BlockStore]]]:
-    """The stores of KV blocks and of encoder outputs that are there, by name.
+def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore]]:
+    """The catalog and the responses. Responses that an ended gateway had on their way are stored first. With ``whole``
+    the structure of the database is checked before."""
+    file = cache_dir / CATALOG
+    if not database.is_filled(file):
+        raise _MissingError
+    with (
+        closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
+        closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
+    ):
+        if whole and (reason := catalog.database.check()):
+            raise CorruptValue(reason)
+        # A StoreError leaves the rest for another time.
+        replay(folder_of(cache_dir), lambda response, since: deliver(store, response, since, time.time()) or True)
+        yield catalog, store
 
-    With ``read_only`` an index that cannot be used becomes a line of ``unread``, or of ``damaged`` where it is; without
-    it such a store is begun anew.
-    """
+
+def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, Path]]:
+    """The stores of KV blocks and of encoder outputs that are there: names and folders."""
     places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
-    with ExitStack() as stack:
-        stores = [
-            (name, stack.enter_context(closing(BlockStore(root, name, bounds, read_only=read_only))))
-            for name, root in places.items()
-            if (root / MARKER).is_file()
-        ]
-        yield stores
-        for name, store in stores:
-            if store.fault is not None:
-                is_damaged = is_useless(store.fault)
-                (unread if damaged is None or not is_damaged else damaged).append(
-                    f"{name}: {store.root / INDEX} {'is damaged' if is_damaged else 'cannot be read'} ({store.fault}): "
-                    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
-                )
+    return [(name, root) for name, root in places.items() if (root / MARKER).is_file()]
 
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
@@ -206,8 +209,7 @@ def _owners(salts: Iterable[str | None]) -> list[str]:
     return sorted({tenant_tag(salt) for salt in salts if salt})
 
 
-def _images(cache_dir: Path) -> list[Path]:
-    return sorted(f for f in matching(cache_dir / "media", "??/*") if len(f.name) == 64)
+# -- stats and verify -------------------------------------------------------------------------------------------------
 
 
 def inspect(
@@ -226,87 +228,62 @@ def inspect(
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
-    stores: list[StoreUse] = []
-    unread: list[str] = []
-    with _blocks(cache_dir, fusion_dir, unread, read_only=True) as opened:
-        for name, store in opened:
-            ages = store.ages(None if tenants is None else _owners(salts))
-            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
-    entries: tuple[NamespaceUse, ...] = ()
-    answers: list[AnswersUse] = []
-    theirs: set[str] = set()
-    with _database(cache_dir, unread) as database:
-        if database is not None:
-            catalog, responses = database
-            entries = tuple(row for tenant in tenants or (None,) for row in catalog.by_namespace(tenant))
-            theirs = {media_id for tenant in tenants or () for media_id in catalog.media_of(tenant)}
-            answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
-    media = [file for file in _images(cache_dir) if tenants is None or file.name in theirs]
-    if files := [status for _, status in described(media)]:
-        times, nbytes = [status.st_mtime for status in files], sum(status.st_size for status in files)
-        stores.append(StoreUse("media", "", len(files), 0, nbytes, min(times), max(times)))
+    found, stores = Report({}), list[StoreUse]()
+    owners = None if tenants is None else _owners(salts)
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=True)) as store:
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages(owners).items()]
+    entries, answers, theirs = list[NamespaceUse](), list[AnswersUse](), set[str]()
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+        for tenant in tenants or (None,):
+            entries += catalog.by_namespace(tenant)
+            theirs |= set() if tenant is None else catalog.media_of(tenant)
+        answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
+    if images := [status for image, status in _images(cache_dir) if tenants is None or image.name in theirs]:
+        times, nbytes = [status.st_mtime for status in images], sum(status.st_size for status in images)
+        stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
     if answers:
         count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
         oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
         stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
-    whose = None if tenants is None else tuple(tenants)
-    return CacheUse(str(cache_dir), entries, tuple(answers), tuple(stores), tuple(unread), whose)
+    whose, unread = None if tenants is None else tuple(tenants), (*found.damaged, *found.unread)
+    return CacheUse(str(cache_dir), tuple(entries), tuple(answers), tuple(stores), unread, whose)
 
 
-def verify(
-    cache_dir: Path,
-    fusion_dir: Path | None = None,
-    *,
-    repair: bool = False,
-    advance: Callable[[int, int], None] = lambda done, total: None,
-) -> Damage:
-    """Read every file and every response of a gateway, and check every checksum.
+def verify(cache_dir: Path, fusion_dir: Path | None = None, *, repair: bool = False) -> Report:
+    """Read every file and every response of a gateway, and check every checksum. Counts what was ``checked`` of files,
+    ``answers`` and, with ``repair``, ``deleted``.
 
     Args:
-        repair: delete what is damaged, so that it is computed again; of responses those alone, and never the database.
-        advance: called with how many files and responses of how many are done.
+        repair: delete damaged files and responses, so that they are computed again; never the database.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
-    damaged: list[str] = []
-    indexes: list[str] = []
-    catalogs: list[str] = []  # damage that no repair deletes
-    unread: list[str] = []
-    with _blocks(cache_dir, fusion_dir, unread, indexes, read_only=not repair) as opened:
-        checks: list[tuple[str, Callable[[], str], Callable[[], object]]] = []  # store, what is wrong, and to delete it
-        for name, store in opened:
-            store.check()
-            checks += [(name, partial(store.damage, file), partial(store.reject, file)) for file in store.files()]
-        if images := _images(cache_dir):
-            media = MediaStore(cache_dir / "media")
-            checks += [("media", partial(media.damage, i.name), partial(media.delete, i.name)) for i in images]
-        files = len(checks)
-        for done, (name, check, delete) in enumerate(checks, 1):
-            if reason := check():
-                damaged.append(f"{name}: {reason}")
-                if repair:
-                    delete()
-            advance(done, files)
-    answers = 0
-    with _database(cache_dir, unread, catalogs) as database:
-        if database is not None:
-            catalog, responses = database
-            if reason := catalog.database.check():
-                catalogs.append(f"{reason} (a purge of everything deletes it)")
-            total = files + responses.usage()[0]
-            for answers, reason in enumerate(responses.examine(repair=repair), 1):
-                damaged += [f"answers: {reason}"] * bool(reason)
-                advance(files + answers, max(files + answers, total))
-    lines = (*damaged, *indexes, *(f"catalog: {line}" for line in catalogs[:1]))
-    return Damage(files, answers, lines, len(damaged) if repair else 0, tuple(unread))
+    found = Report({"checked": 0, "answers": 0, "deleted": 0})
+
+    def read(name: str, reasons: Iterable[str], counted: str = "checked") -> None:
+        for reason in reasons:
+            found.counts[counted] += 1
+            if reason:
+                found.damaged.append(f"{name}: {reason}")
+                found.counts["deleted"] += repair
+
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=not repair)) as store:
+            read(name, store.verify(repair=repair))
+    if _images(cache_dir):
+        read("media", MediaStore(cache_dir / "media").verify(repair=repair))
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (_, responses):
+        read("answers", responses.verify(repair=repair), "answers")
+    return found
 
 
-# -- deleting ---------------------------------------------------------------------------------------------------------
+# -- gc and purge -----------------------------------------------------------------------------------------------------
 
 
-def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Collected:
+def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Report:
     """Delete files that no index names, images that no entry has any more, files that crashed writers left, and
     anything that was stored too long ago.
 
@@ -318,117 +295,215 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
-    strays = _drop_strays(cache_dir)
-    max_age_s, old = (max_age_days or 0.0) * _DAY_S, Purged()
-    if max_age_s:
-        old = purge_entries(cache_dir, None, None, before=time.time() - max_age_s, dry_run=False)
-    unread, loose = list(old.unread), []
-    with _blocks(cache_dir, fusion_dir, unread, bounds=Bounds(max_bytes=0, max_age_s=max_age_s)) as opened:
-        swept = {"kv": 0, "fusion": 0} | {name: store.sweep() for name, store in opened}
-    with _database(cache_dir, unread) as database:
-        if database is not None:
-            before = time.time() - _DAY_S  # the entry of a younger one may be about to be written
-            found = described(_images(cache_dir))
-            loose = [f for f, status in found if status.st_mtime < before and not database[0].has_media(f.name)]
-    for image in loose:
-        image.unlink(missing_ok=True)
-    return Collected(
-        **swept,
-        media=old.files + len(loose),
-        entries=old.entries,
-        answers=old.answers,
-        strays=strays,
-        unread=tuple(dict.fromkeys(unread)),
-    )
+    max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
+    found = Report({"kv": 0, "fusion": 0, "media": 0, "entries": 0, "answers": 0, "strays": _drop_strays(cache_dir)})
+    bounds = Bounds(max_bytes=0, max_age_s=max_age_s)
+    for name, root in _block_stores(cache_dir, fusion_dir):
+        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, bounds)) as store:
+            found.counts[name] = store.sweep()
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
+        if max_age_s:
+            found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
+        # The entry of a younger image may be about to be written.
+        old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
+        loose = [image for image in old if not opened[0].has_media(image.name)]
+        for image in loose:
+            image.unlink(missing_ok=True)
+        found.counts["media"] += len(loose)
+    return found
 
 
-def _drop_strays(cache_dir: Path) -> int:
-    """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    patterns = [pattern for pattern in ("media/??/*.tmp", *CACHE_FILES) if pattern.endswith(".tmp")]
-    return sum(remove_strays(cache_dir, pattern) for pattern in patterns)
-
-
-def purge_entries(
-    cache_dir: Path, tenants: Sequence[str] | None, tag: str | None, *, before: float | None = None, dry_run: bool
-) -> Purged:
-    """Delete the catalog's entries and a gateway's responses of a tenant (by its names), with a tag, made before a time
-    (in seconds since the epoch), or those that meet all that is given. With them go the images that only they had.
-    Running engines and gateways forget them within a second or so.
+def purge(
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    *,
+    tenants: Sequence[str] | None = None,
+    tag: str | None = None,
+    salts: Iterable[str | None] | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Delete everything that semkv stored, and nothing else, or what is given; running processes forget it within a
+    second or so. Counts ``entries``, ``answers`` of a gateway and ``files`` (with their images, or of KV blocks and
+    encoder outputs; of a whole cache all its files).
 
     The text of a request that is under way is recorded afterwards.
 
+    Args:
+        tenants, tag: of entries and responses; with both, those that meet both.
+        salts: of KV blocks and encoder outputs: the values of ``cache_salt`` that their requests came with.
+        dry_run: only count.
+
     Raises:
-        StoreError: there is no cache.
+        StoreError: there is no cache, it was written by another format version, or a directory is not known to be
+            semkv's.
     """
     check_is_cache(cache_dir)
-    removed, answers = Removed(), 0
-    unread: list[str] = []
-    with _database(cache_dir, unread) as database:
-        if database is not None:
-            catalog, responses = database
-            if reason := catalog.database.check():  # nothing is written to a damaged file
-                raise CorruptValue(
-                    f"{catalog.path} is damaged ({reason}): a purge without --tenant and --tag deletes it"
-                )
-            # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
-            has_gateway = responses.usage()[0] or any(cache_dir.glob("ahead*"))
-            for tenant in ((None,) if tenants is None else tenants) if has_gateway else ():
-                answers += responses.invalidate(Selector(partition=tenant, tag=tag, before=before), dry_run=dry_run)
-            removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
-            if not dry_run and not catalog.database.truncate_log():
-                unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
-    loose = set(removed.media)
-    images = [image for image in _images(cache_dir) if image.name in loose]
+    found = Report({"entries": 0, "answers": 0, "files": 0})
+    if tenants is None and tag is None and salts is None:
+        _purge_all(cache_dir, fusion_dir, found, dry_run=dry_run)
+    if tenants is not None or tag is not None:
+        with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
+            found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
+        if not dry_run:
+            _drop_strays(cache_dir)
+    if salts is not None:
+        owners = _owners(salts)
+        for name, root in _block_stores(cache_dir, fusion_dir):
+            with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=dry_run)) as store:
+                found.counts["files"] += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
+                if not dry_run and (store.counters["errors"] or not store.writable):
+                    found.unread.append(f"{name}: not all could be read or deleted, purge again")
+    return found
+
+
+def _purge_entries(
+    cache_dir: Path,
+    catalog: Catalog,
+    responses: SqliteStore,
+    found: Report,
+    *,
+    tenants: Sequence[str] | None = None,
+    tag: str | None = None,
+    before: float | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Delete entries and responses that meet all that is given, and the images that only they had; how many images."""
+    # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
+    if responses.usage()[0] or any(cache_dir.glob("ahead*")):
+        for tenant in (None,) if tenants is None else tenants:
+            selector = Selector(partition=tenant, tag=tag, before=before)
+            found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
+    removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
+    found.counts["entries"] = len(removed.entry_ids)
+    images = [image for image, _ in _images(cache_dir) if image.name in removed.media]
     if not dry_run:
+        if not catalog.database.truncate_log():
+            found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
         for image in images:
             image.unlink(missing_ok=True)
-        _drop_strays(cache_dir)
-    return Purged(len(removed.entry_ids), answers, len(images), dry_run, tuple(unread))
+    return len(images)
 
 
-def purge_salts(cache_dir: Path, fusion_dir: Path | None, salts: Iterable[str | None], *, dry_run: bool) -> Purged:
-    """Delete the KV blocks and encoder outputs of requests that came with one of these values of ``cache_salt``.
-
-    Running engines hear of it, for what they hold in memory.
-
-    Raises:
-        StoreError: the cache was written by another format version.
-    """
-    owners, count = _owners(salts), 0
-    unread: list[str] = []
-    with _blocks(cache_dir, fusion_dir, unread, read_only=dry_run) as opened:
-        for name, store in opened:
-            count += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
-            if not dry_run and (store.counters["errors"] or not store.writable):
-                unread.append(f"{name}: not all could be read or deleted, purge again")
-    return Purged(files=count, dry_run=dry_run, unread=tuple(unread))
-
-
-def purge_all(cache_dir: Path, fusion_dir: Path | None = None, *, dry_run: bool) -> Purged:
-    """Delete everything that semkv stored, and nothing else; running engines and gateways go on empty.
-
-    Raises:
-        StoreError: there is no cache, or one of the directories is not known to be semkv's: nothing is deleted.
-    """
-    check_is_cache(cache_dir)
+def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_run: bool) -> None:
     if not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     if fusion_dir is not None:
         purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
-    entries = answers = 0
-    unread: list[str] = []
-    with _database(cache_dir, unread) as database:
-        if database is not None:
-            entries, answers = len(database[0]), database[1].usage()[0]
-    if is_our_database(cache_dir / CATALOG) is not False:
-        unread.clear()  # it goes all the same
-    files = 0
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+        found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
+    if database.is_ours(cache_dir / CATALOG) is not False:
+        found.damaged, found.unread = [], []  # it goes all the same
+    for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
+        try:
+            found.counts["files"] += purge_directory(folder, dry_run=dry_run)
+        except StoreError as error:
+            found.unread.append(str(error))
+        except OSError as error:
+            raise StoreError(f"{error.filename or folder} cannot be purged ({error.strerror or error})") from error
+
+
+def purge_directory(root: Path, *, dry_run: bool = False) -> int:
+    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone.
+
+    Databases and block stores are emptied in place, so that processes that have them open hear of it and go on.
+
+    Returns:
+        How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
+
+    Raises:
+        StoreError: the directory holds files and no sign that they are semkv's, or not all could be deleted.
+    """
+    if not root.is_dir() or _has_no_files(root):
+        return 0
+    if not is_ours(root):
+        raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
+    stores = _stores(root)
+    files = _files(root, *_FORMS)
+    blocks = _files(root, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
+    if dry_run:
+        return len(files | blocks)
+    left = _empty_database(root / CATALOG)
+    for store in stores:
+        _empty_store(store)
+    for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
+        replay(folder, lambda response, since: True)
+    for file in _files(root, *_FORMS):
+        file.unlink(missing_ok=True)
+    marker = read_marker(root)
+    if marker is not None and marker.get("format") != FORMAT and root not in stores:
+        replace_text(root / MARKER, _MARK, private=True)
+    if left:
+        raise StoreError(left)
+    return len(files | blocks)
+
+
+def _empty_store(root: Path) -> None:
+    """Delete all blocks. One that this version cannot read, or whose index cannot be written since the disk is full,
+    goes as a whole: processes that have it open begin a new one."""
+    marker = read_marker(root) or {}
+    version, kind = marker.get("format"), str(marker.get("kind"))
+    is_known = kind in _STORES and isinstance(version, int) and version <= FORMAT_VERSION
+    if is_known:
+        with closing(BlockStore(root, kind, _UNBOUNDED)) as store:
+            store.purge()
+            if store.writable and not store.counters["errors"]:
+                return
     try:
-        for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
-            try:
-                files += purge_directory(folder, dry_run=dry_run)
-            except StoreError as error:
-                unread.append(str(error))
+        with database.opening(root / INDEX):
+            discard_files(root)
+            if not is_known:
+                (root / MARKER).unlink(missing_ok=True)
     except OSError as error:
-        raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
-    return Purged(entries, answers, files, dry_run, tuple(unread))
+        raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
+
+
+def _empty_database(file: Path) -> str:
+    """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
+    format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
+    if not database.is_filled(file) or database.is_ours(file) is False:
+        return ""
+    try:
+        with closing(Database(file, timeout_s=_WAIT_S)) as opened:
+            opened.truncate_log()  # which makes room on a full disk
+            if opened.empty():
+                return ""
+        return f"{file} is being read: its write-ahead log has what was deleted, purge again"
+    except sqlite3.Error as error:
+        if database.is_transient(error):
+            return f"{file} cannot be emptied ({error}), purge again"
+    except StoreError as error:
+        if error.__cause__ is not None:
+            return str(error)
+    with database.opening(file):
+        database.delete_files(file)
+    return ""
+
+
+# -- its files --------------------------------------------------------------------------------------------------------
+
+
+def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
+    return described(matching(cache_dir, _IMAGES))
+
+
+def _drop_strays(cache_dir: Path) -> int:
+    """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
+    return sum(remove_strays(cache_dir, pattern) for pattern in _STRAYS)
+
+
+def _stores(root: Path) -> list[Path]:
+    """The block stores that are, or were, in a directory, which may be one itself."""
+    alone = [root] if (root / FILES).is_dir() and (root / MARKER).is_file() else []
+    below = (root / name for name in _STORES)
+    return alone + [store for store in below if (store / MARKER).is_file() and not store.is_symlink()]
+
+
+def _has_no_files(root: Path) -> bool:
+    return all(path.is_dir() and not path.is_symlink() for path in matching(root, "**/*"))
+
+
+def _files(root: Path, *patterns: str) -> set[Path]:
+    """What is there of some forms, but nothing behind a link."""
+    found = (file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink())
+    within = len(root.parents) + 1
+    return {file for file in found if not any(part.is_symlink() for part in file.parents[:-within])}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from semkv.errors import StoreError
@@ -34,23 +35,17 @@ class MediaStore:
 
     def __init__(self, root: Path, *, max_bytes: int = 4 << 30) -> None:
         self.root, self.max_bytes = root, max_bytes
+        self._lock = threading.Lock()
         try:
             make_folder(root)
-            remove_strays(root, f"??/*{_NEW}")
-            self._bytes = sum(status.st_size for _, status in self._files())
-            self._written = 0  # since all that is there was counted
+            self._keep_bound()
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
-        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes stored or being written, as far as this process knows."""
         return self._bytes
-
-    def _files(self) -> list[tuple[Path, os.stat_result]]:
-        found = described(matching(self.root, "??/*"))
-        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
 
     def _where(self, media_id: str) -> Path:
         if not _DIGEST.fullmatch(media_id):
@@ -74,7 +69,7 @@ class MediaStore:
             self._bytes += len(data)
             self._written += len(data)
             if self._bytes > self.max_bytes or self._written > self.max_bytes // 16:
-                self._evict(keep=target)
+                self._keep_bound(target)
         return media_id
 
     def path(self, media_id: str) -> Path | None:
@@ -98,16 +93,6 @@ class MediaStore:
         self.delete(media_id)
         return None
 
-    def damage(self, media_id: str) -> str:
-        """What is wrong with an item; empty where it is what its name says, or is not stored."""
-        try:
-            whole = digest_of(self._where(media_id).read_bytes()) == media_id
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            return f"{media_id}: {error}"
-        return "" if whole else f"{media_id} is not what its name says"
-
     def delete(self, media_id: str) -> None:
         """Forget an item; nothing happens where it is not stored."""
         file = self._where(media_id)
@@ -117,9 +102,32 @@ class MediaStore:
         except OSError:
             return
         with self._lock:
-            self._bytes = max(0, self._bytes - size)
+            self._bytes -= size
 
-    def _evict(self, keep: Path) -> None:
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
+        """Read every item: for each what is wrong with it, or an empty string.
+
+        Args:
+            repair: delete what is damaged.
+        """
+        for file, _ in self._files():
+            if file.name.endswith(_NEW):
+                continue
+            try:
+                reason = "" if digest_of(file.read_bytes()) == file.name else f"{file.name} is not what its name says"
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                reason = f"{file.name}: {error}"
+            if reason and repair:
+                self.delete(file.name)
+            yield reason
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        found = described(matching(self.root, "??/*"))
+        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
+
+    def _keep_bound(self, new: Path | None = None) -> None:
         """Count anew, with what other processes wrote, and bring what is over the bound down to nine tenths of it."""
         remove_strays(self.root, f"??/*{_NEW}")
         found = self._files()
@@ -129,6 +137,6 @@ class MediaStore:
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
             if self._bytes <= self.max_bytes * 9 // 10:
                 return
-            if file != keep and _DIGEST.fullmatch(file.name):
+            if file != new and not file.name.endswith(_NEW):
                 file.unlink(missing_ok=True)
                 self._bytes -= status.st_size

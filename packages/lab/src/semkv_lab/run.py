@@ -28,8 +28,8 @@ from semkv import plug
 from semkv.cache import CacheStats, SemanticCache
 from semkv.engines import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
-from semkv.stores.cachedir import prepare
 from semkv.stores.files import described
+from semkv.stores.maintenance import prepare
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import (
     SAMPLES_OUT,

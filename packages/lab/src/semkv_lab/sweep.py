@@ -43,8 +43,8 @@ from rich.console import Console
 from semkv import __version__
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
-from semkv.stores.cachedir import prepare
 from semkv.stores.files import replace_text
+from semkv.stores.maintenance import prepare
 from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl

@@ -24,7 +24,6 @@ def open_store(
     default: Path,
     *,
     max_bytes: int = 4 << 30,
-    max_entries: int = 1_000_000,
     max_tenant_bytes: int = 0,
     timeout_s: float = 0.25,
     clock: Callable[[], float] = time.time,
@@ -32,10 +31,9 @@ def open_store(
     """The store that a setting names.
 
     Args:
-        where: a file (SQLite), ``memory`` (None is returned: `ResponseCache` is memory enough), or a URL that begins
-            with ``redis://``, ``rediss://`` or ``unix://``; empty for the file ``default``.
-        default: the file that is taken where ``where`` is empty.
-        max_bytes, max_entries: bounds.
+        where: a file (SQLite), ``memory`` (None is returned: `ResponseCache` is memory enough), a URL of Redis, or the
+            dotted path of the user's own; empty for the file ``default``.
+        max_bytes: bound on what it holds.
         max_tenant_bytes: bound on what each tenant has in a file; 0 for none.
         timeout_s: longest wait for a shared store.
         clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in a file.
@@ -53,7 +51,7 @@ def open_store(
     if is_redis(where):
         from semkv.stores.responses.redis import RedisStore
 
-        return RedisStore(where, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s, clock=clock)
+        return RedisStore(where, max_bytes=max_bytes, timeout_s=timeout_s, clock=clock)
     if plug.is_path(where):
         own = plug.require("--store", plug.load("--store", where, default, max_bytes), ResponseStore, where)
         return cast("ResponseStore", _Guarded(own))
@@ -63,9 +61,7 @@ def open_store(
     from semkv.stores.responses.sqlite import SqliteStore
 
     file = Path(where) if where else default
-    return SqliteStore(
-        file, max_bytes=max_bytes, max_entries=max_entries, max_tenant_bytes=max_tenant_bytes, clock=clock
-    )
+    return SqliteStore(file, max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes, clock=clock)
 
 
 class _Guarded:

@@ -49,8 +49,8 @@ class AheadLog:
 
     Args:
         folder: of the files of all processes; made when missing.
-        bring: hands a response, and the cursor when it began, to the store; False where that could not be reached: it
-            is tried again. It must not raise. Called by one thread at a time.
+        bring: hands a response, and the cursor when it began, to the store; False where it is to be tried again. Called
+            by one thread at a time; it must not raise.
         max_bytes: bound on the file, which begins anew whenever the store has everything.
 
     Raises:
@@ -135,11 +135,7 @@ class AheadLog:
 
 
 def deliver(store: ResponseStore, response: StoredResponse, since: str, now: float) -> bool:
-    """Bring a response to a store that may have a newer one by now; False where it was invalidated since that cursor.
-
-    Raises:
-        StoreError: the store cannot be reached.
-    """
+    """Bring a response to a store that may have a newer one; False where it was invalidated since that cursor."""
     if response.stale_until <= now:
         return True
     if now - response.created > _LATE_S:

@@ -61,13 +61,7 @@ class StoredResponse:
 class Selector:
     """Which responses to invalidate: those that meet every criterion given; without one, all.
 
-    Attributes:
-        key: the one under this key.
-        tag: those with this label.
-        model: those of this model.
-        partition: those of this tenant (its digest, `StoredResponse.partition`).
-        prefix: those whose prompt begins with this.
-        before: those kept before this time, in seconds since the epoch.
+    ``prefix`` is one of the prompt, ``before`` of the time when a response was kept, in seconds since the epoch.
     """
 
     key: str | None = None
@@ -94,11 +88,7 @@ class Selector:
 
     @classmethod
     def of(cls, view: dict[str, Any]) -> Selector:
-        """The reverse of `view`.
-
-        Raises:
-            ValueError: a name that is no criterion, or a value of another type.
-        """
+        """The reverse of `view`. Raises a ValueError at a name that is no criterion, or a value of another type."""
         names = {field.name for field in fields(cls)}
         for name, value in view.items():
             right = isinstance(value, (int, float)) if name == "before" else isinstance(value, str)
@@ -109,11 +99,8 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The invalidations since a cursor.
-
-    Attributes:
-        cursor: the place of the latest one; hand it in next time.
-        selectors: in order; None where the log does not reach back to the cursor, so anything may be invalid.
+    """The invalidations since a cursor, in order, and the cursor for the next time. ``selectors`` is None where the log
+    does not reach back to the cursor, so anything may be invalid.
     """
 
     cursor: str
@@ -150,11 +137,7 @@ def encode(response: StoredResponse) -> tuple[bytes, bytes]:
 
 
 def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredResponse:
-    """The reverse of `encode`.
-
-    Args:
-        key: under which it was stored; None for any.
-        head, payload: as stored; None for a response without its payload, for selection alone.
+    """The reverse of `encode`; without a payload for selection alone. A key of None is any.
 
     Raises:
         CorruptValue: a checksum, the format or the key is not what it should be.
@@ -180,7 +163,7 @@ def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredRespons
 
 
 class ResponseStore(Protocol):
-    """Responses under exact keys, bounded in bytes and entries; the least recently used go first.
+    """Responses under exact keys, bounded in bytes; the least recently used go first.
 
     Every method blocks, may be called from any thread and may raise `StoreError` (unreachable, locked, full).
     Invalidations are logged in the store itself, so that they outlive every process and reach all that share the store,
@@ -196,14 +179,8 @@ class ResponseStore(Protocol):
         ...
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
-        """Keep a response, in place of an older one under its key; durable when this returns.
-
-        Args:
-            response: the response.
-            since: the cursor when it began to be computed. If it was invalidated since, it is not kept.
-
-        Returns:
-            Whether it was kept: False where it was invalidated meanwhile, or is larger than the store.
+        """Keep a response, in place of an older one under its key; durable when this returns. False where it was
+        invalidated since the cursor ``since``, when it began to be computed, or is larger than the store.
         """
         ...
 
@@ -235,11 +212,8 @@ class ResponseStore(Protocol):
 
 
 class SteadyClock:
-    """Seconds since the epoch that do not go back when the machine's clock does: nothing lives longer for that.
-
-    Args:
-        wall: the machine's clock.
-        passed: seconds since any moment, which never go back.
+    """Seconds since the epoch that do not go back when the machine's clock (``wall``) does: nothing lives longer for
+    that. ``passed`` are seconds since any moment, which never go back.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
@@ -266,21 +240,16 @@ def weight(response: StoredResponse) -> int:
 
 
 class MemoryStore(ResponseStore):
-    """An LRU bounded in bytes. No method waits for anything but a short lock.
-
-    Args:
-        max_bytes: bound on what it holds, overhead included.
-        clock: seconds since the epoch.
-    """
+    """An LRU bounded in bytes, overhead included. No method waits for anything but a short lock."""
 
     def __init__(self, max_bytes: int = 256 << 20, *, clock: Callable[[], float] = time.time) -> None:
         self.max_bytes, self.evicted = max_bytes, 0
         self._clock = clock
         self._entries: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._bytes = 0
-        self._lock = threading.Lock()
-        self._log: deque[tuple[int, Selector]] = deque(maxlen=LOG)
-        self._number = 0
+        self._lock = threading.RLock()
+        self._log: deque[Selector] = deque(maxlen=LOG)
+        self._number = 0  # of the latest invalidation
         self._refused: OrderedDict[str, float] = OrderedDict()
 
     @property
@@ -302,7 +271,7 @@ class MemoryStore(ResponseStore):
     def put(self, response: StoredResponse, since: str = "") -> bool:
         size = weight(response)
         with self._lock:
-            if size > self.max_bytes or (since and self._news(since).hit(response)):
+            if size > self.max_bytes or (since and self.news(since).hit(response)):
                 return False
             self._drop(response.key)
             self._entries[response.key] = (response, size)
@@ -322,22 +291,17 @@ class MemoryStore(ResponseStore):
             gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
             if not dry_run:
                 self._number += 1
-                self._log.append((self._number, selector))
+                self._log.append(selector)
                 for key in gone:
                     self._drop(key)
             return len(gone)
 
     def news(self, cursor: str) -> News:
         with self._lock:
-            return self._news(cursor)
-
-    def _news(self, cursor: str) -> News:
-        if not cursor:
-            return News(self.cursor)
-        since = int(cursor)
-        if self._number - since > len(self._log):
-            return News(self.cursor, None)
-        return News(self.cursor, tuple(selector for number, selector in self._log if number > since))
+            unheard = self._number - int(cursor or self._number)
+            if unheard > len(self._log):
+                return News(self.cursor, None)
+            return News(self.cursor, tuple(self._log)[len(self._log) - unheard :])
 
     def refuse(self, name: str, *, refused: bool) -> None:
         with self._lock:

@@ -39,7 +39,8 @@ from semkv.stores.responses.base import (
 )
 
 _BATCH = 500
-_NOTHING = json.dumps(Selector(key="").view())
+_OVERHEAD = 512  # bytes that Redis takes for an entry besides head and payload
+_NOTHING = Selector(key="")
 
 # KEYS: used, sizes, bytes, log. In every script `drop` removes one answer and its bookkeeping.
 _DROP = """
@@ -51,7 +52,7 @@ local function drop(key)
   redis.call('DECRBY', KEYS[3], size)
 end
 """
-# ARGV: prefix, key, head, payload, now, milliseconds to live or '', max bytes, max entries, expected log end or ''
+# ARGV: prefix, key, head, payload, now, milliseconds to live or '', size, max bytes, expected log end or ''
 _PUT = (
     _DROP
     + """
@@ -59,13 +60,12 @@ local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)
 if ARGV[9] ~= '' and (#last == 0 or last[1][1] ~= ARGV[9]) then return 0 end
 -- The first write must be one that a full Redis refuses: after any other it lets the rest of the script pass.
 if redis.call('HEXISTS', KEYS[2], ARGV[2]) == 1 then drop(ARGV[2]) end
-local size = #ARGV[3] + #ARGV[4]
 redis.call('HSET', ARGV[1] .. ARGV[2], 'head', ARGV[3], 'payload', ARGV[4])
 if ARGV[6] ~= '' then redis.call('PEXPIRE', ARGV[1] .. ARGV[2], ARGV[6]) end
-redis.call('HSET', KEYS[2], ARGV[2], size)
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[7])
 redis.call('ZADD', KEYS[1], ARGV[5], ARGV[2])
-local bytes = redis.call('INCRBY', KEYS[3], size)
-while bytes > tonumber(ARGV[7]) or redis.call('ZCARD', KEYS[1]) > tonumber(ARGV[8]) do
+local bytes = redis.call('INCRBY', KEYS[3], ARGV[7])
+while bytes > tonumber(ARGV[8]) do
   local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
   if not oldest then redis.call('SET', KEYS[3], 0) break end
   drop(oldest)
@@ -91,11 +91,9 @@ class RedisStore(ResponseStore):
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
-        max_bytes: bound on heads and payloads; Redis itself needs about half a kilobyte an entry beside them.
-        max_entries: bound on entries.
+        max_bytes: bound on heads, payloads and what Redis itself needs for an entry.
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
-        clock: seconds since the epoch.
 
     Raises:
         ConfigError: the URL cannot be read, or the ``redis`` package is missing.
@@ -106,13 +104,11 @@ class RedisStore(ResponseStore):
         url: str,
         *,
         max_bytes: int = 4 << 30,
-        max_entries: int = 1_000_000,
         timeout_s: float = 0.25,
         name: str = "answers",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.max_bytes, self.max_entries = max_bytes, max_entries
-        self._clock = clock
+        self.max_bytes, self._clock = max_bytes, clock
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
         self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
@@ -141,14 +137,13 @@ class RedisStore(ResponseStore):
 
     def _remove(self, keys: Sequence[str]) -> None:
         with asking():
-            for start in range(0, len(keys), _BATCH):
-                self._delete(keys=self._keys, args=[self._answer, *keys[start : start + _BATCH]])
+            self._delete(keys=self._keys, args=[self._answer, *keys])
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
-        if len(head) + len(payload) > self.max_bytes:
+        size = len(head) + len(payload) + _OVERHEAD
+        if size > self.max_bytes:
             return False
-        bounds = (self.max_bytes, self.max_entries)
         for _ in range(3):  # an invalidation of something else may come in between
             expected = ""
             if since:
@@ -160,7 +155,7 @@ class RedisStore(ResponseStore):
             left = response.stale_until - now
             to_live = "" if left == float("inf") else max(1, int(left * 1000))
             with asking():
-                arguments = (response.key, head, payload, now, to_live, *bounds, expected)
+                arguments = (response.key, head, payload, now, to_live, size, self.max_bytes, expected)
                 if self._put(keys=self._keys, args=[self._answer, *arguments]):
                     return True
         return False
@@ -168,54 +163,52 @@ class RedisStore(ResponseStore):
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         """Log first: what is computed from now on is kept, what was begun before is refused by `put`."""
         if not dry_run:
-            self._begin_log()
-            self._add_to_log(json.dumps(selector.view()), only_first=False)
+            self._end_of_log()
+            self._end_of_log(selector)
         found: set[str] = set()  # a scan may show a key twice
-        for batch in self._heads(None if selector.key is None else [selector.key]):
-            gone = []
-            for key, head in batch:
-                with suppress(CorruptValue):  # what cannot be read goes too
-                    if not selector.matches(decode(key, head, None)):
-                        continue
-                gone.append(key)
+        cursor, keys = 0, [] if selector.key is None else [selector.key]
+        while True:
+            if selector.key is None:  # all that were there from the start
+                with asking():
+                    cursor, rows = self._db.zscan(self._keys[0], cursor, count=_BATCH)
+                keys = [key.decode() for key, _ in rows]
+            gone = self._matching(selector, keys)
             found.update(gone)
             if gone and not dry_run:
                 self._remove(gone)
-        return len(found)
-
-    def _heads(self, only: list[str] | None) -> Iterator[list[tuple[str, bytes]]]:
-        """Keys and heads in batches: of every answer that was there from the start, or of some keys."""
-        cursor = 0
-        while True:
-            keys = only
-            with asking():
-                if keys is None:
-                    cursor, found = self._db.zscan(self._keys[0], cursor, count=_BATCH)
-                    keys = [key.decode() for key, _ in found]
-                pipe = self._db.pipeline(transaction=False)
-                for key in keys:
-                    pipe.hget(self._answer + key, "head")
-                heads = pipe.execute()
-            yield [(key, head) for key, head in zip(keys, heads, strict=True) if head is not None]
             if not cursor:
-                return
+                return len(found)
 
-    def _begin_log(self) -> str:
-        """The end of the log; one that is empty, as in a new or a flushed Redis, gets a first entry."""
-        return self._add_to_log(_NOTHING, only_first=True)
-
-    def _add_to_log(self, selector: str, *, only_first: bool) -> str:
+    def _matching(self, selector: Selector, keys: list[str]) -> list[str]:
+        """The keys of answers that are there and meet a selector, or cannot be read."""
         with asking():
-            end = self._note(keys=[self._log], args=[selector, "1" if only_first else "", LOG])
+            pipe = self._db.pipeline(transaction=False)
+            for key in keys:
+                pipe.hget(self._answer + key, "head")
+            heads = pipe.execute()
+        gone = []
+        for key, head in zip(keys, heads, strict=True):
+            with suppress(CorruptValue):
+                if head is None or not selector.matches(decode(key, head, None)):
+                    continue
+            gone.append(key)
+        return gone
+
+    def _end_of_log(self, new: Selector | None = None) -> str:
+        """The end of the log, with ``new`` at it. One that is empty, as in a new or a flushed Redis, gets a first
+        entry."""
+        selector = json.dumps((new or _NOTHING).view())
+        with asking():
+            end = self._note(keys=[self._log], args=[selector, "" if new else "1", LOG])
         return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:
         if not cursor:
-            return News(self._begin_log())
+            return News(self._end_of_log())
         with asking():
             rows = self._db.xrange(self._log, min=cursor)
         if not rows or rows[0][0].decode() != cursor:
-            return News(self._begin_log(), None)
+            return News(self._end_of_log(), None)
         return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
 
     def refuse(self, name: str, *, refused: bool) -> None:

@@ -35,7 +35,8 @@ _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partitio
 # Numbers and bytes are cast: a damaged row may have anything in their place.
 _BYTES = "CAST(total(nbytes) AS INTEGER)"
 _TOTALS = f"SELECT CAST(total(entries) AS INTEGER), {_BYTES} FROM totals"  # noqa: S608
-_RESPONSE = "CAST(head AS BLOB), CAST(payload AS BLOB)"
+_HEAD_BYTES = "coalesce(CAST(head AS BLOB), x'')"
+_RESPONSE = f"{_HEAD_BYTES}, coalesce(CAST(payload AS BLOB), x'')"
 _NAME = "coalesce(CAST(key AS BLOB), x'')"
 _SIZE = "CAST(coalesce(nbytes, 0) AS INTEGER)"
 _BY_TENANT = (
@@ -44,21 +45,18 @@ _BY_TENANT = (
     f"FROM responses GROUP BY {_TENANT} ORDER BY COUNT(*) DESC, 1"
 )
 _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
-_USED_BY = f"SELECT COUNT(*), {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
+_USED_BY = f"SELECT {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
 _OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, rowid"  # noqa: S608
 _OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
 
 
 @dataclass(frozen=True, slots=True)
 class AnswersUse:
-    """The responses that one tenant has in a store; times are seconds since the epoch.
+    """The responses that one tenant has in a store, expired ones that are not deleted yet included.
 
-    Attributes:
-        tenant: `StoredResponse.partition`; None for responses whose head cannot be read.
-        answers: how many, expired ones that are not deleted yet included.
-        nbytes: of their heads and payloads.
-        oldest: when the first was stored.
-        used: when one was last stored or read; a gateway writes the latter when it next stores a response.
+    ``tenant`` is `StoredResponse.partition`, or None for responses whose head cannot be read. ``nbytes`` are those of
+    heads and payloads. ``oldest`` (when the first was stored) and ``used`` (when one was last stored or read, which a
+    gateway writes when it next stores one) are seconds since the epoch.
     """
 
     tenant: str | None
@@ -74,7 +72,6 @@ class SqliteStore(ResponseStore):
     Args:
         path: the file; made when missing, as is its folder.
         max_bytes: bound on heads and payloads; the file is a little larger.
-        max_entries: bound on entries.
         max_tenant_bytes: bound on the heads and payloads of each tenant; 0 for none.
         timeout_s: how long to wait for another process's write.
         clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
@@ -89,37 +86,31 @@ class SqliteStore(ResponseStore):
         path: Path,
         *,
         max_bytes: int = 4 << 30,
-        max_entries: int = 1_000_000,
         max_tenant_bytes: int = 0,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
-        self.path, self.max_bytes, self.max_entries = path, max_bytes, max_entries
-        self.max_tenant_bytes = max_tenant_bytes
+        self.path, self.max_bytes, self.max_tenant_bytes = path, max_bytes, max_tenant_bytes
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self._touched: dict[str, float] = {}
         self._touching = threading.Lock()
-        self.database = Database(path, timeout_s=timeout_s, fault=self._error, replace=replace)
+        self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
         if isinstance(clock, SteadyClock):
-            with suppress(StoreError), self.database as db:
-                clock.at_least(db.execute("SELECT CAST(MAX(used) AS REAL) FROM responses").fetchone()[0] or 0.0)
-
-    def _error(self, error: sqlite3.Error) -> StoreError:
-        return StoreError(f"responses {self.path}: {error}")
+            with suppress(StoreError):
+                clock.at_least(self.database.rows("SELECT CAST(MAX(used) AS REAL) FROM responses")[0][0] or 0.0)
 
     def get(self, key: str) -> StoredResponse | None:
-        with self.database as db:
-            row = db.execute(f"SELECT {_RESPONSE} FROM responses WHERE key=?", (key,)).fetchone()  # noqa: S608
-        if row is None:
+        rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608
+        if not rows:
             return None
         try:
-            response = decode(key, bytes(row[0]), bytes(row[1]))
-        except (CorruptValue, TypeError) as error:
+            response = decode(key, *rows[0])
+        except CorruptValue:
             with self.database.write() as db:
                 db.execute("DELETE FROM responses WHERE key=?", (key,))
-            raise CorruptValue(str(error)) from error
+            raise
         if response.stale_until <= self._clock():
             return None
         with self._touching:
@@ -154,8 +145,8 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
             if self.max_tenant_bytes:
                 self._trim_tenant(db, response, size)
-            found = db.execute(_TOTALS).fetchone()
-            self._trim(db, found, self.max_bytes, _OLDEST, (response.key,))
+            nbytes = db.execute(_TOTALS).fetchone()[1]
+            self._trim(db, nbytes, self.max_bytes, _OLDEST, response.key)
         return True
 
     def _trim_tenant(self, db: sqlite3.Connection, response: StoredResponse, size: int) -> None:
@@ -165,28 +156,23 @@ class SqliteStore(ResponseStore):
         left = self._left.get(tenant, 0) - size
         if left < 0:
             db.execute(_TENANTS)
-            found = db.execute(_USED_BY, (tenant,)).fetchone()
-            left = min(most - self._trim(db, found, most, _OLDEST_OF, (response.key, tenant)), most // 50)
+            nbytes = db.execute(_USED_BY, (tenant,)).fetchone()[0]
+            left = min(most - self._trim(db, nbytes, most, _OLDEST_OF, response.key, tenant), most // 50)
             if len(self._left) > _TOUCHED:
                 self._left.clear()
         self._left[tenant] = left
 
-    def _trim(
-        self, db: sqlite3.Connection, found: tuple[int, int], most_bytes: int, oldest: str, values: tuple[str, ...]
-    ) -> int:
-        """Bring entries and bytes that were found down to 0.98 of their bounds where they are above them, so that not
-        every write has to. Returns the bytes that are left."""
-        entries, nbytes = found
-        if entries <= self.max_entries and nbytes <= most_bytes:
-            return nbytes
-        most_entries, most_bytes = int(self.max_entries * 0.98), int(most_bytes * 0.98)
-        gone = []
-        for row, size in db.execute(oldest, values):
-            if entries <= max(1, most_entries) and nbytes <= most_bytes:
-                break
-            gone.append((row,))
-            entries, nbytes = entries - 1, nbytes - size
-        db.executemany("DELETE FROM responses WHERE rowid=?", gone)
+    def _trim(self, db: sqlite3.Connection, nbytes: int, most: int, oldest: str, *values: str) -> int:
+        """Bring ``nbytes`` down to 0.98 of their bound where they are above it, so that not every write has to. Returns
+        the bytes that are left."""
+        if nbytes > most:
+            gone = []
+            for row, size in db.execute(oldest, values):
+                if nbytes <= most * 0.98:
+                    break
+                gone.append((row,))
+                nbytes -= size
+            db.executemany("DELETE FROM responses WHERE rowid=?", gone)
         return nbytes
 
     # -- invalidation -------------------------------------------------------------------------------------------
@@ -196,10 +182,10 @@ class SqliteStore(ResponseStore):
         where, values = ("", ()) if selector.key is None else ("WHERE key=?", (selector.key,))
         gone = []
         with self.database if dry_run else self.database.write() as db:
-            statement = f"SELECT rowid, {_NAME}, CAST(head AS BLOB) FROM responses {where}"  # noqa: S608 (our own words)
+            statement = f"SELECT rowid, {_NAME}, {_HEAD_BYTES} FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
-                with suppress(CorruptValue, TypeError):
-                    if not selector.matches(decode(name.decode(errors="replace"), bytes(head), None)):
+                with suppress(CorruptValue):
+                    if not selector.matches(decode(name.decode(errors="replace"), head, None)):
                         continue
                 gone.append((row,))
             if not dry_run:
@@ -235,49 +221,42 @@ class SqliteStore(ResponseStore):
                 db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
 
     def refused(self, name: str) -> bool:
-        with self.database as db:
-            if db.execute("SELECT 1 FROM sqlite_master WHERE name='refusals'").fetchone() is None:
-                return False
-            row = db.execute("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", (name,)).fetchone()
-        return row is not None and self._clock() - row[0] < REFUSED_S
+        if not self.database.rows("SELECT 1 FROM sqlite_master WHERE name='refusals'"):
+            return False
+        rows = self.database.rows("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name)
+        return bool(rows) and self._clock() - rows[0][0] < REFUSED_S
 
     # -- operators ----------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
-        with self.database as db:
-            entries, nbytes = db.execute(_TOTALS).fetchone()
+        entries, nbytes = self.database.rows(_TOTALS)[0]
         return entries, nbytes
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
-        with self.database as db:
-            rows = db.execute(_BY_TENANT).fetchall()
         # A damaged head may be JSON whose text is no UTF-8.
-        return [AnswersUse(name if name is None else name.decode(errors="replace"), *counts) for name, *counts in rows]
+        return [
+            AnswersUse(name if name is None else name.decode(errors="replace"), *counts)
+            for name, *counts in self.database.rows(_BY_TENANT)
+        ]
 
-    def examine(self, *, repair: bool = False) -> Iterator[str]:
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
         """Read every response as a gateway would: for each why it would not be served, or an empty string.
 
         Args:
             repair: delete those that would not.
         """
-        after, some = 0, f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid"  # noqa: S608
+        after = 0
+        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT ?"  # noqa: S608
         while True:
-            with self.database as db:
-                found = [
-                    (int(row), _fault(*response))
-                    for row, *response in db.execute(f"{some}>? ORDER BY rowid LIMIT ?", (after, _BATCH))
-                    if row > after  # a damaged tree may lead back
-                ]
-            if not found:
-                return
-            if repair and (bad := [row for row, fault in found if fault]):
-                with self.database.write() as db:
-                    for row in bad:  # a gateway may have written others in their place
-                        response = db.execute(f"{some}=?", (row,)).fetchone()
-                        if response is not None and _fault(*response[1:]):
-                            db.execute("DELETE FROM responses WHERE rowid=?", (row,))
+            with self.database.write() if repair else self.database as db:
+                found = [(row, _fault(*response)) for row, *response in db.execute(some, (after, _BATCH))]
+                if repair:
+                    bad = [(row,) for row, fault in found if fault]
+                    db.executemany("DELETE FROM responses WHERE rowid=?", bad)
             yield from (fault for _, fault in found)
+            if not found or found[-1][0] <= after:  # a damaged tree may lead back
+                return
             after = found[-1][0]
 
     def close(self) -> None:
@@ -289,7 +268,7 @@ class SqliteStore(ResponseStore):
 
 def _fault(key: bytes, head: bytes, payload: bytes) -> str:
     try:
-        decode(key.decode(errors="replace"), bytes(head), bytes(payload))
-    except (CorruptValue, TypeError) as error:
+        decode(key.decode(errors="replace"), head, payload)
+    except CorruptValue as error:
         return str(error)
     return ""
