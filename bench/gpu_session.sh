@@ -7,10 +7,13 @@
 #   chat-20    at 20 requests a second: offload, vLLM's tiering, semkv, semkv without a disk
 #   chat-both  kv_chat: offload and semkv, started together, two runs      chat-tp2  two GPUs, 10 requests a second
 #   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
+#   hits       kv_hits: host hits, then chats at 20 requests a second, offload and semkv, with the time of each function
+#   fusion     fusion_load: encoder outputs
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
-#   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse
+#   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
+#              start takes a minute, the first arm of a data set starts two: about 20 minutes in all (STEP_S)
 set -uo pipefail
 step=${1:?the name of a step}; shift
 here=$(cd "$(dirname "$0")" && pwd); root=$(dirname "$here")
@@ -91,6 +94,8 @@ chat-20) chat chat-20 --engines offload,tiering,semkv-host,semkv --rate 20 --use
 chat-both) chat chat-both --engines offload,semkv --together --repeats 2 --host-gib 32 "$@" ;;
 chat-tp2) chat chat-tp2 --tp 2 --rate 10 --engines offload,semkv --together --host-gib 32 "$@" ;;
 load) load load --engines none,offload,semkv,semkv-disk "$@" ;;
+hits) SEMKV_STAMPS="$scratch/stamps" bench hits kv_hits.py --engine-args '{"max_num_seqs": 128}' --scratch "$scratch" --out "$out/kv-hits.json" --profile "$@" ;;
+fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
 load-fs) load load-fs --engines fs,semkv,fs-disk,semkv-disk --lengths 8192 --disk-gib 20 "$@" ;;
 families) bench families identity.py --models families --out "$out/families.json" --jobs 8 --limit 170 "$@" ;;
 families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
@@ -100,7 +105,7 @@ identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --
     --out "$out/identity-tp2.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,13p' "$0"; exit 2 ;;
+*) sed -n '2,17p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

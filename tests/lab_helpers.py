@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from semkv_lab.console import Listener
-from semkv_lab.records import SampleRecord
+from semkv_lab.samples import SampleRecord
 from semkv_lab.settings import RunSettings
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 from PIL import Image
 
+from command_line import invoke
 from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
@@ -63,6 +64,13 @@ QUESTIONS = {
 }
 
 
+TEXT_ROWS = [
+    {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
+    {"questionId": "2", "imageId": "n2", "question": "is it  red?", "model": "No"},
+    {"questionId": "3", "imageId": "n1", "question": "Is  it red?", "model": "Yes."},
+]
+
+
 @pytest.fixture
 def gqa_root(tmp_path: Path) -> Path:
     root = tmp_path / "gqa"
@@ -107,16 +115,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     assert str(caught.value).startswith(f"{path}, line 2: {message}")
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xff"}\n')
-    (tmp_path / "empty.jsonl").touch()
-    for name, message in (
-        ("none", r"none\.jsonl: No such"),
-        ("latin", r"latin\.jsonl: 'utf-8' codec"),
-        ("empty", "no samples"),
-    ):
-        with pytest.raises(DatasetError, match=message):
-            load_samples(str(tmp_path / f"{name}.jsonl"), options(tmp_path))
+def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none\.jsonl: No such"):
+        load_samples(str(tmp_path / "none.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
     with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa, minigqa-text"):
@@ -193,20 +194,10 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
         load_samples("gqa", options(tmp_path, root=gqa_root, split="testdev"))
     with pytest.raises(ConfigError, match="<split>_balanced_instructions"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_some"))
-    (gqa_root / "val_all_questions.json").write_text('{\n"1": {"question": }}', encoding="utf-8")
-    with pytest.raises(DatasetError, match=r"val_all_questions\.json: .*line 2"):
+    rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
+    (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-    (gqa_root / "val_all_questions.json").write_text('{"17": {"imageId": "1"}}', encoding="utf-8")
-    with pytest.raises(DatasetError, match="question 17: question: Field required"):
-        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-    for fields, message in (
-        ({"types": 5}, "types"),
-        ({"groups": {"global": ["x"]}}, "groups.global"),
-    ):
-        rows = {"17": {"imageId": "1", "question": "Is it red?", **fields}}
-        (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
-        with pytest.raises(DatasetError, match=rf"val_all_questions\.json, question 17.*: {message}"):
-            load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
 def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +230,52 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (root / "val_balanced_instructions" / "val-00000-of-00001.parquet").write_bytes(b"no parquet")
     with pytest.raises(DatasetError, match=r"val_balanced_instructions, val\) cannot be read"):
         load_samples("gqa", options(tmp_path, root=root))
+
+
+def test_gqas_text_has_a_card_for_each_image(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
+    samples = load_samples("gqa-text", options(tmp_path, root=path))
+    assert [(s.sample_id, s.question, s.answer) for s in samples] == [
+        ("1", "Is it red?", "Yes"), ("2", "is it  red?", "No"), ("3", "Is  it red?", "Yes."),
+    ]  # fmt: skip
+    first, second, third = (s.images[0].path for s in samples)
+    assert first is not None
+    assert second is not None
+    assert first == third
+    assert first.read_bytes() != second.read_bytes()
+    for row in ({"questionId": "4", "imageId": "n1", "model": "x"}, TEXT_ROWS[0] | {"imageId": "../up"}):
+        with pytest.raises(DatasetError, match=r"bad\.jsonl, line 1: expected .*a plain file name"):
+            load_samples("gqa-text", options(tmp_path, root=write_lines(tmp_path / "bad.jsonl", row)))
+
+
+def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
+    for scope, hits, right, wrong in (("media", 1, 1.0, 0.0), ("any", 2, 0.5, 1 / 3)):
+        command = [
+            "run",
+            "--preset",
+            "opt-125m",
+            "--engine",
+            "labels",
+            "--dataset",
+            "gqa-text",
+            "--baseline",
+            "--quiet",
+        ]
+        command += [
+            "--disable-semantic-cache",
+            "--scope",
+            scope,
+            "--dataset-root",
+            path,
+            "--data-dir",
+            tmp_path / "data",
+        ]
+        command += ["--cache-dir", tmp_path / scope, "--summary-out", tmp_path / "summary.json"]
+        assert invoke([str(word) for word in command]).exit_code == 0
+        summary = json.loads((tmp_path / "summary.json").read_text())["summary"]
+        assert (summary["hits"], summary["accuracy_on_hits"]["value"]) == (hits, right)
+        assert summary["wrong_hit_share"]["value"] == pytest.approx(wrong)
 
 
 # --- MiniGQA

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from lab_helpers import record
 from semkv_lab.metrics import summarise
-from semkv_lab.records import Cold
 from semkv_lab.run import comparison
+from semkv_lab.samples import Cold
 from vllm_forks import prepare
 
 SAMPLES = 24

@@ -18,9 +18,9 @@ from PIL import Image
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.metrics import given, summarise, without
-from semkv_lab.records import Cold, SampleRecord
 from semkv_lab.report import differing, write_report
 from semkv_lab.results import Experiment, facts, points, read_logs, wrong_hits
+from semkv_lab.samples import Cold, SampleRecord
 from vllm_forks import prepare
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "error": f"EngineError: {HOSTILE}\nmore",
     }
     with (folder / "sweep.jsonl").open("a") as file:
-        file.write(json.dumps({**rows(folder)[1], **failed, "summary": None, "samples": None, "given": {}}) + "\n")
+        file.write(json.dumps({**rows(folder)[1], **failed, "summary": None, "samples": None}) + "\n")
     return folder
 
 
@@ -93,19 +93,6 @@ def test_a_bad_log_is_named_with_its_line(tmp_path: Path, rows: tuple[Any, ...],
     with pytest.raises(DatasetError, match=re.escape(str(tmp_path / "sweep.jsonl"))) as caught:
         read_logs([written(tmp_path, *rows)])
     assert message in str(caught.value)
-
-
-def test_bad_samples_are_named_and_a_cut_off_line_is_left_out(tmp_path: Path, folder: Path) -> None:
-    line = (folder / "samples" / "exact-only.jsonl").read_text(encoding="utf-8").splitlines()[0]
-    log = written(tmp_path, {**ROW, "status": "ok", "samples": "s.jsonl"})
-    (tmp_path / "s.jsonl").write_text(f"{line}\n{line[:60]}", encoding="utf-8")
-    assert len(read_logs([log])[0].records) == 1
-    log.write_bytes(log.read_bytes() + b'{"name": "cut off')
-    assert [e.name for e in read_logs([log])] == ["a"]
-    for bad in (line[:60], '{"sample_id": "x"}', line.replace('"text": "', '"text": 1, "x": "'), "[]"):
-        (tmp_path / "s.jsonl").write_text(f"{line}\n{bad}\n{line}\n", encoding="utf-8")
-        with pytest.raises(DatasetError, match=r"s\.jsonl, line 2: "):
-            read_logs([log])
 
 
 def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_path: Path) -> None:
@@ -220,8 +207,6 @@ def test_the_page_stands_alone_and_trusts_nothing(page: Path) -> None:
     assert "<title>A &lt;b&gt; title</title>" in text
     assert not re.findall(r"""(?:src|href|srcset)=["'](?!data:)""", text)
     assert "default-src 'none'" in text
-    assert "--no-embedding-layer --embedding-hook=none --disable-semantic-cache" in text
-    assert "semkv run --engine=labels --max-samples=60" in text
 
 
 def test_a_page_without_samples_says_so(folder: Path, tmp_path: Path) -> None:

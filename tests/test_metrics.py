@@ -17,8 +17,7 @@ from semkv.errors import DatasetError
 from semkv.tiers.checking import wilson
 from semkv.types import Status
 from semkv_lab import metrics
-from semkv_lab.records import Cold, SampleRecord
-from semkv_lab.samples import read_rows
+from semkv_lab.samples import Cold, SampleRecord, read_rows
 
 
 @pytest.mark.parametrize(
@@ -150,23 +149,6 @@ def test_consistency_is_gqas() -> None:
 
 def hit(score: float, right: bool, **values: Any) -> SampleRecord:
     return record(provenance="text:semantic", applied=True, score=score, match=right, **values)
-
-
-def test_a_hit_is_judged_by_the_cold_answer_and_a_dry_one_by_its_own() -> None:
-    cold = Cold("a", "blue", False, 0.1, 0.1, 10, 0)
-    dry = replace(hit(0.9, True, text="red"), applied=False, donor_answer="Red")
-    assert metrics.wrong_hit(dry) is False
-    # Without an expected answer the cold one is the yardstick.
-    unlabelled = hit(0.9, True, text="red", cold=replace(cold, match=None))
-    assert metrics.wrong_hit(replace(unlabelled, answer=None, match=None))
-
-
-def test_without_a_cold_answer_the_models_own_mistake_is_no_wrong_hit() -> None:
-    run = [hit(0.9, False, text="blue"), record()]
-    assert metrics.wrong_hit(run[0]) is None
-    summary = metrics.summarise(run)
-    assert summary["wrong_hit_share"]["n"] == 0
-    assert summary["accuracy_on_hits"]["value"] == 0.0
 
 
 def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:

@@ -42,7 +42,7 @@ def bench(*arguments: str | Path, out: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40", "--plot", tmp_path]
+    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40"]
     flags += ["--kinds", "zipf", "templates"]
     found, said = bench(*flags, out=tmp_path / "f.json")
     rules = ["cosine 0.92", "vcache rule 0.01", "krites 0.92"]
@@ -63,8 +63,7 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
     assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
     semkv = found["turns"]["semkv fixed 0.92"]
     assert (semkv["equal last turns"]["hits"], semkv["reworded last turns"]["wrong"]) == (0, 0)
-    for kind, result in found["streams"].items():
-        assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
+    for result in found["streams"].values():
         for row in result["caches"].values():
             assert [one["requests"] for one in row["streams"]] == result["requests"]
             assert row["lookup"]["calls"] == sum(result["requests"])
@@ -106,7 +105,7 @@ def _without_times(value: Any) -> Any:
 
 
 def test_images_need_no_other_data(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "images", "--scenes", "1", "--caches", "fixed"]
+    flags = ["--data", data, "--parts", "images", "--scenes", "6", "--caches", "fixed"]
     found, _ = bench(*flags, out=tmp_path / "f.json")
     images = found["images"]
     assert images["semkv"]["copies"]["all"]["share"] > 0.8
@@ -142,7 +141,6 @@ def test_krites_lets_a_judged_text_have_the_curated_answer() -> None:
         (["--kinds", "zipf", "zipf"], "each once"),
         (["--requests", "0"], "a positive number"),
         (["--max-error-rate", "0.01", "2"], "a share above 0 and below 1"),
-        (["--plot", "nowhere"], "a folder that exists"),
         (["--data", "nowhere"], "bench/data of a checkout"),
         (["--out", "nowhere/f.json"], "a folder that exists"),
         (["--pairs", "none.jsonl"], "none.jsonl"),

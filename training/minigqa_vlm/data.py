@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import prompt
 
-from semkv_lab.minigqa.documents import make_document
+from semkv_lab.minigqa import make_document
 from semkv_lab.minigqa.questions import KINDS, WEIGHTS, Program, ask, change_case, change_whitespace, references, word
 from semkv_lab.minigqa.scenes import WIDTH, Scene, draw, make_scene
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from semkv_lab.minigqa.documents import make_document
+from semkv_lab.minigqa import make_document
 from semkv_lab.minigqa.questions import ask_any, change_case, word
 from semkv_lab.minigqa.scenes import make_scene
 

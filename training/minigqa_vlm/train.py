@@ -274,7 +274,7 @@ def answer_all(out: Path, device: torch.device, images: int, documents: int, log
     from PIL import Image
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    from semkv_lab.minigqa.documents import make_document
+    from semkv_lab.minigqa import make_document
     from semkv_lab.minigqa.questions import ask_any, word
     from semkv_lab.minigqa.scenes import draw, make_scene
 

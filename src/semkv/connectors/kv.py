@@ -77,12 +77,10 @@ class SemKVScheduler(OffloadingConnectorScheduler):
     host memory are counted at once."""
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, req: Any, config: Any, start: int) -> int | None:
-        keys, held = list(keys), 0
-        try:
-            if not self._events_tracker.self_describing_enabled:  # else vLLM notes every block
-                held = self.manager.held(keys, req_context)
-        except Exception:
-            self.manager._shared.fault("a lookup")
+        keys, held, manager = list(keys), 0, self.manager
+        # With KV events vLLM notes every block that it finds.
+        if isinstance(manager, SemKVManager) and not self._events_tracker.self_describing_enabled:
+            held = manager.held(keys, req_context)
         if held == len(keys):
             return held
         rest: int | None = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)

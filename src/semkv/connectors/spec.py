@@ -94,21 +94,25 @@ class SemKVManager(TieringOffloadingManager):
 
     def held(self, keys: Sequence[bytes], req_context: ReqContext) -> int:
         """How many of the first keys lie in host memory: vLLM's lookup without its clocks, for all of them at once."""
-        if self._doomed or self._shared.settings.max_age_s:
+        try:
+            if self._doomed or self._shared.settings.max_age_s:
+                return 0
+            self._maybe_process_finished_jobs()
+            chunk_of, count = self.primary_tier._policy.get, 0
+            for key in keys:
+                chunk = chunk_of(key)
+                if chunk is None or chunk.ref_cnt < 0:
+                    break
+                count += 1
+            metrics = self._metrics._request_states.get(req_context.req_id)
+            if count and metrics is not None and metrics.observed_lookups is not None:
+                counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
+                before = len(counted)
+                counted.update(dict.fromkeys(keys[:count]))
+                self._held += len(counted) - before
+        except Exception:
+            self._shared.fault("a lookup")
             return 0
-        self._maybe_process_finished_jobs()
-        chunk_of, count = self.primary_tier._policy.get, 0
-        for key in keys:
-            chunk = chunk_of(key)
-            if chunk is None or chunk.ref_cnt < 0:
-                break
-            count += 1
-        metrics = self._metrics._request_states.get(req_context.req_id)
-        if count and metrics is not None and metrics.observed_lookups is not None:
-            counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
-            before = len(counted)
-            counted.update(dict.fromkeys(keys[:count]))
-            self._held += len(counted) - before
         return count
 
     def _too_old(self, key: bytes) -> bool:

@@ -176,7 +176,6 @@ class Language:
     how: str
     how_much: Words
     persons: Senses
-    speaker: Words
     owns: str
     modals: Senses
     advice: Words

@@ -138,7 +138,8 @@ def form(p: Pair) -> str | None:
     if said[0] == said[1]:
         if _past(p.a) != _past(p.b):
             return "tense"
-        if _may(p.a) != _may(p.b) and language.questions.keys().isdisjoint(p.words):
+        weakest = next(iter(language.modals.values()), None)
+        if (_mood(p.a) == weakest) != (_mood(p.b) == weakest) and language.questions.keys().isdisjoint(p.words):
             return "modality"
     if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
         first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
@@ -172,11 +173,6 @@ def _past(text: Text) -> bool:
         if found:
             return True
     return False
-
-
-def _may(text: Text) -> bool:
-    """Whether a text speaks of what may be; "can you" is no more than polite."""
-    return _mood(text) == next(iter(text.language.modals.values()), None)
 
 
 def _mentions(text: Text) -> bool:
@@ -361,10 +357,9 @@ def substitution(p: Pair) -> str | None:
     other = right + [t for t in p.content[1] if t.stem in p.a.stems]
     both = mine and other
     if bool(mine) != bool(other):  # "a work visa" and "a student visa"
-        attributes = p.language.attributes | p.language.speaker
-        mine, other = (
-            own or [t for t in only if t.word in attributes] for own, only in ((mine, only_a), (other, only_b))
-        )
+        attributes = p.language.attributes
+        mine = mine or [t for t in only_a if t.word in attributes]
+        other = other or [t for t in only_b if t.word in attributes]
     alone = len({t.stem for t in only_a}) == len({t.stem for t in only_b}) == 1
     near = 1 if left and right else 2
     pairs = set(zip(mine, other, strict=False)) if len(mine) == len(other) else set()

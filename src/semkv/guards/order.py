@@ -62,8 +62,8 @@ def _followed(text: Text) -> Bonds:
 def _owned(text: Text) -> Bonds:
     """An owner with what he owns: "my neighbour's tree fell on my fence"."""
     owns = text.language.owns
-    triples = zip(text.tokens, text.tokens[1:], text.tokens[2:], strict=False) if owns in text.words else ()
-    return {x.stem: {z.stem} for x, y, z in triples if y.word == owns and _carries(x, text.language)}
+    found = triples(text.tokens) if owns in text.words else ()
+    return {x.stem: {z.stem} for x, y, z in found if y.word == owns and _carries(x, text.language)}
 
 
 def _focused(text: Text) -> Bonds:

@@ -327,15 +327,10 @@ class RedisVL(Cache):
 
 
 class SemKV(Cache):
-    """The whole `SemanticCache`, with its catalog in a folder of its own.
+    """The whole `SemanticCache` under the flags of a policy, with its catalog in a folder of its own.
 
-    Args:
-        encoder: of the text tier.
-        policy: the flags of the policy.
-        name: what results call it.
-        settings: what they say of it.
-        calibration: the one in a file that ``policy`` names.
-        seed: of a bounded policy's draws; in use, and where it is None, they have none.
+    ``calibration`` is the one in a file that ``policy`` names; ``seed`` is of a bounded policy's draws, which have none
+    in use.
     """
 
     def __init__(
@@ -419,12 +414,7 @@ Maker = Callable[[int], Cache]
 def makers(
     name: str, encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
 ) -> list[Maker]:
-    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one.
-
-    Raises:
-        ImportError: a peer is not installed; the message names its package.
-        Exception: whatever a peer raises where it cannot work, such as RedisVL without a server.
-    """
+    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one."""
     threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
     prior, file = calibration or (None, None)
 
@@ -466,20 +456,24 @@ SETTLED = 500  # requests before which a rate says little
 class Played:
     """What a cache made of a stream.
 
-    ``outcomes`` are (right answer, whether it hit, whether a wrong one was given); ``worst`` is the highest share of
-    wrong answers at any time after the first `SETTLED` requests, None for a shorter stream.
+    ``outcomes`` are (right answer, whether it hit, whether a wrong one was given).
     """
 
     hits: int = 0
     wrong: int = 0
     checks: int = 0
-    worst: float | None = None
     seconds: list[float] = field(default_factory=list)
     outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
 
+    @property
+    def worst(self) -> float:
+        """The highest share of wrong answers at any time after the first `SETTLED` requests."""
+        wrong = np.cumsum([bad for *_, bad in self.outcomes])
+        return float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max(initial=0.0))
+
     def to_json(self) -> dict[str, Any]:
         counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
-        return counts | {"worst_at_any_time": round(self.worst or 0.0, 6)}
+        return counts | {"worst_at_any_time": round(self.worst, 6)}
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:
@@ -496,8 +490,6 @@ def play(cache: Cache, stream: Iterable[Asked]) -> Played:
             found.hits, found.wrong = found.hits + 1, found.wrong + wrong
             found.checks += cache.hit(asked, right=not wrong)
         found.outcomes.append((f"{asked.group} {asked.answer}", answer is not None, wrong))
-        if len(found.outcomes) >= SETTLED:
-            found.worst = max(found.worst or 0.0, found.wrong / len(found.outcomes))
     return found
 
 

@@ -1,8 +1,7 @@
 """What a vLLM KV connector must stand: does it ever load what the request would not have computed?
 
-Each case starts engines in processes of their own, with a tiny Llama of random weights, on the CPU or on a GPU. Greedy
-answers are compared with those of an engine without a connector. A case is passed, failed, or cannot be had, with the
-reason.
+Each case starts engines in processes of their own, with a tiny Llama of random weights on the CPU. Greedy answers are
+compared with those of an engine without a connector. A case is passed, failed, or cannot be had, with the reason.
 """
 
 from __future__ import annotations

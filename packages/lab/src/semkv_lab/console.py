@@ -20,10 +20,9 @@ from rich.table import Table
 from semkv import __version__
 from semkv.errors import ConfigError
 from semkv_lab.metrics import COLUMNS, Estimate, Figures, read_estimate
-from semkv_lab.records import SampleRecord
+from semkv_lab.samples import Sample, SampleRecord
 
 if TYPE_CHECKING:
-    from semkv_lab.samples import Sample
     from semkv_lab.settings import RunSettings
 
 SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
@@ -80,11 +79,7 @@ class Listener:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, *records: SampleRecord) -> None:
-        """Add records to the file, which is begun with the first call.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Add records to the file, which is begun with the first call."""
         path = self._settings.samples_out
         if path is None:
             return

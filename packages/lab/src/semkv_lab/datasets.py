@@ -3,6 +3,7 @@ layout), ``gqa-text`` (its questions with a model's answers, no images), ``jsonl
 its dotted path.
 """
 
+import json
 import os
 import re
 import tempfile
@@ -19,8 +20,7 @@ from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
 from semkv.stores.files import replacing
 from semkv_lab import minigqa
-from semkv_lab.minigqa.documents import VARIANTS, returning
-from semkv_lab.minigqa.generate import SPLITS, Knobs, generate
+from semkv_lab.minigqa import VARIANTS, returning
 from semkv_lab.samples import (
     DatasetOptions,
     ImageRef,
@@ -28,7 +28,6 @@ from semkv_lab.samples import (
     Sample,
     as_row,
     load_jsonl,
-    read_json,
     read_jsonl,
     select,
 )
@@ -39,10 +38,6 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
 
     A name that ends in ``.jsonl`` is that file. A function ``package.module:name`` is called with the options and
     returns all its samples.
-
-    Raises:
-        ConfigError: no such data set, or an option it cannot serve.
-        DatasetError: a file cannot be read (the message names file and line), or nothing was selected.
     """
     if name.endswith(".jsonl"):
         name, options = "jsonl", replace(options, root=Path(name))
@@ -72,21 +67,12 @@ _SAFE_NAME = re.compile(r"[\w.-]{1,128}")
 
 
 def load_gqa(options: DatasetOptions) -> list[Sample]:
-    """GQA (Hudson and Manning, 2019): the official question files with an image folder, or the Hugging Face layout.
+    """GQA (Hudson and Manning, 2019), from ``--dataset-root``, else the folder in ``GQA_ROOT``, else the hub.
 
-    Where it is looked for, in this order: ``--dataset-root``, the environment variable ``GQA_ROOT``, the hub. A folder
-    may hold
-
-    - ``val_balanced_questions.json`` (or ``questions/...``; ``train_all_questions/`` is a folder of parts), images as
-      ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for validity and
-      plausibility, ``val_choices.json`` (or ``eval/...``): the official download;
-    - ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``: a copy of ``lmms-lab/GQA``.
-
-    Without a folder, ``datasets`` reads ``lmms-lab/GQA`` from the hub or from its local cache.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form.
-        DatasetError: nothing was found, or a file cannot be read.
+    A folder has ``val_balanced_questions.json`` (also in ``questions/``; ``train_all_questions/`` is one of parts),
+    images as ``<imageId>.jpg`` in ``images/`` or under one of the image roots (``GQA_IMAGE_ROOT`` ...), and, for
+    validity and plausibility, ``val_choices.json`` (also in ``eval/``): the official download. Or it is a copy of
+    ``lmms-lab/GQA``, with ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``.
     """
     config, split = resolve_config(options)
     root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
@@ -131,7 +117,10 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _objects(file: Path) -> dict[str, Any]:
-    data = read_json(file)
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise DatasetError(f"{file}: {getattr(e, 'strerror', None) or e}") from e
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
     return data
@@ -253,10 +242,6 @@ def load_gqa_text(options: DatasetOptions) -> list[Sample]:
     ``question``, and one more field, whatever its name, with the answer of the model that the labels are from. A small
     drawn card with its name on it stands in for each image, so that the tiers, the stores and ``--scope`` treat it as
     an image of its own. Only the text tiers mean something here; `requests.label_answers` makes an engine of them.
-
-    Raises:
-        ConfigError: ``options.root`` names no file.
-        DatasetError: it cannot be read (names file and line), or the cards cannot be written.
     """
     if options.root is None:
         raise ConfigError("--dataset-root", None, "a .jsonl or .jsonl.gz file when --dataset is gqa-text")
@@ -292,17 +277,12 @@ def _card(folder: Path, name: str) -> Path:
 
 # -- MiniGQA ------------------------------------------------------------
 
-_SEED = 0
 _QUESTIONS_PER_IMAGE = 30  # at least, derived pictures included
 
 
 def load_minigqa(options: DatasetOptions) -> list[Sample]:
     """MiniGQA, our own visual question set in GQA's schema, from ``options.root``; without one it is drawn first, under
     ``options.data_dir``, with more pictures where more samples are asked for than the default has.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
-        DatasetError: a file cannot be read, or the folder cannot be written.
     """
     config, split = resolve_config(options)
     return load_official(options.root or _drawn(options, split), options, config)
@@ -310,16 +290,16 @@ def load_minigqa(options: DatasetOptions) -> list[Sample]:
 
 def _drawn(options: DatasetOptions, split: str) -> Path:
     """The folder of the data, drawn where it is not there yet; another version of the generator draws it again."""
-    knobs = Knobs(images=max(Knobs().images, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE)))
+    images = max(12, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE))
     source = Path(minigqa.__file__).parent
     generator = keys.digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
-    folder = options.data_dir / f"minigqa-{split}-{keys.digest(repr(knobs), str(_SEED), generator)[:12]}"
+    folder = options.data_dir / f"minigqa-{split}-{keys.digest(str(images), generator)[:12]}"
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
-            drawn = generate(Path(part) / "data", knobs, seed=_SEED, split=split)
+            drawn = minigqa.generate(Path(part) / "data", images, split=split)
             if not folder.is_dir():
                 drawn.replace(folder)  # whole, or not at all
     except OSError as e:
@@ -329,15 +309,12 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
 
 def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
     """Questions about drawn documents of 1,300 words that return as they are or changed, see
-    `semkv_lab.minigqa.documents.returning`: 120, or as many as ``max_samples`` says.
-
-    Raises:
-        ConfigError: ``config`` is no name of GQA's form, or names a split that MiniGQA does not have.
+    `semkv_lab.minigqa.returning`: 120, or as many as ``max_samples`` says.
     """
     _, split = resolve_config(options)
-    if split not in SPLITS:
-        raise ConfigError("split", split, SPLITS)
-    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=SPLITS.index(split))
+    if split not in minigqa.SPLITS:
+        raise ConfigError("split", split, minigqa.SPLITS)
+    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=minigqa.SPLITS.index(split))
     samples = [
         Sample(
             f"{split}-{number}",

@@ -28,7 +28,7 @@ from semkv.encoders.text import TextEncoder
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import Guard, Wording, veto, wording
 from semkv.tiers.policies import FEATURES, Calibration, features
-from semkv_lab.minigqa.generate import Knobs, generate
+from semkv_lab.minigqa import QUESTION_VARIANTS, generate
 from semkv_lab.samples import NonEmpty
 
 Item = tuple[str, str]
@@ -183,11 +183,11 @@ def minigqa(_: Sequence[Pair], seed: int, requests: int) -> Stream:
 
     One answer serves those of one image that mean the same. A group is an image.
     """
-    plain = dict.fromkeys(("reencoded", "resized", "brightness", "shifted", "lookalike"), 0.0)
+    rates = QUESTION_VARIANTS | {"paraphrase": 0.3, "negative": 0.3}
     images = max(1, round(requests / _IMAGE_QUESTIONS))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "minigqa"
-        generate(folder, Knobs(images=images, paraphrase=0.3, negative=0.3, **plain), seed=seed)
+        generate(folder, images, seed=seed, questions=rates, pictures={})
         records = json.loads((folder / "val_balanced_questions.json").read_text(encoding="utf-8"))
     return [
         Asked(row["question"], f"{row['imageId']}: {row['semanticStr']}", str(row["imageId"]))
@@ -270,18 +270,8 @@ class Fit(NamedTuple):
 
 
 def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto) -> Fit:
-    """Fit the chance of a wrong answer.
-
-    Args:
-        pairs: labeled pairs.
-        encoder: gives their cosines.
-        precision: least chance of a right answer with which a donor may be used.
-        guard: what it objects to is left out.
-
-    Raises:
-        ConfigError: ``precision`` is no share.
-        DatasetError: too few pairs, or all of one kind.
-    """
+    """Fit the chance of a wrong answer, where ``guard`` does not object; ``precision`` is the least chance of a right
+    answer with which a donor may be used."""
     if not 0.0 < precision < 1.0:
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:

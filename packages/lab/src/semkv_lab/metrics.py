@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from semkv.tiers.checking import wilson
 from semkv.types import Status
-from semkv_lab.records import Cold, SampleRecord, answers_match, at, normalise_answer
+from semkv_lab.samples import Cold, SampleRecord, answers_match, at, normalise_answer
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -410,11 +410,9 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
 def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
     """The figures of a run as ``--summary-out`` writes them: an `Estimate` and `Times` are objects of their fields.
 
-    Args:
-        records: every sample that was answered, in order; may be empty.
-        cold: every answer of the cold pass; more than the records have when the run was interrupted.
-        more: of what the run itself knows: ``refused`` (approximate matches that were turned down after the search),
-            ``bytes_on_disk``, ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``.
+    ``cold`` has every answer of the cold pass, more than the records have where a run was interrupted. ``more`` is what
+    the run itself knows: ``refused`` (approximate matches that were turned down after the search), ``bytes_on_disk``,
+    ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``.
     """
     run = Run(records, cold)
     names = sorted({r.provenance for r in run.hits})

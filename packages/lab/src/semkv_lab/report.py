@@ -6,7 +6,6 @@ import base64
 import difflib
 import io
 import re
-import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
@@ -20,13 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from semkv import __version__
-from semkv.errors import ConfigError
 from semkv_lab import metrics
 from semkv_lab.console import keep_apart, percent, seconds, shown, writing
 from semkv_lab.metrics import Estimate, given, read_estimate, without, wrong_hit
-from semkv_lab.records import at
 from semkv_lab.results import Experiment, Point, Wrong, facts, points, read_logs, wrong_hits
-from semkv_lab.settings import arguments
+from semkv_lab.samples import at
 
 _WORST = 12  # wrong hits that are shown
 
@@ -38,10 +35,6 @@ def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
         logs: ``.csv`` or ``.jsonl`` files of sweeps.
         out: the page.
         title: its heading.
-
-    Raises:
-        DatasetError: a log cannot be read; names file and line.
-        ConfigError: the page cannot be written, or is a file that is read.
     """
     read = {f"LOG {log.name}": log for log in logs}
     read |= {f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs}
@@ -62,7 +55,6 @@ def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
         "sampled": sum(bool(e.records) for e in experiments),
         "hits": _judged(experiments),
         "environments": environments(experiments),
-        "commands": [(e.name, command) for e in experiments if (command := _command(e))],
     }
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -76,14 +68,6 @@ def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
     with writing("semkv report", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8", errors="replace")
-
-
-def _command(experiment: Experiment) -> str:
-    """The run that an experiment is; empty where the log is another version's."""
-    try:
-        return shlex.join(["semkv", "run", *arguments(experiment.given)]) if experiment.given else ""
-    except ConfigError:
-        return ""
 
 
 # -- the table of experiments ------------------------------------------------------------

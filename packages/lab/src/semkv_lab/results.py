@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from semkv.errors import DatasetError
 from semkv_lab.console import percent, shown
 from semkv_lab.metrics import Estimate, read_estimate, wrong_hit
-from semkv_lab.records import SampleRecord, at
-from semkv_lab.samples import NonEmpty, read_jsonl, read_rows
+from semkv_lab.samples import NonEmpty, SampleRecord, at, read_jsonl, read_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +23,6 @@ class Experiment:
 
     Attributes:
         name: unique on a page; where several logs use it, the log's name stands before it.
-        given: the flags that the spec has; ``settings`` are all of them.
         summary: of the run; None where the experiment failed.
         samples: the file of its samples, from the log's folder; empty for none.
         records: what is in that file; empty where it is gone.
@@ -39,7 +37,6 @@ class Experiment:
     settings: Object = field(default_factory=dict)
     environment: Object = field(default_factory=dict)
     summary: Object | None = None
-    given: Object = field(default_factory=dict)
     samples: str | None = None
     records: tuple[SampleRecord, ...] = ()
     group: str = ""
@@ -87,11 +84,7 @@ class Experiment:
 
 
 def read_logs(paths: Sequence[Path]) -> list[Experiment]:
-    """The experiments of all logs, in order, with their groups.
-
-    Raises:
-        DatasetError: a log or a file of samples cannot be read, or is none; names file and line.
-    """
+    """The experiments of all logs, in order, with their groups."""
     logs = [(path, _read_log(path)) for path in paths]
     uses = Counter(e.name for _, experiments in logs for e in experiments)
     found = [

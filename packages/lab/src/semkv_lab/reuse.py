@@ -69,9 +69,9 @@ class Kv:
 
 @dataclass(frozen=True)
 class Kept:
-    """The exact KV of a prompt's tokens, under the key of all its segments."""
+    """The exact KV of a prompt's tokens, under the keys of its leading segments."""
 
-    name: tuple[str, str]
+    names: list[tuple[str, str]]
     tokens: tuple[Token, ...]
     layers: Layers
 
@@ -86,9 +86,6 @@ class TransformersEngine:
     Args:
         settings: model, ``--reuse`` and ``--blend-share``.
         attach: keep KV; the cold pass computes every token of every prompt.
-
-    Raises:
-        EngineError: the model cannot be loaded, or is of another family.
     """
 
     def __init__(self, settings: RunSettings, attach: bool) -> None:
@@ -113,9 +110,7 @@ class TransformersEngine:
         self._each = config.image_seq_length if self.accepts_images else 0  # tokens of a picture
         self._picture = config.image_token_id if self.accepts_images else None
         self._limit = settings.max_model_len or config.get_text_config().max_position_embeddings
-        self._kept: dict[tuple[str, str], Kept] = {}
-        self._order: deque[tuple[list[tuple[str, str]], Kept]] = deque()
-        self._bytes = 0
+        self._kept: deque[Kept] = deque()
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         """Answer ``prompt``. What it has in common with a kept prompt of the same beginning is not computed."""
@@ -128,7 +123,10 @@ class TransformersEngine:
             self._take(kv, kept, [(n, n) for n in range(shared)])
         result = self._answer(start, prompt, tokens, kv, shared)
         if self._attach:
-            self._keep(prompt, tokens, [(k[:, :, : len(tokens)], v[:, :, : len(tokens)]) for k, v in kv.layers])
+            layers = [(k[:, :, : len(tokens)], v[:, :, : len(tokens)]) for k, v in kv.layers]
+            self._kept.append(Kept(self._names(prompt), tokens, layers))
+            while sum(kept.nbytes for kept in self._kept) > _MOST_BYTES:
+                self._kept.popleft()
         return result
 
     def reuse(self, prompt: EnginePrompt, canonical: EnginePrompt) -> EngineResult:
@@ -155,7 +153,7 @@ class TransformersEngine:
             self._take(kv, kept, moved)
             return self._answer(start, prompt, tokens, kv, first, {own for _, own in moved})
         stand = len(kept.tokens)
-        if kept.name != self._names(canonical)[-1]:  # the request's own segments follow the donor's
+        if kept.names[-1] != self._names(canonical)[-1]:  # the request's own segments follow the donor's
             sent = self._tokens(canonical)
             stand = _shared(kept.tokens, sent)
             most = min(most, len(tokens) - (len(sent) - stand))
@@ -179,7 +177,6 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._kept.clear()
-        self._order.clear()
 
     # -- prompts ------------------------------------------------------------
 
@@ -267,15 +264,9 @@ class TransformersEngine:
         )
 
     def _step(self, hidden: torch.Tensor, kv: Kv, rows: torch.Tensor, doubtful: torch.Tensor) -> tuple[int, int]:
-        """Send tokens through the layers.
-
-        Args:
-            hidden: their embeddings, [1, rows, width].
-            rows: their positions, ascending.
-            doubtful: which of them have KV of a donor's, [rows].
-
-        Returns:
-            The next token, and how many tokens were computed; one in a part of the layers counts for that part.
+        """Send tokens through the layers: their embeddings [1, rows, width], their positions, and which of them have KV
+        of a donor's. Returns the next token, and how many were computed; one in a part of the layers counts for that
+        part.
         """
         kv.end, work, layers = int(rows[-1]) + 1, 0, self._decoder.layers
         for number, layer in enumerate(layers):
@@ -314,20 +305,11 @@ class TransformersEngine:
 
     def _find(self, prompt: EnginePrompt) -> Kept | None:
         """Of the kept prompts that share most leading segments, the latest."""
-        return next((self._kept[name] for name in reversed(self._names(prompt)) if name in self._kept), None)
-
-    def _keep(self, prompt: EnginePrompt, tokens: tuple[Token, ...], layers: Layers) -> None:
-        names = self._names(prompt)
-        kept = Kept(names[-1], tokens, layers)
-        self._kept.update(dict.fromkeys(names, kept))
-        self._order.append((names, kept))
-        self._bytes += kept.nbytes
-        while self._bytes > _MOST_BYTES:
-            names, old = self._order.popleft()
-            self._bytes -= old.nbytes
-            for name in names:
-                if self._kept.get(name) is old:
-                    del self._kept[name]
+        for name in reversed(self._names(prompt)):
+            for kept in reversed(self._kept):
+                if name in kept.names:
+                    return kept
+        return None
 
     def _room(self, tokens: int) -> Kv:
         config = self._decoder.config

@@ -49,8 +49,19 @@ from semkv_lab.console import (
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Figures, summarise
-from semkv_lab.records import Cold, SampleRecord, answers_match, at
-from semkv_lab.samples import RequestBuilder, Sample, arrange, asked, label_answers, read_jsonl, read_rows
+from semkv_lab.samples import (
+    Cold,
+    RequestBuilder,
+    Sample,
+    SampleRecord,
+    answers_match,
+    arrange,
+    asked,
+    at,
+    label_answers,
+    read_jsonl,
+    read_rows,
+)
 from semkv_lab.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -79,9 +90,6 @@ def run(
 
     Args:
         baseline: a file of samples with cold answers, in place of a cold pass.
-
-    Raises:
-        SemkvError: a setting, a file or the engine is at fault.
     """
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
     runner = _Runner(settings, samples, make_engine, cache, listener)
@@ -326,11 +334,7 @@ def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) ->
 def execute(
     settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
 ) -> Figures:
-    """Run, print and write what the settings ask for; ``baseline`` as in `run`.
-
-    Raises:
-        SemkvError: a setting, a file or the engine is at fault; nothing was lost.
-    """
+    """Run, print and write what the settings ask for; ``baseline`` as in `run`."""
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine in ("vllm", "transformers"):

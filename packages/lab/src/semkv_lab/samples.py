@@ -1,5 +1,5 @@
-"""What every data set yields, how its files are read, and how samples become requests: in which order and how often
-they are asked, their segments, and the text that the semantic tiers match on.
+"""What every data set yields, how its files are read, how samples become requests (in which order and how often they
+are asked, their segments, the text that the semantic tiers match on), and the records of a run.
 """
 
 # The command line reads the annotations of fields: they must be values, not texts.
@@ -8,10 +8,12 @@ import gzip
 import json
 import os
 import random
+import re
+import string
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import accumulate, cycle, islice
 from pathlib import Path
@@ -23,7 +25,7 @@ from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationErr
 from semkv import keys
 from semkv.config import POSITIVE, check
 from semkv.errors import ConfigError, DatasetError
-from semkv.types import MediaSegment, Namespace, Request, Role, Segment, TextSegment
+from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
 
 _T = TypeVar("_T")
 
@@ -166,14 +168,6 @@ def _zipf(samples: Sequence[Sample]) -> Iterator[Sample]:
 NonEmpty = Annotated[str, Field(min_length=1)]
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
-
-
 def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
 
@@ -202,12 +196,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
 
 
 def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
-    """The lines of a file (`read_jsonl`) as objects of a dataclass.
-
-    Raises:
-        DatasetError: as `read_jsonl`, or a field is missing or not of its type; the message names file, line and field.
-            Or there are no rows, in a file that semkv did not write.
-    """
+    """The lines of a file (`read_jsonl`) as objects of a dataclass."""
     found = [as_row(row, kind, f"{path}, line {number}") for number, row in read_jsonl(path, cut_off=cut_off)]
     if not found and not cut_off:
         raise DatasetError(f"{path}: no rows")
@@ -251,10 +240,6 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
 
     Only ``question`` is required. ``images`` is a path or a list of paths, relative to the file. ``id``, ``semantic``
     and ``group`` are taken where they are given.
-
-    Raises:
-        ConfigError: ``options.root`` names no file.
-        DatasetError: it cannot be read; names file and line.
     """
     path = options.root
     if path is None:
@@ -367,3 +352,123 @@ class RequestBuilder:
 def asked(request: Request) -> str:
     """Digest of all that an engine is asked: model, tenant, texts and the bytes of pictures."""
     return keys.digest("asked", keys.namespace_key(request.namespace), _prompt_key(request.segments))
+
+
+# -- what came of a sample ------------------------------------------------------------
+
+_PUNCTUATION = re.compile(rf"[{re.escape(string.punctuation)}](?!\d)")
+
+
+def at(value: Any, *path: str) -> Any:
+    """What lies at this path of keys in nested objects, or None."""
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def normalise_answer(text: str) -> str:
+    """Lowercase, punctuation removed, outer white space stripped: lmms-eval's exact match for GQA.
+
+    Other than there, what stands before a digit stays: -5 is not 5, and 1.5 is not 15.
+    """
+    return _PUNCTUATION.sub("", text.lower()).strip()
+
+
+def answers_match(prediction: str, answer: str) -> bool:
+    """Whether two answers are equal but for case and punctuation."""
+    return normalise_answer(prediction) == normalise_answer(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """The same sample on an engine with vLLM's prefix cache alone.
+
+    Attributes:
+        asked: digest of what was asked (`samples.asked`); empty in files of earlier versions.
+        again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
+            samples only (`run.NOISE_SAMPLES`), None on the others.
+    """
+
+    image: str
+    text: str
+    match: bool | None
+    latency_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    token_ids: tuple[int, ...] = ()
+    again_text: str | None = None
+    again_token_ids: tuple[int, ...] | None = None
+    asked: str = ""
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """All that is known about one sample of a run; a line of ``--samples-out``.
+
+    Attributes:
+        text, answer, match: what was answered, what was expected (or None), and whether they are equal.
+        provenance: `ReuseReport.provenance`: which tier hit; with ``exactness`` empty on a miss.
+        applied: whether the donor's segments were sent (False on a miss and in dry-run mode).
+        donor_answer: what the donor answered, where all of its prompt stands in (or would, in dry-run mode).
+        donor_question, donor_image: each empty where that part of the donor does not stand in.
+        latency_s: lookup and generation together; ``lookup_s`` the lookup alone, encoders included.
+        after_s: recording, and the check of an approximate hit: after the answer, and in no latency.
+        cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
+            ``prefix_tokens`` from vLLM's own prefix cache.
+        image_file: where the image was; empty without one.
+        group, types: GQA's annotations of the question (`samples.Sample`).
+        valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
+            choices.
+        entailed: ids of samples whose answer follows from this one's.
+        cold: the same sample without our caches, when a baseline was run.
+    """
+
+    sample_id: str
+    image: str
+    question: str
+    text: str
+    answer: str | None
+    match: bool | None
+    provenance: str
+    exactness: str
+    applied: bool
+    score: float | None
+    donor: str
+    donor_answer: str | None
+    statuses: dict[str, Status]
+    latency_s: float
+    lookup_s: float
+    ttft_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    loaded_tokens: int | None
+    prefix_tokens: int
+    finish_reason: str = ""
+    token_ids: tuple[int, ...] = ()
+    variant: str = ""
+    donor_question: str = ""
+    donor_image: str = ""
+    entailed: tuple[str, ...] = ()
+    cold: Cold | None = None
+    after_s: float = 0.0
+    image_file: str = ""
+    group: str = ""
+    types: tuple[str, ...] = ()
+    valid: bool | None = None
+    plausible: bool | None = None
+
+    @property
+    def hit(self) -> bool:
+        return bool(self.provenance)
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {"hit": self.hit, **asdict(self)}

@@ -37,6 +37,7 @@ from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
 from semkv_lab.console import percent, shown, table, write_json
 from semkv_lab.labels import KINDS, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
+from semkv_lab.minigqa.scenes import ImagePair, image_pairs
 from semkv_lab.samples import read_jsonl, read_rows
 from semkv_lab.settings import CACHES, QualityFlags, SemanticFlags
 from semkv_lab.sweep import environment, version
@@ -44,7 +45,6 @@ from semkv_lab.sweep import environment, version
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from semkv_lab import scenes
 
 VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
@@ -242,12 +242,8 @@ class Bench:
 
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
-    """Measure, print a table for each part, and return everything as JSON values.
-
-    Raises:
-        ConfigError, DatasetError: a flag or a file is at fault.
-    """
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
+    """Measure, print a table for each part, and return everything as JSON values."""
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
@@ -388,8 +384,6 @@ def streams_part(bench: Bench) -> Found:
         rows = dict(_through(streams, static, make, flags.seed) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
-        if flags.plot is not None:
-            _draw(kind, found[kind], flags.plot / f"{kind}.png")
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
         names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
@@ -448,17 +442,6 @@ def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
     return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
 
 
-def _draw(kind: str, found: Row, path: Path) -> None:
-    """Hits against wrong answers: a curve for fixed cosines, a point for each cache."""
-    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
-        sizes = np.array(found["requests"])[:, None, None]
-        counts = 100 * (np.array(found["thresholds"]["cosine"])[:, :, 1:] / sizes).mean(axis=0)
-        axes.plot(counts[:, 1], counts[:, 0], "o-", markersize=3, label="fixed cosine")
-        for name, row in found["caches"].items():
-            axes.plot(100 * row["wrong_per_request"]["share"], 100 * row["hit_rate"], "*", markersize=9, label=name)
-        axes.set_title(kind)
-
-
 # -- last turns ------------------------------------------------------------
 
 _CHAT = (("user", "Tell me about Lisbon."), ("assistant", "It is a city by the sea. Do you want to know more?"))
@@ -511,9 +494,8 @@ def images_part(bench: Bench) -> Found:
     """Generated scenes: the comparison of pixels by itself; then the whole cache, with guards and without."""
     from semkv.encoders.vision import read_picture
     from semkv.guards.pictures import LIMIT, difference
-    from semkv_lab import scenes
 
-    made = scenes.pairs(bench.flags.scenes, bench.flags.seed)
+    made = image_pairs(bench.flags.scenes, bench.flags.seed)
 
     hits, seconds = [], []
     for pair in made:
@@ -527,11 +509,11 @@ def images_part(bench: Bench) -> Found:
         (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
         for name, row in found.items()
     ]
-    title = f"images: {bench.flags.scenes} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
+    title = f"images: {bench.flags.scenes} scenes; 95% intervals (Wilson); lookups with the encoder"
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
 
 
-def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
+def _image_cache(made: Sequence[ImagePair], guarded: bool) -> Row:
     """All first images are in the cache. A copy must hit with its own scene's image; a change must hit none."""
     preset = get_preset("minigqa")
     layer = next(text for text in preset.embedding_layers if text.startswith("vision"))
@@ -561,11 +543,11 @@ def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
     return _image_shares(made, hits) | measured
 
 
-def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
-    """Shares of copies and of changes that hit, by what was done and by kind of scene."""
+def _image_shares(made: Sequence[ImagePair], hits: Sequence[bool]) -> Row:
+    """Shares of copies and of changes that hit, by what was done."""
     groups: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in ("copies", "changes")}
     for pair, hit in zip(made, hits, strict=True):
-        for group in ("all", pair.what, f"of {pair.kind}"):
+        for group in ("all", pair.what):
             groups["copies" if pair.same else "changes"][group].append(hit)
     return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 

@@ -167,12 +167,7 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 
 def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
-    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given.
-
-    Raises:
-        ConfigError: a key is no flag, or a value is not allowed; the message names the flag, the value and what is
-            allowed.
-    """
+    """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
     return parse(RunSettings, arguments({**(given or {}), **flags}), fill_from_preset)
 
 
@@ -255,8 +250,7 @@ class SemanticFlags:
         seed: The first seed: of streams, halves, scenes.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
         redis_url: A Redis server with the search module, for redisvl.
-        scenes: Generated scenes of each kind, for images.
-        plot: Draw hits against wrong answers for each kind of stream into this folder.
+        scenes: Generated scenes, for images.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
@@ -273,8 +267,7 @@ class SemanticFlags:
     seed: Annotated[int, NOT_NEGATIVE] = 0
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     redis_url: str = ""
-    scenes: Annotated[int, POSITIVE] = 2
-    plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
+    scenes: Annotated[int, POSITIVE] = 14
     out: Path | None = None
 
     def __post_init__(self) -> None:

@@ -76,12 +76,7 @@ class Experiment:
 
 
 def read_spec(path: Path) -> list[Experiment]:
-    """The experiments of a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or an experiment is wrong; the message names the experiment, the key, the
-            value and what is allowed.
-    """
+    """The experiments of a file."""
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -125,11 +120,7 @@ _PATHS = {"samples_out", "summary_out"}  # where things lie changes no result
 
 
 class SweepLog:
-    """The rows so far, in the order in which they ended: in a ``.csv`` file, and as JSON lines beside it.
-
-    Raises:
-        ConfigError: the name does not end in ``.csv``, there is a log and ``resume`` is False, or it cannot be read.
-    """
+    """The rows so far, in the order in which they ended: in a ``.csv`` file, and as JSON lines beside it."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         if path.suffix != ".csv":
@@ -181,12 +172,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def run_sweep(flags: SweepFlags, console: Console) -> int:
-    """Run what is not in the log yet; returns how many experiments failed.
-
-    Raises:
-        ConfigError: a spec, the log or the executor is wrong; nothing has run.
-        KeyboardInterrupt: the user stopped it; the log holds what had ended.
-    """
+    """Run what is not in the log yet; returns how many experiments failed."""
     planned = _planned(flags)
     with locked(flags.log_file):
         log = SweepLog(flags.log_file, resume=flags.resume)
@@ -313,7 +299,6 @@ def _row(job: Job, outcome: Outcome, place: Path) -> dict[str, Any]:
         "notes": e.notes,
         "started": datetime.fromtimestamp(outcome.started, UTC).isoformat(timespec="seconds"),
         "seconds": round(time.time() - outcome.started, 1),
-        "given": dict(e.given),
         "settings": e.settings.to_json(),
         "environment": outcome.environment,
         "summary": outcome.summary if ok else None,

@@ -88,7 +88,7 @@ class Program:
     """
 
     kind: str
-    answer: str
+    answer: str = ""
     a: Ref | None = None
     b: Ref | None = None
     value: str = ""
@@ -261,7 +261,8 @@ Asker = Callable[[Scene, Random], Program | None]
 
 def ask(scene: Scene, rng: Random, kind: str) -> Program | None:
     """One question of a kind, or None where this draw found none (the scene may hold no such question)."""
-    return _ASKERS[kind](scene, rng)
+    drawn = _ASKERS[kind](scene, rng)
+    return None if drawn is None else restate(scene, drawn)
 
 
 def ask_any(scene: Scene, rng: Random) -> Program:
@@ -298,13 +299,12 @@ def _wrong(scene: Scene, rng: Random, index: int, name: str) -> str:
 def _value(rng: Random, kind: str, task: str, a: Ref | None, own: str, wrong: Callable[[], str]) -> Program:
     """``query``, ``verify`` or ``choose`` of a value: of an object, of its place, of the ground."""
     if task == "query":
-        return Program(kind, own, a)
+        return Program(kind, a=a)
     if task == "verify":
-        truth = rng.random() < 0.5
-        return Program(kind, yes_no(truth), a, value=own if truth else wrong())
+        return Program(kind, a=a, value=own if rng.random() < 0.5 else wrong())
     pair = [own, wrong()]
     rng.shuffle(pair)
-    return Program(kind, own, a, value=pair[0], other=pair[1])
+    return Program(kind, a=a, value=pair[0], other=pair[1])
 
 
 def _attribute(task: str, name: str) -> Asker:
@@ -341,14 +341,12 @@ def _verify_both(scene: Scene, rng: Random) -> Program | None:
     a = _pick(scene, rng, without="color")
     if a is None or a.size:
         return None
-    thing = scene.things[a.index]
-    color, size = thing.color, thing.size
-    truth = rng.random() < 0.5
-    if not truth:
+    color, size = scene.things[a.index].color, scene.things[a.index].size
+    if rng.random() >= 0.5:
         wrong = rng.choice(("color", "size", "both"))
         color = color if wrong == "size" else _wrong(scene, rng, a.index, "color")
         size = size if wrong == "color" else _wrong(scene, rng, a.index, "size")
-    return Program("verify_both", yes_no(truth), a, value=color, other=size)
+    return Program("verify_both", a=a, value=color, other=size)
 
 
 def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
@@ -363,16 +361,14 @@ def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
         else:
             shape, color = rng.choice(SHAPES), rng.choice(COLORS)
         ref = Ref(-1, shape if use_shape else "", color if use_color else "")
-        fitting = ref.fitting(scene)
-        if bool(fitting) == truth:
-            return replace(ref, index=fitting[0]) if fitting else ref
+        if bool(ref.fitting(scene)) == truth:
+            return ref
     return None
 
 
 def _exist(scene: Scene, rng: Random) -> Program | None:
-    truth = rng.random() < 0.5
-    a = _maybe_there(scene, rng, truth)
-    return None if a is None else Program("exist", yes_no(truth), a)
+    a = _maybe_there(scene, rng, rng.random() < 0.5)
+    return None if a is None else Program("exist", a=a)
 
 
 def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
@@ -383,7 +379,7 @@ def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
             a, b = _maybe_there(scene, rng, first), _maybe_there(scene, rng, second)
             if a is None or b is None or a.text == b.text or set(a.fitting(scene)) & set(b.fitting(scene)):
                 continue
-            return Program(kind, yes_no(truth), a, b)
+            return Program(kind, a=a, b=b)
         return None
 
     return asker
@@ -402,7 +398,7 @@ def _same(kind: str) -> Asker:
         if not pairs[True] or not pairs[False]:
             return None
         pair = _pair(scene, rng, rng.choice(pairs[truth == kind.startswith("same")]), without=name)
-        return Program(kind, yes_no(truth), *pair) if pair else None
+        return Program(kind, "", *pair) if pair else None
 
     return asker
 
@@ -414,7 +410,7 @@ def _larger(scene: Scene, rng: Random) -> Program | None:
             continue
         first, second = (scene.things[ref.index] for ref in pair)
         if first.size != second.size and first.shape != second.shape:
-            return restate(scene, Program("compare_size", "", *pair, value=rng.choice(("larger", "smaller"))))
+            return Program("compare_size", "", *pair, value=rng.choice(("larger", "smaller")))
     return None
 
 
@@ -425,7 +421,7 @@ def _relation(kind: str) -> Asker:
             return None
         relation = rng.choice(RELATIONS)
         other = OPPOSITE[relation] if kind == "rel_choose" else ""
-        return restate(scene, Program(kind, "", *pair, value=relation, other=other))
+        return Program(kind, "", *pair, value=relation, other=other)
 
     return asker
 
@@ -438,7 +434,7 @@ def _relation_query(name: str) -> Asker:
         refs = references(scene, found[0]) if found else []
         if found is None or not refs:
             return None
-        return restate(scene, Program(f"rel_query_{name}", "", Ref(-1), rng.choice(refs), value=found[1]))
+        return Program(f"rel_query_{name}", "", Ref(-1), rng.choice(refs), value=found[1])
 
     return asker
 

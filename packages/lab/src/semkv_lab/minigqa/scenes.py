@@ -1,4 +1,4 @@
-"""Scenes of a few drawn objects, the spatial relations that a picture of them clearly shows, and the pictures.
+"""Scenes of a few drawn objects, the relations that a picture of them clearly shows, the pictures, and pairs of them.
 
 A scene is a value: everything the drawing needs stands in it, so equal scenes give equal pixels. Lengths are in
 pixels of the square picture, x to the right and y downwards, and ``x``, ``y`` of an object are its centre.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from PIL.ImageDraw import ImageDraw
+import numpy as np
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 WIDTH = 96
 """Side of a picture in pixels."""
@@ -139,10 +139,8 @@ _GROUNDS: dict[str, RGB] = {"sand": (226, 208, 172), "snow": (228, 234, 242), "g
 _OUTLINE = 0.62
 
 
-def draw(scene: Scene) -> Image:
+def draw(scene: Scene) -> Image.Image:
     """The picture of a scene, 96 x 96 RGB; the same scene gives the same pixels."""
-    from PIL import Image, ImageDraw
-
     big = _background(scene).resize((WIDTH * _SCALE, WIDTH * _SCALE), Image.Resampling.BILINEAR)
     pen = ImageDraw.Draw(big)
     for thing in scene.things:
@@ -150,18 +148,19 @@ def draw(scene: Scene) -> Image:
     return big.reduce(_SCALE)
 
 
-def jpeg(image: Image, quality: int = 90) -> bytes:
+def jpeg(image: Image.Image, quality: int = 90) -> bytes:
     """The picture as the bytes of a JPEG file."""
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
+    return encoded(image, "JPEG", quality=quality)
 
 
-def _background(scene: Scene) -> Image:
+def encoded(image: Image.Image, form: str = "PNG", **options: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def _background(scene: Scene) -> Image.Image:
     """A soft, slightly uneven ground: 12 x 12 noise of the scene's own seed, enlarged."""
-    import numpy as np
-    from PIL import Image
-
     grain = np.random.default_rng(scene.grain)
     noise = grain.normal(0.0, 5.0, (12, 12, 1)) + grain.normal(0.0, 1.5, (12, 12, 3))
     slope = np.linspace(-6, 6, 12)[:, None, None] * (1 if scene.grain % 2 else -1)
@@ -208,7 +207,7 @@ _STROKES: dict[str, list[tuple[str, list[tuple[float, float]], dict[str, Any]]]]
 }
 
 
-def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
+def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing) -> None:
     x, y, r = thing.x * _SCALE, thing.y * _SCALE, thing.radius * _SCALE
     fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
     light = tuple(part + (255 - part) // 2 for part in fill)
@@ -221,3 +220,116 @@ def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
 def _shaded(color: RGB, factor: float) -> RGB:
     red, green, blue = (min(255, round(part * factor)) for part in color)
     return (red, green, blue)
+
+
+# -- pairs of pictures: a copy, or a change that a question may be about ------------------------------------------
+# A picture is enlarged and has a number on it. A change alters one element, so what differs is known.
+
+EDGE = 12  # pixels around the frame that a camera may move by
+
+
+def _picture(scene: Scene, number: str, width: int) -> Image.Image:
+    """The scene with the number on it, with `EDGE` pixels more on each side."""
+    inner = draw(scene).resize((width, width), Image.Resampling.BICUBIC)
+    wide = Image.fromarray(np.pad(np.asarray(inner), ((EDGE, EDGE), (EDGE, EDGE), (0, 0)), mode="edge"))
+    ImageDraw.Draw(wide).text((EDGE + 8, EDGE + 6), number, (20, 20, 20), ImageFont.load_default(width / 16))
+    return wide
+
+
+def changes(scene: Scene, number: str, rng: Random) -> Iterator[tuple[str, Scene, str]]:
+    """Changed scenes and numbers by what is changed: a digit, a color, a form, a place, a count, two colors."""
+    at = rng.randrange(len(number))
+    digit = rng.choice([digit for digit in "0123456789" if digit != number[at]])
+    yield "digit", scene, number[:at] + digit + number[at + 1 :]
+    yield "color", recolor(scene, rng), number
+    index = rng.randrange(len(scene.things))
+    one = scene.things[index]
+    others = (*scene.things[:index], *scene.things[index + 1 :])
+    form = rng.choice([shape for shape in SHAPES if shape != one.shape])
+    yield "form", replace(scene, things=(*others, replace(one, shape=form))), number
+    far, turn = one.radius * rng.uniform(1, 3), rng.uniform(0, 2 * math.pi)
+    low, high = one.radius + 2, WIDTH - one.radius - 2
+    x, y = one.x + far * math.cos(turn), one.y + far * math.sin(turn)
+    moved = replace(one, x=min(max(x, low), high), y=min(max(y, low), high))
+    yield "place", replace(scene, things=(*others, moved)), number
+    yield "count", replace(scene, things=others), number
+    if swapped := [other for other in others if other.color != one.color]:
+        other = swapped[0]
+        things = (*(t for t in others if t != other), replace(one, color=other.color), replace(other, color=one.color))
+        yield "swap", replace(scene, things=things), number
+
+
+def frame(image: Image.Image, dx: int = 0, dy: int = 0) -> Image.Image:
+    """What the camera sees, moved by some pixels."""
+    return image.crop((EDGE + dx, EDGE + dy, image.width - EDGE + dx, image.height - EDGE + dy))
+
+
+def first_photo(wide: Image.Image, rng: Random) -> bytes:
+    return encoded(frame(wide)) if rng.random() < 0.5 else encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
+
+
+def shift(wide: Image.Image, rng: Random) -> bytes:
+    """The camera moves by one to four pixels."""
+    far = rng.randint(1, 4)
+    return encoded(frame(wide, *rng.choice(((far, 0), (-far, 0), (0, far), (0, -far), (far, rng.randint(-far, far))))))
+
+
+def crop(wide: Image.Image, rng: Random) -> bytes:
+    """2% of width and height are cut off at one side, or 1% at both; the rest may be enlarged again."""
+    image = frame(wide)
+    (w, h), part = image.size, rng.choice((0.0, 0.5, 1.0))
+    left, top = round(0.02 * w * part), round(0.02 * h * part)
+    cut = image.crop((left, top, left + w - round(0.02 * w), top + h - round(0.02 * h)))
+    return encoded(cut.resize((w, h), Image.Resampling.BICUBIC) if rng.random() < 0.5 else cut)
+
+
+def reencoded(wide: Image.Image, rng: Random) -> bytes:
+    return encoded(frame(wide), rng.choice(("JPEG", "WEBP")), quality=rng.randint(30, 95))
+
+
+def light(wide: Image.Image, rng: Random) -> bytes:
+    """Brightness or contrast changes by up to 15%."""
+    change = rng.choice((ImageEnhance.Brightness, ImageEnhance.Contrast))
+    return encoded(change(frame(wide)).enhance(rng.uniform(0.85, 1.15)))
+
+
+def scale(wide: Image.Image, rng: Random) -> bytes:
+    """5% larger or smaller, at most."""
+    image, by = frame(wide), rng.uniform(0.95, 1.05)
+    return encoded(image.resize((round(image.width * by), round(image.height * by)), Image.Resampling.BICUBIC))
+
+
+def second(wide: Image.Image, rng: Random) -> bytes:
+    """A second photograph: moved by parts of a pixel, another light, other noise, and JPEG."""
+    dx, dy, by = rng.uniform(-3, 3), rng.uniform(-3, 3), rng.uniform(0.99, 1.01)
+    moved = wide.transform(wide.size, Image.Transform.AFFINE, (by, 0, dx, 0, by, dy), Image.Resampling.BICUBIC)
+    pixels = np.asarray(ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07)), dtype=np.float32)
+    grain = np.random.default_rng(rng.getrandbits(31)).normal(0, 2, pixels.shape)
+    return encoded(Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8)), "JPEG", quality=rng.randint(70, 92))
+
+
+COPIES: tuple[Callable[[Image.Image, Random], bytes], ...] = (shift, crop, reencoded, light, scale, second)
+
+
+class ImagePair(NamedTuple):
+    """Two images as files; ``what`` names the copy or the change."""
+
+    what: str
+    same: bool
+    donor: bytes
+    request: bytes
+
+
+def image_pairs(scenes: int, seed: int = 0) -> list[ImagePair]:
+    """Of each scene every copy, and every change (half of these also photographed anew)."""
+    found = []
+    for number in range(scenes):
+        rng = Random(f"{seed} {number}")  # noqa: S311
+        scene, text, width = make_scene(rng), str(rng.randint(10, 99999)), WIDTH * rng.randint(3, 5)
+        wide = _picture(scene, text, width)
+        donor = first_photo(wide, rng)
+        found += [ImagePair(copy.__name__, True, donor, copy(wide, rng)) for copy in COPIES]
+        for what, other, other_text in changes(scene, text, rng):
+            taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
+            found.append(ImagePair(what, False, donor, taken(_picture(other, other_text, width), rng)))
+    return found
