@@ -146,6 +146,17 @@ def test_a_connector_that_is_not_installed_is_named_with_the_command(monkeypatch
     assert "lmcache.chunk_size" in found["settings"]["LMCacheConnectorV1"]
 
 
+def test_a_connector_that_only_computes_on_a_cpu_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    platforms = pytest.importorskip("vllm.platforms", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("vLLM is not its CPU build")
+    monkeypatch.setattr(conformance, "version", lambda name: "0.5.6")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    found = conformance.run(["LMCacheConnectorV1"], ["salt"], None, print)
+    case = found["connectors"]["LMCacheConnectorV1"]["salt"]
+    assert (case["verdict"], case["detail"]) == ("cannot", conformance.NO_CPU["LMCacheConnectorV1"])
+
+
 def test_failures_of_ours_are_the_first_rows() -> None:
     verdicts = {"reload": ("pass", "fail"), "salt": ("pass", "pass"), "update": ("fail", "pass")}
     connectors = {

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import invoke
-from semkv.config import CacheConfig, ConfigFile, Variables, flag, parse
+from semkv.config import CacheConfig, ConfigFile, Variables, _declared, parse
 from semkv.connectors import KVSettings, read_settings
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
@@ -90,7 +90,7 @@ WRONG: list[dict[str, Any]] = [
 def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as raised:
         CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", **wrong})
-    assert raised.value.key == flag(CacheConfig, next(iter(wrong)))
+    assert raised.value.key == _declared(CacheConfig)[next(iter(wrong))][0]
 
 
 def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:

@@ -202,7 +202,7 @@ def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -
     with closing(SqliteStore(path)) as store:
         assert [key for key in kept if store.get(key) is None] == []
         assert not path.with_name(f"{CATALOG}.damaged").exists()
-        assert store.database.check() == ""
+        store.database.check()
 
 
 def test_a_link_is_refused_and_its_target_left_alone(tmp_path: Path) -> None:

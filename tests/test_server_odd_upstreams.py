@@ -18,7 +18,6 @@ from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, reached
 from semkv.server.app import app_of
 from semkv.server.http import AppUpstream, Call
 from semkv.server.settings import ServerSettings
-from semkv.server.sse import Splitter
 
 
 class Fixed:
@@ -208,16 +207,6 @@ def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, p
             answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=120)
         assert answer.status_code == (200 if again else 502)
         assert asked == [f"{method} {path}"] * (2 if again else 1)
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
-    events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]
-    data = b"".join(events).replace(b"\n", end.encode())
-    for cut in range(len(data)):
-        splitter = Splitter()
-        assert [*splitter.feed(data[:cut]), *splitter.feed(data[cut:])] == events
-        assert not splitter.rest.strip()
 
 
 @pytest.mark.parametrize("listens", [True, False])

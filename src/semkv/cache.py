@@ -37,8 +37,7 @@ from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
 from semkv.tiers.base import Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
-from semkv.tiers.matching import Matching
-from semkv.tiers.plan import PendingTier, Planner
+from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import SimilarTier

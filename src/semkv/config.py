@@ -107,11 +107,6 @@ def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed]]]:
     return found
 
 
-def flag(kind: type, name: str) -> str:
-    """The flag of a field."""
-    return _declared(kind)[name][0]
-
-
 def check(settings: Any, *, flags: bool = True) -> None:
     """Read every field of a frozen dataclass as its type (`typed`), and hold it against its `Allowed`.
 

@@ -37,8 +37,7 @@ _NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; ch
 _SHOWN = 200
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
-_TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
-_FIELDS = 100
+_PARTS = 6  # of a prompt that are shown
 _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -248,11 +247,13 @@ class Hit:
         own = [{"role": "question", "text": self.response.prompt}]
         sides = {"asked": self.asked or own, "donor": self.donor or own}
         shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
+        payload = self.response.payload
+        answer = text_of(payload) or payload.decode(errors="replace")  # of another form: as it was kept
         return {
             "id": self.number,
             "key": self.response.key,
             "model": visible(self.response.model),
-            "answer": visible(answer_of(self.response.payload)),
+            "answer": visible(answer[:_TEXT]),
             **{name: getattr(self, name) for name in shown},
             **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
         }
@@ -300,22 +301,13 @@ class RecentHits:
 
 
 def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
-    """The segments as they are shown: a long conversation from its end, as far as there is room."""
-    parts: list[dict[str, str]] = []
-    room = _TEXTS
-    for segment in reversed(segments):
-        if isinstance(segment, MediaSegment):
-            part = {"role": "image", "text": segment.media_id}
-        else:
-            part = {"role": str(segment.role), "text": segment.text[:_TEXT]}
-        room -= len(part["text"]) + _FIELDS
-        if room < 0:
-            parts.append({"role": "earlier", "text": f"({len(segments) - len(parts)} more)"})
-            break
-        parts.append(part)
-    return parts[::-1]
-
-
-def answer_of(payload: bytes) -> str:
-    """The first choice of an answer for display; an answer of another form as it was kept."""
-    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]
+    """The latest segments, as they are shown."""
+    parts = [
+        {"role": "image", "text": segment.media_id}
+        if isinstance(segment, MediaSegment)
+        else {"role": str(segment.role), "text": segment.text[:_TEXT]}
+        for segment in segments[-_PARTS:]
+    ]
+    if (more := len(segments) - _PARTS) > 0:
+        parts.insert(0, {"role": "earlier", "text": f"({more} more)"})
+    return parts

@@ -248,11 +248,10 @@ def _emptied(part: Any) -> Any:
 
 
 def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:
-    kind = part["type"]
     bare = {name: value for name, value in part.items() if name != "uuid"}
-    if uuid is None or kind != "image_url" or "sha256" not in keyed[kind]:
+    if uuid is None or part["type"] != "image_url":
         return bare
-    return {**bare, "uuid": uuid(keyed[kind]["sha256"])}
+    return {**bare, "uuid": uuid(keyed["image_url"]["sha256"])}
 
 
 # -- other routes ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
+_WINDOW_BYTES = 256 * 1024  # held until all readers have them, once an answer is no longer shared
 
 
 class Chunk(NamedTuple):
@@ -155,7 +155,7 @@ class InFlight:
         if self.readers:
             self.wake()  # the slowest may have been this one
         elif self.done:
-            self._drop_chunks(len(self._chunks))
+            self._drop_chunks()
         else:
             self.cancel()
 
@@ -193,7 +193,7 @@ class InFlight:
             self._flights.unshare(self)
             self.wake()
             if not self.readers:
-                self._drop_chunks(len(self._chunks))
+                self._drop_chunks()
             if reply is not None and reply.close is not None:
                 await reply.close()
 
@@ -245,19 +245,17 @@ class InFlight:
         if self.shared and too_large:
             self.shared, self._reading = False, None
             flights.unshare(self)
-        while not self.shared and self._held_bytes > _WINDOW_BYTES:
-            self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
-            if self._held_bytes > _WINDOW_BYTES:
+        if not self.shared and self._held_bytes > _WINDOW_BYTES:
+            end = self._first + len(self._chunks)
+            while any(reader.position < end for reader in self.readers):
                 await self._change.wait()
+            self._drop_chunks()
 
-    def _drop_chunks(self, count: int) -> None:
-        """Drop the first ones of those that are held."""
-        if count > 0:
-            size = sum(len(chunk.data) for chunk in self._chunks[:count])
-            del self._chunks[:count]
-            self._first += count
-            self._held_bytes -= size
-            self._flights.held_bytes -= size
+    def _drop_chunks(self) -> None:
+        self._flights.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+        self._first += len(self._chunks)
+        self._chunks.clear()
 
 
 class Reader:

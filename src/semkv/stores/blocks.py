@@ -457,8 +457,7 @@ class BlockStore:
         """
 
         def look(db: sqlite3.Connection) -> list[str]:
-            if fault := quick_check(db):
-                raise sqlite3.DatabaseError(fault)
+            quick_check(db)
             return block_index.file_ids(db, {}, committed=True)
 
         for file in self._ask(look, list[str]()):

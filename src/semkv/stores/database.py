@@ -242,15 +242,10 @@ class Database:
         with self:
             return self.opened, int(self.rows("PRAGMA data_version")[0][0])
 
-    def check(self) -> str:
-        """The first fault in the structure of the file; empty where there is none."""
-        try:
-            with self as db:
-                return quick_check(db)
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
-            return str(error).splitlines()[-1]
+    def check(self) -> None:
+        """Raise the first fault in the structure of the file."""
+        with self as db:
+            quick_check(db)
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
@@ -405,10 +400,11 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def quick_check(db: sqlite3.Connection) -> str:
-    """The first fault in the structure of a database; empty where there is none."""
+def quick_check(db: sqlite3.Connection) -> None:
+    """Raise the first fault in the structure of a database."""
     found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
-    return "" if found == "ok" else found.splitlines()[-1]
+    if found != "ok":
+        raise sqlite3.DatabaseError(found.splitlines()[-1])
 
 
 def is_damage(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from semkv.config import CacheConfig
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import StoreError
 from semkv.stores import database
 from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
@@ -174,7 +174,7 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         pass
     except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
-        if database.is_useless(cause) or isinstance(cause, CorruptValue):
+        if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
             found.unread.append(f"{name}: {file} cannot be read ({error}); {remedy}")
@@ -191,8 +191,8 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
         closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
         closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
     ):
-        if whole and (reason := catalog.database.check()):
-            raise CorruptValue(reason)
+        if whole:
+            catalog.database.check()
         # A StoreError leaves the rest for another time.
         replay(folder_of(cache_dir), lambda response, since: deliver(store, response, since, time.time()) or True)
         yield catalog, store
@@ -375,7 +375,8 @@ def _purge_entries(
             found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
     removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
     found.counts["entries"] = len(removed.entry_ids)
-    images = [image for image, _ in _images(cache_dir) if image.name in removed.media]
+    gone = set(removed.media)
+    images = [image for image, _ in _images(cache_dir) if image.name in gone]
     if not dry_run:
         if not catalog.database.truncate_log():
             found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")

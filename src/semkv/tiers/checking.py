@@ -71,13 +71,14 @@ class SameMeaning:
         return float(a @ b) >= _SAME_MEANING
 
 
-def wilson(wrong: int, checked: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a share; z = 1.96 gives 95%. (0, 1) where nothing was checked.
+def wilson(wrong: int, checked: int) -> tuple[float, float]:
+    """Wilson's score interval of a share, 95%; (0, 1) where nothing was checked.
 
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference (1927).
     """
     if not checked:
         return 0.0, 1.0
+    z = 1.96
     share, spread = wrong / checked, z * z / checked
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)

@@ -161,22 +161,19 @@ class SimilarTier:
                 layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
 
     def _follow(self) -> None:
-        with self._tally.boundary("purge"):  # user code may be in it
-            self.apply_purges()
-
-    def apply_purges(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
-        if self._catalog.changed() or self._behind:
-            self.refresh()
-        purge = self._catalog.purge()
-        if purge == self._purge:
-            return
-        with self._refreshing:  # what was read before that purge is in the indexes by now
-            known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
-        self.remove(known)
-        forget()
-        getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
-        self._purge = purge
+        with self._tally.boundary("purge"):  # user code may be in it
+            if self._catalog.changed() or self._behind:
+                self.refresh()
+            purge = self._catalog.purge()
+            if purge == self._purge:
+                return
+            with self._refreshing:  # what was read before that purge is in the indexes by now
+                known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
+            self.remove(known)
+            forget()
+            getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
+            self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget those of some entries that the catalog does not have, and the images that no entry has any more."""

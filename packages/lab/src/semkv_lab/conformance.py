@@ -40,6 +40,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of the connectors that are known here; ``"$DIR"`` in them is a folder of the case."""
 NEEDS = {"LMCacheConnectorV1": "lmcache"}
+NO_CPU = {"LMCacheConnectorV1": "on a CPU LMCache starts and stores nothing: No supported cpu connector found"}
 PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
@@ -333,6 +334,7 @@ def run(
     try:
         import vllm.entrypoints.llm
         import vllm.v1.engine.core  # noqa: F401 - the processes of the steps are forks of this one
+        from vllm.platforms import current_platform
     except ImportError as error:
         raise ConfigError("bench connector", str(error), "an environment with vLLM: pip install 'semkv[cpu]'") from None
     found: dict[str, Any] = {}
@@ -342,6 +344,8 @@ def run(
         for case in cases:
             if (package := NEEDS.get(name)) and not version(package):
                 result = {"verdict": "cannot", "detail": f"{package} is not installed: pip install {package}"}
+            elif name in NO_CPU and current_platform.is_cpu():
+                result = {"verdict": "cannot", "detail": NO_CPU[name]}
             else:
                 result = run_case(case, name, extra, references)
             said(f"{name} {case}: {result['verdict']}: {result['detail']}")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
@@ -229,8 +230,7 @@ class SqliteStore(ResponseStore):
     # -- operators ----------------------------------------------------------------------------------------------
 
     def usage(self) -> tuple[int, int]:
-        entries, nbytes = self.database.rows(_TOTALS)[0]
-        return entries, nbytes
+        return cast("tuple[int, int]", self.database.rows(_TOTALS)[0])
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
