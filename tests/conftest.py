@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import inspect
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 import tiny_models
+import vllm_forks
 
-# Two workers share the machine: an engine that takes all processors, or that binds itself to one, disturbs the other.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+for _name, _value in vllm_forks.SHARED_MACHINE.items():
+    os.environ.setdefault(_name, _value)
 
 # On a busy machine an example or an answer may take any time. A run draws what every other run draws;
 # HYPOTHESIS_PROFILE=random looks further.
@@ -28,21 +28,21 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 
-ENGINES = "engine"
-"""The group of all files that start vLLM in this process or fork it: one worker has it imported, and runs them."""
+vllm_forks.prepare()  # one for both workers
 
-SERVERS = ("test_docs", "test_sweep", "test_server_vllm", "test_demo")
-"""Files that start vLLM as a user does, in processes of its own."""
+ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lora", "test_matrix")
+"""Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
 
-LONGEST = (*SERVERS, "test_store_safety", "test_server_hard", "test_server", "test_overlap")
+LONGEST = (
+    "test_docs", "test_kv_load", "test_server_vllm", "test_families", "test_demo", "test_store_safety", "test_turns",
+    "test_sweep", "test_semantic", "test_gateway_redis", "test_serve",
+)  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
 
-@functools.cache
 def group_of(path: Path) -> str:
     """A worker takes a whole file, so that its fixtures are made once, or all files with engines."""
-    text = "" if path.stem in SERVERS else path.read_text(encoding="utf-8")
-    return ENGINES if "mark.engine" in text or 'importorskip("vllm"' in text else path.stem
+    return "engines" if path.stem in ENGINES else path.stem
 
 
 class Groups(LoadScopeScheduling):
@@ -56,9 +56,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest come first."""
-    rank = {group: number for number, group in enumerate((ENGINES, *LONGEST))}
+    """The longest come first; without vLLM, what needs it is skipped."""
+    rank = {group: number for number, group in enumerate(("engines", *LONGEST))}
     items.sort(key=lambda item: rank.get(group_of(item.path), len(rank)))
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("engine"):
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'"))
 
 
 @pytest.fixture(scope="session")

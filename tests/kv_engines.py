@@ -7,15 +7,16 @@ behind in one (threads, imports, a crash) does not reach the next test. Argument
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
-
 import tiny_models
+import vllm_forks
 from semkv.connectors import ConnectorOutcome, disk_process, read_outcome
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, report, token_ids
 from vllm_forks import Job
@@ -30,11 +31,30 @@ HYBRID = {"block_size": None, "max_num_batched_tokens": 256}
 # ---------------------------------------------------------------------- the test's side
 
 
+_CHILD = """
+import importlib, json, os, sys, traceback
+module, function, arguments = sys.argv[1:]
+status = 0
+try:
+    result = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    print("\\nRESULT " + json.dumps(result), flush=True)
+except BaseException:
+    traceback.print_exc()
+    status = 1
+os._exit(status)  # what threads and native code do at an exit is not tested
+"""
+
+
+def started(function: Callable[..., Any], args: Sequence[Any], output: IO[Any], errors: IO[Any]) -> Job:
+    """A function of a test module, running in a new process; its result is the last line that begins with RESULT."""
+    command = ["-c", _CHILD, function.__module__, function.__name__, json.dumps(args, default=str)]
+    return Job(command, {1: output.fileno(), 2: errors.fileno()}, os.environ | vllm_forks.ENVIRONMENT)
+
+
 def in_child(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
     """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        with Job(function.__module__, function.__name__, list(args), output, errors) as job:
+        with started(function, args, output, errors) as job:
             status = job.wait(timeout)
         said, complained = (_text(file) for file in (output, errors))
     assert status == 0, f"exit status {status}\n{said[-2000:]}\n{complained[-6000:]}"
@@ -83,7 +103,18 @@ class Engine(LocalEngine):
         split_mamba_steps()
         disk_process._SILENT_S = 1800.0  # on a busy machine a process may be silent for long, and lives
         self.family = Path(model).name
+        vllm_forks.quicken()
         super().__init__(model, kv, **args)
+        step = self.core.step_fn
+
+        def patient() -> tuple[Any, bool]:
+            """A step that had nothing to compute waits for a load: the disk's process may need the processor."""
+            outputs, computed = step()
+            if not computed:
+                time.sleep(0.001)
+            return outputs, computed
+
+        self.core.step_fn = patient
 
     @property
     def page(self) -> int:

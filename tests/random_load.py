@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_engines import BLOCK, Answer, Engine, answered, connector, differs, prompt, token_ids
-from vllm_forks import Job
+from kv_engines import BLOCK, Answer, Engine, answered, connector, differs, prompt, started, token_ids
 
 TENANTS = ("a", "b", "c")
 
@@ -197,7 +196,7 @@ class Other:
         self._said = os.fdopen(reading)
         with os.fdopen(writing, "w") as output, Path(os.devnull).open("w") as nowhere:
             arguments = [model, cache, dataclasses.asdict(load), prompts]
-            self._job = Job("random_load", "beside", arguments, output, nowhere)
+            self._job = started(beside, arguments, output, nowhere)
 
     def has_begun(self) -> bool:
         """Wait for its first answers; False if it ended without any."""

@@ -13,6 +13,7 @@ import pytest
 
 from command_line import invoke
 from semkv_lab import conformance
+from vllm_forks import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import engines
@@ -124,10 +125,9 @@ engines.child(sys.argv[2], work)
 
 @pytest.mark.engine
 def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     out = tmp_path / "found.json"
     names = ["SemKVConnector", "ExampleConnector", "OffloadingConnector"]
-    command = [sys.executable, "-m", "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
+    command = [prepare() / "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
     done = subprocess.run([*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr[-2000:]
     found = json.loads(out.read_text())
@@ -136,8 +136,8 @@ def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: P
     assert "544 tokens of one cache_salt" in found["connectors"]["ExampleConnector"]["salt"]["detail"]
 
 
+@pytest.mark.engine
 def test_a_connector_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     monkeypatch.setattr(conformance, "version", lambda name: "")
     monkeypatch.setattr(os, "environ", dict(os.environ))
     found = conformance.run(["LMCacheConnectorV1"], ["salt"], None, print)

@@ -33,7 +33,7 @@ from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import purge as purge_from_here
 
-pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+pytestmark = pytest.mark.engine
 
 
 def kv_params(**params: Any) -> dict[str, Any]:
@@ -53,7 +53,6 @@ def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPath
     e.close()
 
 
-@pytest.mark.engine
 class TestEngine:
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: CachedEngine) -> None:
         before, prompt = engine.files("fusion"), engine.prompt("encoder", picture=3)
@@ -436,7 +435,6 @@ def _other_weights(model: Any) -> None:
 # ---------------------------------------------------------------------- other engines
 
 
-@pytest.mark.engine
 def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     """Its blocks on disk would push each other out of host memory for ever."""
     row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
@@ -454,7 +452,6 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     small.close()
 
 
-@pytest.mark.engine
 def test_an_engine_that_cannot_be_served_answers(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -468,7 +465,6 @@ def test_an_engine_that_cannot_be_served_answers(
     engine.close()
 
 
-@pytest.mark.engine
 def test_an_engine_whose_directories_are_files_answers(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -525,7 +521,6 @@ def shared_memory(name: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
 
 
-@pytest.mark.engine
 def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     name = uuid.uuid4().hex
     found = in_child(by_name, checkpoint("llava"), tmp_path / "cache", name)

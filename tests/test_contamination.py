@@ -20,6 +20,7 @@ from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
 from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
+from vllm_forks import quicken
 
 pytestmark = pytest.mark.engine
 MODEL = get_preset("minigqa").model
@@ -58,6 +59,7 @@ def picture(folder: Path, seed: str) -> MediaSegment:
 
 def engine(folder: Path | None) -> VllmEngine:
     connectors = ConnectorOptions(folder, fusion=True) if folder else None
+    quicken()
     return VllmEngine(VllmOptions(MODEL, max_model_len=512, connectors=connectors))
 
 

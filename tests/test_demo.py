@@ -6,7 +6,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lab_helpers import record
 from semkv_lab.metrics import summarise
 from semkv_lab.run import comparison
 from semkv_lab.samples import Cold
+from vllm_forks import prepare
 
 SAMPLES = 24
 
@@ -36,7 +36,7 @@ def test_the_comparison_has_a_column_for_vllm_alone() -> None:
 
 @pytest.mark.engine
 def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
+    command = [prepare() / "python", "-m", "semkv", "demo", "--dir", str(tmp_path), "--samples", str(SAMPLES)]
     out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"})
     assert out.returncode == 0, out.stderr[-2000:]
     assert "Traceback" not in out.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import os
 import re
 import shlex
@@ -25,11 +24,13 @@ from redis_server import RedisServer
 from scripted_upstream import Scripted
 from semkv.server import Middleware
 from semkv.server.settings import ServerSettings
-from vllm_server import PYTHON, VllmServer
+from vllm_forks import prepare
+from vllm_server import MODULE, VllmServer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BIN = Path(sys.executable).parent
+FORKS = prepare()
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -46,7 +47,8 @@ def commands(program: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **more}
+    """Where ``semkv`` is a command, of processes in which vLLM is imported already."""
+    return {**os.environ, "PATH": f"{FORKS}:{BIN}:{os.environ['PATH']}", **more}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -90,7 +92,7 @@ def served(command: list[str]) -> list[str]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        return [*PYTHON, "--model", *command[2:]]
+        return [sys.executable, *MODULE, "--model", *command[2:]]
     return command
 
 
@@ -112,16 +114,13 @@ def ask(url: str, question: str, **more: Any) -> tuple[str, int]:
 def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp_path: Path) -> None:
     question = "What color is the large cube?"
     (command,) = commands("vllm")
-    start = functools.partial(
-        VllmServer,
-        served(shlex.split(command)),
-        tmp_path / "server.log",
-        **environment(SEMKV_CACHE_DIR=str(tmp_path / "cache")),
-    )
-    with start() as server:
+    program, *rest = served(shlex.split(command))
+    log, variables = tmp_path / "server.log", environment(SEMKV_CACHE_DIR=str(tmp_path / "cache"))
+    with VllmServer([program, *rest], log, **variables) as server:
         assert ask(server.url, question) == ("blue", 0)
         wait_until(lambda: [*(tmp_path / "cache" / "kv").rglob("*.safetensors")])
-    with start() as server:
+    program = str(FORKS / "python") if program == sys.executable else program  # one real start will do
+    with VllmServer([program, *rest], log, **variables) as server:
         answer, stranger = ask(server.url, question, cache_salt="another tenant")
         assert (answer, stranger) == ("blue", 0)
         answer, cached = ask(server.url, question)

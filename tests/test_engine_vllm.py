@@ -16,6 +16,7 @@ from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Role, Segment, Status, TextSegment
+from vllm_forks import quicken
 
 pytestmark = pytest.mark.engine
 
@@ -29,6 +30,7 @@ CONTEXT = "The house stands by the river, and a red car is parked in front of it
 
 @contextmanager
 def engine(options: VllmOptions) -> Iterator[VllmEngine]:
+    quicken()
     made = VllmEngine(options)
     try:
         yield made

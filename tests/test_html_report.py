@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from command_line import invoke
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.metrics import given, summarise, without
 from semkv_lab.report import differing, write_report
 from semkv_lab.results import Experiment, facts, points, read_logs, wrong_hits
 from semkv_lab.samples import Cold, SampleRecord
+from vllm_forks import prepare
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -41,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name = f"layers-{prompt:g}-{vision:g}"
         experiments.append({"name": name, "embedding-layer": layers, "disable-guards": True, "match": "any"})
     (folder / "spec.json").write_text(json.dumps({"defaults": defaults, "experiments": experiments}))
-    command = ["sweep", "--specs", str(folder / "spec.json"), "--log-file", str(folder / "sweep.csv")]
-    done = invoke([*command, "--samples-dir", str(folder / "samples")])
-    assert done.exit_code == 0, done.output
+    command = [prepare() / "semkv", "sweep", "--specs", folder / "spec.json", "--log-file", folder / "sweep.csv"]
+    done = subprocess.run([*command, "--samples-dir", folder / "samples"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     failed = {
         **rows(folder)[1],
         "name": f"fails {HOSTILE}",

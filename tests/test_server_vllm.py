@@ -20,14 +20,15 @@ import pytest
 from gateway_helpers import ADMIN, PATIENT, SECRET, Served
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
-from vllm_server import PYTHON, VllmServer
+from vllm_forks import prepare
+from vllm_server import MODULE, VllmServer
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
 MODEL = "minigqa-vlm"
-COMMAND = [*PYTHON, "--model", str(ROOT / "src/semkv/assets/minigqa-vlm"), "--served-model-name", MODEL]
-COMMAND += ["--max-model-len", "512"]
+COMMAND = [str(prepare() / "python"), *MODULE, "--model", str(ROOT / "src/semkv/assets/minigqa-vlm")]
+COMMAND += ["--served-model-name", MODEL, "--max-model-len", "512"]
 Servers = tuple[VllmServer, VllmServer]
 
 

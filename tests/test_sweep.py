@@ -19,6 +19,7 @@ import semkv_lab
 from command_line import Result, invoke
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.sweep import SweepLog, locked, read_spec
+from vllm_forks import prepare
 
 REPO = Path(__file__).parents[1]
 
@@ -39,8 +40,8 @@ def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Pa
     return path
 
 
-def command(folder: Path, *flags: str) -> list[str]:
-    run = [sys.executable, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
+def command(folder: Path, *flags: str, python: str = sys.executable) -> list[str]:
+    run = [python, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
     return [*run, "--log-file", str(folder / "log.csv"), "--samples-dir", str(folder / "samples"), *flags]
 
 
@@ -48,9 +49,10 @@ def sweep(folder: Path, *flags: str) -> Result:
     return invoke(command(folder, *flags)[3:])
 
 
-def apart(folder: Path, *flags: str) -> Result:
+def apart(folder: Path, *flags: str, **python: str) -> Result:
     """The same in a process of its own; ``-m`` puts the working directory on the path of the experiments, too."""
-    done = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=900, check=False, cwd=folder)
+    run = command(folder, *flags, **python)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=900, check=False, cwd=folder)
     return Result(done.returncode, done.stdout, done.stderr)
 
 
@@ -264,7 +266,6 @@ def test_no_other_sweeps_samples_are_overwritten(folder: Path) -> None:
 
 @pytest.mark.engine
 def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="needs vLLM: pip install 'semkv[cpu]'")
     defaults = {
         "preset": "minigqa",
         "max-samples": 6,
@@ -275,7 +276,7 @@ def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
     names = ["first", "second"]
     document = {"defaults": {**defaults, "disable-semantic-cache": True}, "experiments": [{"name": n} for n in names]}
     (tmp_path / "spec.json").write_text(json.dumps(document), encoding="utf-8")
-    done = apart(tmp_path, "--purge-cache-between-runs")
+    done = apart(tmp_path, "--purge-cache-between-runs", python=str(prepare() / "python"))
     assert done.exit_code == 0, done.stdout + done.stderr
     assert [(row["name"], row["status"]) for row in rows(tmp_path)] == [(name, "ok") for name in names]
     first, second = ((tmp_path / row["samples"]).read_text(encoding="utf-8").splitlines() for row in rows(tmp_path))

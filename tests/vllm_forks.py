@@ -1,79 +1,114 @@
-"""Processes in which vLLM is imported already.
+"""A Python in which vLLM is imported already.
 
-Importing vLLM takes far longer than starting a tiny engine. So one process per test run imports it and forks for every
-job. What a job leaves behind in its process (threads, imports, a crash) does not reach the next one.
+Importing vLLM takes far longer than starting a tiny engine. So one process of a test run imports it, and forks for
+every `Job`: a command line of Python's (``-m module`` or ``-c program``) with arguments, folder, environment and open
+files of its own. What it leaves behind in its process (threads, imports, a crash) does not reach the next one.
 
-A `Job` speaks to a keeper that was forked from that process, and the keeper forks the job. The keeper kills the job
-when its `Job` is closed or the test ends, however that ends.
+In a job, ``sys.executable`` is such a Python too, and so are ``python`` and ``semkv`` in the folder of `prepare`.
+
+A `Job` speaks to a keeper that was forked from that process, and the keeper forks the job. The keeper kills the job,
+with all that it started, when its `Job` is closed or the test ends, however that ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import functools
 import gc
-import importlib
+import importlib.util
 import json
-import multiprocessing
+import multiprocessing.context
+import multiprocessing.spawn
 import os
+import runpy
 import select
 import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-_ADDRESS = "SEMKV_TEST_FORKS"
-_STATUS = struct.Struct("i")
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler lives in the job's process, where it can be looked at
+_FOLDER = "SEMKV_TEST_FORKS"
+_RUN = "SEMKV_TEST_RUN"
+_NUMBER = struct.Struct("i")
+_IMPORTED = (
+    "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "compressed_tensors", "sentence_transformers", "faiss",
+)  # fmt: skip
+SHARED_MACHINE = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Two workers share it: an engine that takes all processors, or that binds itself to one, disturbs the other."""
+
+ENVIRONMENT = {
+    **SHARED_MACHINE,
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
     "NUMBA_DISABLE_JIT": "1",  # of tiny drafts, compiling takes far longer than running
 }
-_IMPORTED = ("vllm", "vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "compressed_tensors")
-_STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
-"""Where vLLM starts processes of its own: the engine core, and workers."""
+_REAL = sys.executable
 
 
 class Job:
-    """A running job: a function of a module of this folder with JSON arguments.
+    """A running program.
 
     Args:
-        module: its name, as a test imports it.
-        function: its name in the module; what it returns goes to ``output`` as a line "RESULT" and JSON.
-        output, errors: what the job prints goes there.
+        command: what follows ``python``: ``-m module`` or ``-c program``, and arguments.
+        files: its open files, by the numbers that they have there.
+        environment: its variables; those of this process where there are none.
+        folder: its working directory.
     """
 
-    def __init__(self, module: str, function: str, arguments: list[Any], output: IO[Any], errors: IO[Any]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        files: Mapping[int, int],
+        environment: Mapping[str, str] | None = None,
+        folder: Path | str = ".",
+    ) -> None:
+        order = {
+            "command": list(command),
+            "files": list(files),
+            "environment": dict(os.environ if environment is None else environment),
+            "folder": os.path.abspath(folder),  # noqa: PTH100
+        }
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(_address())
-        with tempfile.TemporaryFile("w+") as order:
-            json.dump([module, function, arguments], order, default=str)
-            order.seek(0)
-            socket.send_fds(self._line, [b"job"], [order.fileno(), output.fileno(), errors.fileno()])
+        with tempfile.TemporaryFile("w+") as text:
+            json.dump(order, text)
+            text.seek(0)
+            socket.send_fds(self._line, [b"job"], [text.fileno(), *files.values()])
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status; TimeoutError if it takes longer."""
         self._line.settimeout(timeout)
-        status = self._line.recv(_STATUS.size, socket.MSG_WAITALL)
+        status = self._line.recv(_NUMBER.size, socket.MSG_WAITALL)
         assert status, "the process that keeps the job has ended"
-        return int(_STATUS.unpack(status)[0])
+        return int(_NUMBER.unpack(status)[0])
+
+    def signal(self, number: int) -> None:
+        self._line.sendall(_NUMBER.pack(number))
 
     def close(self) -> None:
         """Kill it, if it still runs; on return it is gone."""
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
             self._line.settimeout(None)
-            self._line.recv(_STATUS.size)
+            self._line.recv(_NUMBER.size)
         self._line.close()
 
     def __enter__(self) -> Job:
@@ -83,85 +118,169 @@ class Job:
         self.close()
 
 
-def _address() -> str:
-    """Where the process that forks listens; the first call starts it, and jobs use their own parent's."""
-    if _ADDRESS not in os.environ:
-        from bound import Bound
-
+def prepare() -> Path:
+    """The folder of this run, which all its processes share. The process that makes it is the run."""
+    if _FOLDER not in os.environ:
         folder = tempfile.mkdtemp(prefix="semkv-forks-")
-        address, log = f"{folder}/socket", Path(folder, "log")
-        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        variables = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, _ADDRESS: address}
-        with log.open("w") as printed:
-            command = [sys.executable, str(Path(__file__).resolve()), address]
-            process = Bound(command, env=variables, stdout=printed, stderr=printed)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        atexit.register(process.stop)
-        while not os.path.exists(address):  # noqa: PTH110
-            assert process.running, f"vLLM cannot be imported: {log.read_text()[-4000:]}"
-            time.sleep(0.05)
-        os.environ[_ADDRESS] = address
-    return os.environ[_ADDRESS]
+        os.environ |= {_FOLDER: folder, _RUN: str(os.getpid())}
+        for name, more in (("python", ""), ("semkv", "-m semkv")):
+            program = Path(folder, name)
+            program.write_text(f"#!/bin/sh\nexec '{_REAL}' '{Path(__file__).resolve()}' {more} \"$@\"\n")
+            program.chmod(0o700)
+    return Path(os.environ[_FOLDER])
 
 
-def _serve(address: str) -> None:
+def _address() -> str:
+    """Where the process that forks listens; the first job of a run starts it."""
+    folder = prepare()
+    address, log = folder / "socket", folder / "log"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+            variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+            with log.open("w") as printed:
+                server = subprocess.Popen(
+                    [_REAL, __file__, "--serve"], env=variables, stdin=subprocess.DEVNULL, stdout=printed,
+                    stderr=printed, start_new_session=True,
+                )  # fmt: skip
+            while not address.exists():
+                assert server.poll() is None, f"vLLM cannot be imported: {log.read_text()[-4000:]}"
+                time.sleep(0.02)
+    return str(address)
+
+
+@functools.cache
+def quicken() -> None:
+    """Do once in a process, and for its forks, what vLLM does for every engine though nothing has changed.
+
+    It sets the levels of all loggers, and looks through all modules for kernels that have a CPU's version.
+    """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.platforms import current_platform
+
+    configure_logging(LoggingConfig())
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+# ---------------------------------------------------------------------- the process that forks
+
+
+def _serve(folder: Path) -> None:
+    """Until the run ends, however it does."""
+    run = os.pidfd_open(int(os.environ[_RUN]))
     for name in _IMPORTED:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    if importlib.util.find_spec("vllm"):
+        importlib.import_module(Path(__file__).stem).quicken()  # the module that jobs know
+    fork = multiprocessing.get_context("fork")
+    for name in ("spawn", "forkserver"):  # a new interpreter would import it all again
+        multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
+    sys.executable = str(folder / "python")
     gc.collect()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address + ".new")
+        server.bind(str(folder / "new"))
         server.listen(64)
-        Path(address + ".new").rename(address)
+        (folder / "new").rename(folder / "socket")
         while True:
+            ready, *_ = select.select([server, run], [], [])
+            if run in ready:
+                break
             line, _ = server.accept()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             if os.fork() == 0:
                 server.close()
+                os.close(run)
                 _keep(line)
+                break
             line.close()
 
 
 def _keep(line: socket.socket) -> None:
-    """In a fork: run the job in another, kill it when the line is closed, and tell its exit status."""
-    _, files, *_ = socket.recv_fds(line, 16, 3)
+    """In a fork: run the job in another, pass signals on, kill it when the line is closed, and tell its exit status."""
+    _, (text, *files), *_ = socket.recv_fds(line, 16, 250)
+    with os.fdopen(text) as file:
+        order = json.load(file)
     job = os.fork()
     if job == 0:
         line.close()
-        _run(files)
+        _run(order, files)
+        return
+    for number in files:
+        os.close(number)
     ended = os.pidfd_open(job)
-    ready, *_ = select.select([ended, line], [], [])
-    if ended not in ready:
+    while ended not in select.select([ended, line], [], [])[0]:
+        told = line.recv(_NUMBER.size, socket.MSG_WAITALL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(job, signal.SIGKILL)
+            os.kill(job, _NUMBER.unpack(told)[0] if told else signal.SIGKILL)
+        if not told:
+            break
     status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(job, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        line.sendall(_STATUS.pack(status))
+        line.sendall(_NUMBER.pack(status))
     os._exit(0)
 
 
-def _run(files: list[int]) -> None:
-    """The job; it ends at once, since what threads and native code do at an exit is not tested."""
-    for own, given in enumerate(files):
-        os.dup2(given, own)
-        os.close(given)
-    status = 0
-    try:
-        for name in _STARTERS:  # vLLM would start a new interpreter for each of them on a CPU, which imports it again
-            vars(importlib.import_module(name))["get_mp_context"] = lambda: multiprocessing.get_context("fork")
-        module, function, arguments = json.load(sys.stdin)
-        result = getattr(importlib.import_module(module), function)(*arguments)
-        print("\nRESULT " + json.dumps(result))
-    except BaseException:
-        traceback.print_exc()
-        status = 1
+def _run(order: dict[str, Any], files: list[int]) -> None:
+    """The program, as Python runs it; with this function the process ends, as Python does."""
+    os.setsid()
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 500) for number in files]
+    for number in files:
+        os.close(number)
+    for number, own in zip(high, order["files"], strict=True):
+        os.dup2(number, own)
+        os.close(number)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    arguments = order["command"]
+    while arguments[0] not in ("-c", "-m"):
+        arguments = arguments[1:]
+    how, what, *rest = arguments
+    sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # noqa: PTH109
+    sys.argv = [how, *rest]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if how == "-m":
+        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    else:
+        exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def _stand_in(arguments: list[str]) -> int:
+    """For a program that starts Python: a job with the open files of this process, which gets its signals."""
+    if not {"-c", "-m"} & set(arguments[:2]):
+        os.execv(_REAL, [_REAL, *arguments])
+    files = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if _inherited(int(entry.name))]
+    job = Job(arguments, dict(zip(files, files, strict=True)))
+    for number in files:
+        os.close(number)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda number, _: job.signal(number))
+    status = job.wait()
+    if status < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+def _inherited(number: int) -> bool:
     with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
+        return os.get_inheritable(number)
+    return False
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    if sys.argv[1:] == ["--serve"]:
+        _serve(Path(os.environ[_FOLDER]))
+    else:
+        os._exit(_stand_in(sys.argv[1:]))

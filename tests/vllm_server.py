@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from bound import Bound
 from ports import free_port
 
 ROOT = Path(__file__).parents[1]
-PYTHON = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+MODULE = ["-m", "vllm.entrypoints.openai.api_server"]
 _PLAIN = ["--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--enable-prompt-tokens-details"]
 _START_S = 1200.0
 
