@@ -279,6 +279,9 @@ def _export(
     cache_dir: CacheDir = None,
 ) -> None:
     """Write a cache into one file, which holds prompts and answers in the clear."""
+    from rich.console import Console
+    from rich.progress import track
+
     from semkv.stores.database import Database
     from semkv.stores.files import described, matching, open_file
 
@@ -296,7 +299,7 @@ def _export(
             target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in [copy, *files]:
+                for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
@@ -319,6 +322,9 @@ def _import(
     cache_dir: CacheDir = None,
 ) -> None:
     """Make a cache directory of what export wrote."""
+    from rich import progress
+    from rich.console import Console
+
     from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder, prepare
 
@@ -330,7 +336,8 @@ def _import(
         with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
             made = Path(folder) / "cache"
             make_cache_folder(made)
-            with tarfile.open(file) as archive:
+            reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
+            with reading as source, tarfile.open(fileobj=source) as archive:
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")

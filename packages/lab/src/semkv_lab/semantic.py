@@ -26,7 +26,14 @@ from rich.console import Console
 from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, get_preset
-from semkv.encoders.text import SentenceEncoder, TextEncoder
+from semkv.encoders.text import (
+    DEFAULT_MODEL,
+    SentenceEncoder,
+    TextEncoder,
+    few_threads,
+    load_sentence_transformer,
+    resolve_model,
+)
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
@@ -571,7 +578,36 @@ def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
     return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 
 
+# -- the encoder ------------------------------------------------------------
+
+
+def encoder_part(bench: Bench, rounds: int = 110) -> Found:
+    """One new short text, and 16, with semkv's encoder and with sentence-transformers on one thread."""
+    theirs = load_sentence_transformer("encoder", resolve_model(DEFAULT_MODEL))
+
+    def plain(batch: list[str]) -> object:
+        with few_threads(1):
+            return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
+
+    found: Row = {}
+    for label, encoded in (("semkv", SentenceEncoder().encode), ("sentence-transformers", plain)):
+        found[label] = {}
+        for size in (1, 16):
+            seconds = []
+            for n in range(rounds):
+                batch = [f"What color is the car number {size}{n}{k} near the house?" for k in range(size)]
+                start = time.perf_counter()
+                encoded(batch)
+                seconds.append(time.perf_counter() - start)
+            found[label][f"{size} texts"] = times(seconds[10:])  # the first warm up
+    rows = [
+        (label, *(f"{row[q]:.1f} ms" for row in of.values() for q in ("p50_ms", "p99_ms")))
+        for label, of in found.items()
+    ]
+    return found, [table("encoder", ("", "1 text, p50", "p99", "16 texts, p50", "p99"), rows)]
+
+
 PARTS: dict[str, Callable[[Bench], Found]] = {
     part.__name__.removesuffix("_part"): part
-    for part in (pairs_part, traps_part, streams_part, turns_part, images_part)
+    for part in (pairs_part, traps_part, streams_part, turns_part, images_part, encoder_part)
 }

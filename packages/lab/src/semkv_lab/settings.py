@@ -216,7 +216,7 @@ class QualityFlags(PolicyConfig):
         return {**shown, "calibration": self.calibration.name if self.calibration else None}
 
 
-SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
+SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
 CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
 KINDS = ("zipf", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
@@ -234,7 +234,7 @@ class SemanticFlags:
     """Flags of ``semkv bench semantic``.
 
     Attributes:
-        parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
+        parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
         caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
             semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
