@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
@@ -39,3 +40,8 @@ def invoke(arguments: Sequence[str], *, columns: int = 200) -> Result:
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def heeds_ctrl_c() -> None:
+    """For ``preexec_fn``: what a shell starts in the background ignores SIGINT, and so do these tests then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import invoke
+from command_line import heeds_ctrl_c, invoke
 from semkv import __version__
 
 FLAGS = (
@@ -185,12 +185,12 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     samples = tmp_path / "s.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c,
     )  # fmt: skip
     while process.poll() is None and (not samples.exists() or samples.stat().st_size < 10_000):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == 130, err
     assert "interrupted" in out
     done = len(samples.read_text(encoding="utf-8").splitlines())
