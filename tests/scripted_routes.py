@@ -69,15 +69,23 @@ def response_events(body: dict[str, Any], text: str, said: Said) -> Iterator[dic
         return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
 
     yield event("created", response=begun)
+    yield event("in_progress", response=begun)
     for index, item in enumerate(whole["output"]):
         at = {"item_id": item["id"], "output_index": index}
+        bare = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
+        yield event("output_item.added", output_index=index, item=bare)
         if item["type"] == "function_call":
             for piece in _pieces(item["arguments"], 3):
                 yield event("function_call_arguments.delta", delta=piece, **at)
+            yield event("function_call_arguments.done", arguments=item["arguments"], name=item["name"], **at)
         else:
             (part,) = item["content"]
+            name = part["type"]
+            yield event("content_part.added", content_index=0, part={**part, "text": ""}, **at)
             for piece in _pieces(part["text"], int(said.get("events", 3))):
-                yield event(f"{part['type']}.delta", content_index=0, delta=piece, logprobs=[], **at)
+                yield event(f"{name}.delta", content_index=0, delta=piece, logprobs=[], **at)
+            yield event(f"{name}.done", content_index=0, text=part["text"], logprobs=[], **at)
+            yield event("content_part.done", content_index=0, part=part, **at)
         yield event("output_item.done", output_index=index, item=item)
     yield event(whole["status"], response=whole)
 

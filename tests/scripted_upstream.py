@@ -1,7 +1,9 @@
 """An OpenAI-compatible server that does what the prompt says, for tests and benches of the gateway.
 
-The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer, ``[status=500]``,
+The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer,
+``[together=9]`` to wait until so many requests are running, ``[status=500]``,
 ``[length]`` for an answer cut off, ``[cut]`` for a stream that breaks, ``[error]`` for an error event in the stream,
+``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
 number of content events, ``[gap=0.1]`` seconds between them. The answer is the text itself, so that every test can tell
 whose answer it got. Other routes are in `scripted_routes`.
@@ -41,6 +43,7 @@ class Scripted:
         self.says: Callable[[Any], list[tuple[bytes, bytes]]] = lambda _: []
         self.gate, self.hold_at = threading.Event(), 0
         self.gate.set()
+        self._together = asyncio.Event()
         self.calls: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.keep, self.total, self.running, self.most_running, self.aborted = keep, 0, 0, 0, 0
@@ -119,6 +122,10 @@ class Scripted:
     async def _work(self, content: Any, said: dict[str, str], send: Any) -> None:
         if "delay" in said:
             await asyncio.sleep(float(said["delay"]))
+        if "together" in said:
+            if self.running >= int(said["together"]):
+                self._together.set()
+            await self._together.wait()
         if not (self.hold_at and isinstance(content, list)):
             await self._opened()
         if "status" in said:
@@ -138,6 +145,8 @@ class Scripted:
         for number, chunk in enumerate(content):
             if number == self.hold_at:
                 await self._opened()
+            if number == 0 and "odd" in said:
+                chunk = {**chunk, "odd": "a field that nobody knows"}
             if number == 2 and "cut" in said:
                 raise RuntimeError("scripted break")
             if number == 2 and "error" in said:

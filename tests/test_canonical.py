@@ -65,18 +65,42 @@ CHANGES: dict[str, Any] = {
     "seed": 1,
     "n": 2,
     "max_tokens": 5,
+    "max_completion_tokens": 6,
     "top_p": 0.9,
+    "top_k": 3,
+    "min_p": 0.1,
     "stop": ["x"],
+    "stop_token_ids": [1],
+    "bad_words": ["x"],
     "logit_bias": {"1": 2.0},
     "logprobs": True,
+    "top_logprobs": 2,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
     "min_tokens": 1,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "auto",
+    "parallel_tool_calls": False,
     "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "chat_template": "{{ messages }}",
     "chat_template_kwargs": {"thinking": True},
+    "mm_processor_kwargs": {"size": 1},
     "media_io_kwargs": {"image": {"mode": "L"}},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "reasoning_effort": "low",
+    "include_reasoning": False,
+    "prompt_logprobs": 1,
+    "return_token_ids": True,
+    "truncate_prompt_tokens": 5,
+    "documents": [{"text": "x"}],
     "vllm_xargs": {"a": 1},
     "cache_salt": "mine",
+    "echo": True,
     "a_field_of_next_year": 1,
 }
 
@@ -95,6 +119,12 @@ def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
         "stream_options": {"include_usage": True},
         "user": "bob",
         "metadata": {"a": 1},
+        "store": True,
+        "request_id": "x",
+        "priority": 3,
+        "session_id": "y",
+        "prompt_cache_key": "z",
+        "safety_identifier": "s",
     }
     for name, value in same.items():
         assert canonical(chat(**{name: value})).key == key
@@ -148,19 +178,25 @@ for _ in range(100_000):
         {},
         {"messages": []},
         {"messages": "x"},
+        {"messages": [1]},
+        {"messages": [{"content": "x"}]},
         {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": ["user"], "content": "x"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": "x", "spell": 1}]},
         *(
             {"messages": [{"role": "user", "content": [part]}]}
             for part in (
                 1,
+                {},
                 {"type": "hologram"},
-                {"role": "user", "content": "x"},
                 {"type": ["text"]},
+                {"type": "text"},
                 {"type": "text", "text": 1},
                 {"type": "text", "text": "x", "more": 1},
+                {"image_url": {"url": data_url(b"x")}},
                 {"type": "image_url", "image_url": None, "uuid": "x"},
+                {"type": "image_url", "uuid": "x"},
                 {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
                 {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}},
@@ -171,11 +207,15 @@ for _ in range(100_000):
             )
         ),
         chat(temperature=float("nan")),
+        chat(extra=float("inf")),
         chat(extra=10**5000),
         chat(extra="\ud800"),
+        chat({"role": "user", "content": "\udfff"}),
         chat(extra=NESTED),
         chat(extra={1, 2}),
         chat(stream="yes"),
+        chat(stream=1),
+        chat(stream_options=[]),
         chat(stream_options={"continuous_usage_stats": True}),
         chat(model=5),
         chat(kv_transfer_params={"a": 1}),
@@ -208,16 +248,18 @@ WILD = st.recursive(st.none() | st.floats() | st.text(), lambda v: st.lists(v) |
 def test_no_body_raises(raw: bytes) -> None:
     for endpoint in (CHAT, COMPLETIONS):
         with contextlib.suppress(Unkeyable):
-            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET)
+            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
 
 
 @pytest.mark.parametrize(
     ("fields", "sampled"),
     [
         ({"temperature": 0}, False),
+        ({"temperature": 0.0}, False),
         ({"temperature": 0.7, "seed": 0}, False),
         ({"temperature": 0.7}, True),
         ({"temperature": None}, True),
+        ({"temperature": False}, True),
         ({"temperature": "0"}, True),
         ({"temperature": 1, "seed": True}, True),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import itertools
 import json
 import threading
 import time
@@ -164,63 +163,95 @@ class Traffic:
         wait_until(lambda: self.asked >= until)
 
 
-numbers = itertools.count()
-
-
 def recovered(two: Two, name: str) -> bool:
     """Whether the gateways share answers again."""
-    return two.told(f"{name} {next(numbers)}") == ("miss", "hit")
+    recovered.number += 1  # type: ignore[attr-defined]
+    return two.told(f"{name} {recovered.number}") == ("miss", "hit")  # type: ignore[attr-defined]
 
 
-def test_killed_and_started_again_under_traffic(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, durable=True)
-    try:
-        with Two(tmp_path, server) as two:
-            two.in_memory("from before")
-            old = two.one.post("from before").content
-            gone = {"prefix": "from", "dry_run": False}
-            with Traffic(two) as traffic:
-                traffic.more()
+recovered.number = 0  # type: ignore[attr-defined]
+
+
+class TestFaults:
+    @pytest.mark.parametrize("durable", [True, False])
+    def test_killed_and_started_again_under_traffic(self, tmp_path: Path, durable: bool) -> None:
+        server = RedisServer(tmp_path, durable=durable)
+        try:
+            with Two(tmp_path, server) as two:
+                two.in_memory("from before")
+                faults = [pair.metric("semkv_cache_events_total") for pair in (two.one, two.other)]
+                with Traffic(two) as traffic:
+                    traffic.more()
+                    server.kill()
+                    traffic.more(60)
+                    assert two.told("from before") == ("hit", "hit"), "memory serves"
+                    refused = two.one.admin("invalidate", {"prefix": "from", "dry_run": False})
+                    assert refused.status_code == 503, "nothing is promised"
+                    server.start()
+                    wait_until(lambda: recovered(two, "after the kill"))
+                    traffic.more()
+                assert traffic.statuses == {200}
+                for pair, before in zip((two.one, two.other), faults, strict=True):
+                    assert events(pair, "response fault:store") > 0
+                    assert pair.metric("semkv_cache_events_total") > before
+                wait_until(lambda: two.told("still in step")[1] == "hit")
+                two.one.admin("invalidate", {"prefix": "still", "dry_run": False}).raise_for_status()
+                wait_until(lambda: two.other.post("still in step").headers["x-semkv"] == "miss")
+        finally:
+            server.kill()
+
+    def test_an_answer_is_not_served_again_after_an_invalidation_that_failed_at_first(self, tmp_path: Path) -> None:
+        server = RedisServer(tmp_path, durable=True)
+        try:
+            with Two(tmp_path, server) as two:
+                two.in_memory("to go")
+                old = two.one.post("to go").content
                 server.kill()
-                traffic.more(60)
-                assert two.told("from before") == ("hit", "hit"), "memory serves"
-                assert two.one.admin("invalidate", gone).status_code == 503, "nothing is promised"
+                assert two.one.admin("invalidate", {"prefix": "to go", "dry_run": False}).status_code == 503
                 server.start()
-                wait_until(lambda: recovered(two, "after the kill"))
-                traffic.more()
-            assert traffic.statuses == {200}
-            assert all(events(pair, "response fault:store") > 0 for pair in (two.one, two.other))
-            assert two.one.admin("invalidate", gone).json()["count"] == 1
-            assert two.one.post("from before").headers["x-semkv"] == "miss"
-            # It is kept once its gateway has heard of the invalidation itself, and not begun before.
-            wait_until(lambda: two.other.post("from before").content == two.one.post("from before").content != old)
-    finally:
-        server.kill()
+                wait_until(
+                    lambda: two.one.admin("invalidate", {"prefix": "to go", "dry_run": False}).json().get("count") == 1
+                )
+                assert two.one.post("to go").headers["x-semkv"] == "miss"
+                # It is kept once its gateway has heard of the invalidation itself, and not begun before.
+                wait_until(lambda: two.other.post("to go").content == two.one.post("to go").content != old)
+        finally:
+            server.kill()
 
 
-def test_a_full_redis_is_read_and_invalidated(tmp_path: Path) -> None:
-    """With ``maxmemory`` reached and its default policy, which refuses every write that takes memory."""
-    server, labelled = RedisServer(tmp_path), {"X-Semkv-Tags": "old"}
-    try:
-        with Two(tmp_path, server) as two, redis.Redis(port=server.port) as client:
-            two.in_memory("old news", **labelled)
-            two.in_memory("spared")
-            client.config_set("maxmemory", 1)
-            client.script_flush()
-            with pytest.raises(redis.RedisError, match="maxmemory"):
-                client.set("x", "y")
-            assert [two.told("while full")[0] for _ in range(2)] == ["miss", "hit"], "memory has it"
-            assert two.told("old news", **labelled) == ("hit", "hit")
-            assert two.one.admin("invalidate", {"tag": "old"}).json() == {"count": 1, "dry_run": True}
-            gone = {"tag": "old", "dry_run": False}
-            assert two.one.admin("invalidate", gone).json() == {"count": 1, "dry_run": False}
-            wait_until(lambda: two.other.post("old news", headers=labelled).headers["x-semkv"] == "miss")
-            assert two.told("spared") == ("hit", "hit")
-            assert events(two.one, "response fault:store put") > 0
-            client.config_set("maxmemory", 0)
-            wait_until(lambda: recovered(two, "with room again"))
-    finally:
-        server.kill()
+class TestFull:
+    """Redis with ``maxmemory`` reached and its default policy, which refuses every write that takes memory."""
+
+    @pytest.fixture
+    def full(self, tmp_path: Path) -> Iterator[tuple[Two, Any]]:
+        server = RedisServer(tmp_path)
+        try:
+            with Two(tmp_path, server) as two, redis.Redis(port=server.port) as client:
+                yield two, client
+        finally:
+            server.kill()
+
+    @pytest.mark.parametrize("by", ["prefix", "tag"])
+    def test_answers_go_on_and_invalidation_works(self, full: tuple[Two, Any], by: str) -> None:
+        two, client = full
+        labelled = {"X-Semkv-Tags": "old"}
+        two.in_memory("old news", **labelled)
+        two.in_memory("spared")
+        client.config_set("maxmemory", 1)
+        client.script_flush()
+        with pytest.raises(Exception, match="maxmemory"):
+            client.set("x", "y")
+        assert two.told("while full")[0] == "miss"
+        assert two.told("while full")[0] == "hit", "memory has it"
+        assert two.told("old news", **labelled) == ("hit", "hit")
+        chosen = {"prefix": "old"} if by == "prefix" else {"tag": "old"}
+        assert two.one.admin("invalidate", chosen).json() == {"count": 1, "dry_run": True}
+        assert two.one.admin("invalidate", {**chosen, "dry_run": False}).json() == {"count": 1, "dry_run": False}
+        wait_until(lambda: two.other.post("old news", headers=labelled).headers["x-semkv"] == "miss")
+        assert two.told("spared") == ("hit", "hit")
+        assert events(two.one, "response fault:store put") > 0
+        client.config_set("maxmemory", 0)
+        wait_until(lambda: recovered(two, "with room again"))
 
 
 def events(pair: Pair, name: str) -> float:
@@ -230,27 +261,28 @@ def events(pair: Pair, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-def test_memory_serves_on_and_all_say_that_the_store_is_away(tmp_path: Path, how: str) -> None:
-    server = RedisServer(tmp_path, durable=True)
-    try:
-        with Two(tmp_path, server, store_timeout=0.5) as two:
-            pair = two.one
-            two.in_memory("kept")
-            kept = pair.post("kept").content
-            assert says_of_the_store(pair) == ("up", 1.0, 1.0)
-            getattr(server, how)()
-            wait_until(lambda: says_of_the_store(pair) == ("away", 0.0, 0.0))
-            pair.app.gateway.cache.responses._heard -= 60.0
-            assert pair.post("kept").content == kept
-            assert pair.post("new").headers["x-semkv"] == "miss"
-            pair.app.gateway.cache.responses._heard -= 600.0
-            assert pair.post("kept").headers["x-semkv"] == "miss", "the bound on invalidations"
-            (server.start if how == "kill" else server.thaw)()
-            wait_until(lambda: says_of_the_store(pair) == ("up", 1.0, 1.0))
-            wait_until(lambda: recovered(two, f"after {how}"))
-    finally:
-        server.kill()
+class TestAway:
+    @pytest.mark.parametrize("how", ["kill", "freeze"])
+    def test_memory_serves_on_and_all_say_that_the_store_is_away(self, tmp_path: Path, how: str) -> None:
+        server = RedisServer(tmp_path, durable=True)
+        try:
+            with Two(tmp_path, server, store_timeout=0.5) as two:
+                pair = two.one
+                two.in_memory("kept")
+                kept = pair.post("kept").content
+                assert says_of_the_store(pair) == ("up", 1.0, 1.0)
+                getattr(server, how)()
+                wait_until(lambda: says_of_the_store(pair) == ("away", 0.0, 0.0))
+                pair.app.gateway.cache.responses._heard -= 60.0
+                assert pair.post("kept").content == kept
+                assert pair.post("new").headers["x-semkv"] == "miss"
+                pair.app.gateway.cache.responses._heard -= 600.0
+                assert pair.post("kept").headers["x-semkv"] == "miss", "the bound on invalidations"
+                (server.start if how == "kill" else server.thaw)()
+                wait_until(lambda: says_of_the_store(pair) == ("up", 1.0, 1.0))
+                wait_until(lambda: recovered(two, f"after {how}"))
+        finally:
+            server.kill()
 
 
 def says_of_the_store(pair: Pair) -> tuple[str, float, float]:

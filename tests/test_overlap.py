@@ -6,10 +6,11 @@ What it finds before the answer is whole is used.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from gateway_helpers import ONE, OTHER, Held, Pair, a_tenant, asks, beside, near_pair, said, wait_until
+from gateway_helpers import ONE, OTHER, PATIENT, Held, Pair, a_tenant, asks, beside, near_pair, said, wait_until
 
 NEAR_HIT = "hit tier=text:semantic"
 
@@ -111,16 +112,39 @@ def test_a_failure_waits_for_the_lookup(pair: Pair, answered: dict[str, str]) ->
     assert pair.post("A question of its own?", headers=answered).status_code == 503
 
 
-def test_a_paraphrase_joins_one_that_went_before_it(pair: Pair, tenant: dict[str, str]) -> None:
-    """Its own request is given up for it. The earlier one does not wait for the later."""
-    with beside(pair, ONE, headers=tenant):
-        wait_until(lambda: all(pending.looking.done() for pending in list(pair.app.gateway.pending)))
+def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(pair: Pair, tenant: dict[str, str]) -> None:
+    """The second lookup is over first: without waiting it would find nobody to join, and go upstream itself."""
+    over = Held(pair.semantic, "try_reuse", asks(OTHER), after=True)
+    over.go.set()
+    with over, lookups(pair, ONE, after=True) as first, beside(pair, ONE, headers=tenant):
         second = pair.soon(OTHER, headers=tenant)
-        wait_until(lambda: pair.readers == 3)
+        wait_until(over.waiting.is_set)
+        first.go.set()
+        wait_until(lambda: pair.readers == 2)
         pair.upstream.gate.set()
         answer = second.result()
     assert said(answer) == f"You said: {ONE}"
     assert answer.headers["x-semkv"].endswith("joined")
+    assert pair.asked == [ONE]
+
+
+def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(tmp_path: Path) -> None:
+    with Pair(tmp_path, **PATIENT) as pair:
+        pair.post(ONE)
+        cache = pair.app.gateway.cache
+        cache.found_share = 0.0
+        with Held(cache.responses, "lookup"):
+            assert pair.post(OTHER).headers["x-semkv"] == "miss"
+        wait_until(lambda: not cache._running)
+        assert cache.found_share == 0.0, "what it was answered meanwhile is no hit"
+
+
+def test_an_answer_that_came_before_the_store_was_asked_is_recorded(pair: Pair, tenant: dict[str, str]) -> None:
+    """The look into the store finds what the request itself has brought: a miss, with a lookup as any."""
+    before = pair.entries
+    with Held(pair.app.gateway.cache.responses, "lookup"):
+        assert pair.post(ONE, headers=tenant).headers["x-semkv"] == "miss"
+    wait_until(lambda: pair.entries == before + 1)
 
 
 def test_at_first_and_where_lookups_find_things_they_come_first(pair: Pair, answered: dict[str, str]) -> None:

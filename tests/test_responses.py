@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from gateway_helpers import wait_until
+from redis_server import RedisServer
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.stores.responses import open_store
 from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
+from semkv.stores.responses.redis import RedisStore
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import Lifetime, ResponseCache, parse_rule
 
@@ -27,8 +30,8 @@ class Asked:
     prompt: str = "What is the weather?"
     sampled: bool = False
 
-    def refusal(self, payload: bytes) -> str:
-        return ROUTES["/v1/chat/completions"].refusal(payload)
+    def refusal(self, payload: bytes, status: int) -> str:
+        return ROUTES["/v1/chat/completions"].refusal(payload, status)
 
 
 class Clock:
@@ -51,26 +54,27 @@ GOOD = payload("stop")
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("body", "status", "why"),
     [
-        (GOOD, ""),
-        (payload("tool_calls"), ""),
-        (payload("stop", "length"), "unfinished"),
-        (payload("length"), "unfinished"),
-        (payload(None), "unfinished"),
-        (payload(["stop"]), "unfinished"),
-        (payload(), "unfinished"),
-        (payload("stop", error={"message": "x"}), "error"),
-        (b"[]", "error"),
-        (b'{"choices": {"finish_reason": "stop"}}', "unfinished"),
-        (b"", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (GOOD, 200, ""),
+        (payload("tool_calls"), 200, ""),
+        (GOOD, 500, "status"),
+        (payload("stop", "length"), 200, "unfinished"),
+        (payload("length"), 200, "unfinished"),
+        (payload(None), 200, "unfinished"),
+        (payload(["stop"]), 200, "unfinished"),
+        (payload(), 200, "unfinished"),
+        (payload("stop", error={"message": "x"}), 200, "error"),
+        (b"[]", 200, "error"),
+        (b'{"choices": {"finish_reason": "stop"}}', 200, "unfinished"),
+        (b"", 200, "no JSON"),
+        (b"[" * 100_000, 200, "no JSON"),
     ],
 )
-def test_only_complete_answers_are_kept(body: bytes, why: str) -> None:
-    assert Asked().refusal(body) == why
+def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> None:
+    assert Asked().refusal(body, status) == why
     cache = ResponseCache(None)
-    assert cache.keep(Asked(), body) is not bool(why)
+    assert cache.keep(Asked(), body, status=status) is not bool(why)
     assert (cache.peek("a") is None) is bool(why)
     assert cache.counts().get(f"refused:{why}" if why else "kept") == 1
 
@@ -156,6 +160,18 @@ def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
     there.close()
 
 
+def test_jitter_takes_off_at_most_its_share() -> None:
+    cache = ResponseCache(None, lifetime=Lifetime(100.0, jitter=0.2), clock=Clock())
+    lives = set()
+    for number in range(200):
+        cache.keep(Asked(str(number)), GOOD)
+        found = cache.peek(str(number))
+        assert found is not None
+        lives.add(found.response.expires - 1e9)
+    assert 80.0 <= min(lives) < 85.0
+    assert 95.0 < max(lives) <= 100.0
+
+
 def test_rules_decide_before_the_default() -> None:
     texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d", "prompt:*=7", "prompt:*=8")
     cases = {"news": (300.0, 60.0), "weather": (10.0, 0.0), "llama": (86400.0, 0.0), "": (7.0, 0.0)}
@@ -170,6 +186,7 @@ def test_rules_decide_before_the_default() -> None:
     default = ResponseCache(None, lifetime=Lifetime(1.0), rules=[parse_rule("model:llama*=1d")], clock=Clock())
     assert default.keep(Asked(), GOOD)
     assert default.peek("a").response.expires == 1e9 + 1.0  # type: ignore[union-attr]
+    assert parse_rule("model:a=5,jitter=0.1").lifetime == Lifetime(5.0, 0.0, 0.1)
     assert parse_rule("prompt:a=b=inf").pattern == "a=b"
     assert parse_rule("prompt:*=0").lifetime.ttl_s == 0
     assert parse_rule("model:/models/*=5").fits("x", "/models/llama")
@@ -288,6 +305,44 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     cache.close()
 
 
+def test_a_full_redis_is_still_read(tmp_path: Path) -> None:
+    import redis
+
+    server = RedisServer(tmp_path)
+    cache = ResponseCache(RedisStore(server.url, timeout_s=2.0), max_bytes=2000, pause_s=0.05)
+    client = redis.Redis(port=server.port)
+    try:
+        for number in range(20):
+            assert cache.keep(Asked(str(number)), GOOD)
+        client.config_set("maxmemory", 1)  # with Redis's default policy, which refuses writes
+        for number in range(20):
+            cache.keep(Asked(f"x{number}"), GOOD)
+            assert cache.lookup(str(number)) is not None
+        assert cache.counts()["fault:store put"] >= 1
+        client.config_set("maxmemory", 0)
+        time.sleep(0.1)
+        assert cache.keep(Asked("y"), GOOD)
+        assert RedisStore(server.url).get("y") is not None
+    finally:
+        cache.close()
+        server.kill()
+
+
+def test_memory_is_not_served_when_the_store_was_unheard_of_for_long() -> None:
+    store = Broken()
+    cache = ResponseCache(store, poll_s=0.05, unheard_s=2.0, pause_s=0.05)
+    cache.keep(Asked(), GOOD)
+    assert cache.peek("a") is not None
+    store.broken = True
+    wait_until(lambda: cache.peek("a") is None)
+    store.invalidate(Selector(key="a"))  # by another replica, which reaches the store
+    store.broken = False
+    time.sleep(0.3)
+    assert cache.peek("a") is None
+    assert cache.lookup("a") is None
+    cache.close()
+
+
 def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> None:
     store = Broken()
     store.broken = True
@@ -300,4 +355,15 @@ def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> Non
     cache.follow()
     assert cache.keep(Asked(), GOOD, since=cache.begin())
     assert store.get("a") is not None
+    cache.close()
+
+
+def test_invalidation_says_so_when_the_store_is_down(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, poll_s=60.0)
+    cache.keep(Asked(), GOOD)
+    store.close()
+    with pytest.raises(StoreError):
+        cache.invalidate(Selector(key="a"))
+    assert cache.lookup("a") is None
     cache.close()

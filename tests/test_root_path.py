@@ -14,13 +14,19 @@ from semkv.server import Middleware
 from semkv.server.http import route_path
 
 
-def test_the_route_is_what_follows_the_root() -> None:
-    for root, path, found in (
-        ("/api/", "/api/v1/a", "/v1/a"),
-        ("/api", "/apiary/v1/a", "/apiary/v1/a"),
-        ("", "/a", "/a"),
-    ):
-        assert route_path({"path": path, "root_path": root}) == found
+@pytest.mark.parametrize(
+    ("root", "path", "found"),
+    [
+        ("", "/v1/models", "/v1/models"),
+        ("/api", "/api/v1/models", "/v1/models"),
+        ("/api/", "/api/v1/models", "/v1/models"),
+        ("/api", "/v1/models", "/v1/models"),
+        ("/api", "/apiary/v1/models", "/apiary/v1/models"),
+        ("/api", "/api", "/api"),
+    ],
+)
+def test_the_route_is_what_follows_the_root(root: str, path: str, found: str) -> None:
+    assert route_path({"path": path, "root_path": root}) == found
 
 
 def test_both_kinds_of_proxy_share_one_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("host", ["localhost", "", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1"])
 def test_an_address_is_listened_on(host: str) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("needs IPv6 on the loopback interface")
@@ -89,24 +89,41 @@ def answers(url: str) -> bool:
 
 
 def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "semkv", "serve", "--port=0", f"--cache-dir={tmp_path / 'cache'}", "--no-semantic"],
+            stderr=out,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (300, 400)),
+        )
     lines: list[socket.socket] = []
-    with Started("http://127.0.0.1:1", tmp_path, files=(300, 400)) as running:
-        wait_until(lambda: answers(running.url))
+
+    def ask() -> int:
+        return httpx.post(f"{url}/v1/chat/completions", content=b"{}", timeout=60).status_code
+
+    try:
+        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
+        (url,) = re.findall(r"http://127.0.0.1:\d+(?=: upstream)", log.read_text())
+        wait_until(lambda: answers(url))
         assert resource.prlimit(running.pid, resource.RLIMIT_NOFILE) == (400, 400)
-        address = ("127.0.0.1", httpx.URL(running.url).port or 0)
-        try:
-            lines += [socket.create_connection(address, timeout=60) for _ in range((400 - 256) // 2 - 32)]
-            wait_until(lambda: ask(running, "x").status_code == 503)
-            assert answers(running.url)
-            text = httpx.get(f"{running.url}/metrics").text
-            assert 'semkv_turned_away_total{what="connections"} 1.0' in text
-            lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
-            with socket.create_connection(address, timeout=60) as turned:
-                assert turned.recv(4096)[9:12] == b"503"
-        finally:
-            for line in lines:
-                line.close()
-        wait_until(lambda: answers(running.url) and ask(running, "x").status_code != 503)
+        address = ("127.0.0.1", httpx.URL(url).port or 0)
+        most = (400 - 256) // 2 - 32
+        lines += [socket.create_connection(address, timeout=60) for _ in range(most)]
+        wait_until(lambda: ask() == 503)
+        assert answers(url)
+        text = httpx.get(f"{url}/metrics").text
+        assert 'semkv_turned_away_total{what="connections"} 1.0' in text
+        lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
+        with socket.create_connection(address, timeout=60) as turned:
+            assert turned.recv(4096)[9:12] == b"503"
+        for line in lines:
+            line.close()
+        wait_until(lambda: answers(url) and ask() != 503)
+    finally:
+        for line in lines:
+            line.close()
+        running.kill()
+        running.wait()
 
 
 def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
@@ -193,44 +210,31 @@ class TestWorkers:
         assert not Path(figures).exists()
 
 
-class Worker:
-    """Of the supervisor's side. ``state``: what it answers."""
-
-    def __init__(self, *_: object, state: str = "serves") -> None:
-        self.state, self.pid, self.started = state, 2**22, False
-        self.exitcode = serve.STARTUP_FAILURE if state == "cannot start" else None
-
-    def is_alive(self, timeout: float) -> bool:
-        return self.state in ("serves", "starts")
-
-    def is_ready(self, timeout: float) -> bool:
-        return self.state == "serves"
-
-    def kill(self) -> None:
-        self.state = "killed"
-
-    def join(self) -> None:
-        assert self.state == "killed"
-
-    def start(self) -> None:
-        self.started = True
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "failed"),
-    [("serves", "hangs", False), ("serves", "cannot start", False), ("starts", "cannot start", True)],
-)
-def test_a_worker_that_hangs_or_cannot_start_is_replaced_where_another_serves(
-    one: str, other: str, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_worker_that_cannot_start_ends_the_others_only_where_none_serves(
+    serves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Worker:
+        def __init__(self, *_: object, exitcode: int | None = None) -> None:
+            self.exitcode, self.pid, self.started = exitcode, 2**22, False
+
+        def is_alive(self, timeout: float) -> bool:
+            raise AssertionError(f"a worker that has died does not answer for {timeout} s")
+
+        def is_ready(self, timeout: float) -> bool:
+            return serves
+
+        def start(self) -> None:
+            self.started = True
+
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setattr(serve, "Process", Worker)
     workers: Any = serve.Workers.__new__(serve.Workers)
     workers.config, workers.sockets, workers.should_exit = None, [], threading.Event()
-    workers.processes = [Worker(state=one), Worker(state=other)]
+    workers.processes = [Worker(), Worker(exitcode=serve.STARTUP_FAILURE)]
     workers.keep_subprocess_alive()
-    assert (workers.failed, workers.should_exit.is_set()) == (failed, failed)
-    assert [worker.started for worker in workers.processes] == [False, not failed]
+    assert (workers.failed, workers.should_exit.is_set()) == (not serves, not serves)
+    assert [worker.started for worker in workers.processes] == [False, serves]
 
 
 def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:

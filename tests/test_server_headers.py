@@ -77,9 +77,11 @@ class TestKey:
 
 
 NOT_KEPT = [
+    (b"vary", b"X-Tone", "vary"),
     (b"vary", b"Accept-Encoding, x-tone", "vary"),
     (b"vary", b"*", "vary"),
     (b"Cache-Control", b"max-age=0, No-Store", "no-store"),
+    (b"cache-control", b"private", "private"),
     (b"cache-control", b'private="x-a"', "private"),
 ]
 
@@ -111,12 +113,21 @@ class TestWhatTheUpstreamSays:
             assert [kind(pair.post("common")) for _ in range(2)] == ["miss"] * 2
 
 
+def counted(pair: Pair, reason: str) -> float:
+    lines = httpx.get(f"{pair.url}/metrics", timeout=60).text.splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith(f'semkv_uncacheable_total{{reason="{reason}"}}')
+    )
+
+
 class TestReason:
     @pytest.mark.parametrize(
         ("more", "headers", "expected"),
         [
             ({"temperature": 0.7}, {}, "miss reason=sampled"),
+            ({"temperature": None}, {}, "miss reason=sampled"),
             ({}, {"Cache-Control": "no-cache"}, "miss reason=no-cache"),
+            ({}, {"Cache-Control": "max-age=0"}, "miss reason=no-cache"),
             ({}, {"X-Semkv-Bypass": "1"}, "pass reason=bypass"),
             ({}, {"X-Semkv-Tenant": "a"}, "pass reason=tenant"),
             ({"stream": 1}, {}, "pass reason=stream_is_no_boolean"),
@@ -125,10 +136,9 @@ class TestReason:
     def test_every_miss_and_pass_says_why(self, pair: Pair, more: dict, headers: dict, expected: str) -> None:
         text, reason = f"why {more} {headers}", expected.partition("=")[2]
         assert pair.post(text).headers["x-semkv"] == "miss"
-        counter = f'semkv_uncacheable_total{{reason="{reason.replace("_", " ")}"}}'
-        before = pair.metric(counter)
+        before = counted(pair, reason.replace("_", " "))
         assert pair.post(text, headers=headers, **more).headers["x-semkv"] == expected
-        assert pair.metric(counter) == before + 1
+        assert counted(pair, reason.replace("_", " ")) == before + 1
         assert pair.post(text).headers["x-semkv"].startswith("hit")
 
     def test_the_page_names_every_reason(self) -> None:
@@ -141,13 +151,15 @@ class TestReason:
 
 
 class TestRequestId:
-    @pytest.mark.parametrize("given", ["mine-1", None, "x" * 129, "two words", "a,b"])
-    def test_a_clients_own_goes_to_the_upstream_and_back_and_anything_else_is_replaced(
-        self, pair: Pair, given: str | None
-    ) -> None:
+    def test_a_clients_own_goes_to_the_upstream_and_back(self, pair: Pair) -> None:
+        answer = pair.post("my id", headers={"X-Request-Id": "mine-1"})
+        assert (answer.headers["x-request-id"], pair.upstream.headers[-1]["x-request-id"]) == ("mine-1", "mine-1")
+
+    @pytest.mark.parametrize("given", [None, "", "x" * 129, "two words", "a,b", "tab\there"])
+    def test_anything_else_is_replaced(self, pair: Pair, given: str | None) -> None:
         answer = pair.post(f"id {given!r}", headers={} if given is None else {"X-Request-Id": given})
         found = answer.headers["x-request-id"]
-        assert found == given if given == "mine-1" else re.fullmatch("[0-9a-f]{32}", found)
+        assert re.fullmatch("[0-9a-f]{32}", found)
         assert pair.upstream.headers[-1]["x-request-id"] == found
 
     def test_the_upstream_may_give_another(self, pair: Pair, says: list[tuple[bytes, bytes]]) -> None:
@@ -177,14 +189,14 @@ class TestSpans:
         assert [span.status.is_ok for span in spans] == [True] * 5 + [False]
         said = [dict(span.attributes or {}) for span in spans]
         tokens = len("You said: a prompt for spans")
+        own = ("http.request.method", "url.path", "http.response.status_code", "semkv.tenant")
         common = {
-            **{name: said[0][name] for name in ("http.request.method", "url.path", "semkv.tenant")},
-            "http.response.status_code": 200,
             "gen_ai.operation.name": "chat",
             "gen_ai.request.model": "scripted",
             "gen_ai.usage.input_tokens": 7,
             "gen_ai.usage.output_tokens": tokens,
             "semkv.request.id": "mine",
+            **{name: said[0][name] for name in own},
         }
         hit = {"semkv.cache": "hit", "semkv.tier": "exact", "semkv.tokens_saved": tokens}
         sampled = {"semkv.cache": "miss", "semkv.reason": "sampled"}
@@ -220,18 +232,23 @@ class TestSpans:
 def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form: str) -> None:
     """A gateway as it is started."""
     key, said = "sk-the-key-of-a-client", "a private prompt"
-    headers = {"Authorization": f"Bearer {key}", "X-Request-Id": "mine"}
+    ids = {"X-Request-Id": "mine"}
+    headers = {"Authorization": f"Bearer {key}", **ids}
     with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log", f"--log-format={form}") as front:
         for more in ({}, {}, {"temperature": None}, {"temperature": 1}, {"model": "two\nlines"}):
             httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
         httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
         wait_until(lambda: front.log.read_text().count("/v1/models") == 1)
         text = front.log.read_text()
-    assert not any(secret in text for secret in (key, "private prompt", "You said"))
+    assert key not in text
+    assert "private prompt" not in text
+    assert "You said" not in text
     assert text.count("let clients send one of them, or start with --sampled") == 1
     if form == "text":
+        lines = [line for line in text.splitlines() if " request " in line]
+        (hit,) = (line for line in lines if '"hit tier=exact' in line)
         assert re.search(
-            r'info request request_id=mine method=POST .* model=scripted tenant=\w+ cache="hit tier=exact', text
+            r"info request request_id=mine method=POST route=/v1/chat/completions model=scripted tenant=", hit
         )
         assert r'model="two\nlines"' in text
         assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.+]+ (info|warning) \w", line) for line in text.splitlines())
@@ -242,8 +259,8 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     assert [line["cache"].split(" age")[0] for line in lines] == [
         "miss", "hit tier=exact", "miss reason=sampled", "miss reason=sampled", "miss", "pass reason=route"
     ]  # fmt: skip
-    tenant = lines[0]["tenant"]
-    assert {(line["request_id"], line["status"], line["tenant"]) for line in lines} == {("mine", 200, tenant)}
+    assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
+    assert {line["tenant"] for line in lines} == {lines[0]["tenant"]}
     assert [line.get("model") for line in lines] == ["scripted"] * 4 + ["two\nlines", None]
-    assert (lines[-1]["route"], len(tenant)) == ("/v1/models", 8)
-    assert all(line["ms"] >= 0 for line in lines)
+    assert lines[-1]["route"] == "/v1/models"
+    assert all(0 <= line["ms"] < 3e5 for line in lines)

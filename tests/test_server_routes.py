@@ -11,6 +11,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+from hypothesis import strategies as st
 
 from gateway_helpers import Pair
 from scripted_routes import ROUTES as SCRIPTED
@@ -22,7 +23,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 GENERATES = [RESPONSES, MESSAGES]
 EVENTS = b"text/event-stream"
 NEW = [path for path in ROUTES if path in SCRIPTED]
-FORMS = ["[think] aloud", "[think] and [tool]"]
+FORMS = ["plain", "[think] aloud", "[tool] to call", "[think] and [tool]"]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,14 @@ class TestTheVendorsClients:
         assert len(again) > 5 or not stream
         assert len(pair.upstream.calls) == before + 1
 
+    @ASKS
+    @STREAM
+    def test_two_keys_never_share(self, pair: Pair, ask: Ask, stream: bool) -> None:
+        text = f"whose {ask.__name__} {stream}?"
+        answers = [ask(pair, text, stream=stream, key=key) for key in ("one", "two", "one")]
+        assert [said.split()[0] for _, said in answers] == ["miss", "miss", "hit"]
+        assert answers[0][0] == answers[2][0] != answers[1][0]
+
 
 @pytest.mark.parametrize("path", NEW)
 def test_every_route_is_answered_byte_for_byte_on_its_own(pair: Pair, path: str) -> None:
@@ -104,7 +113,7 @@ def test_every_route_is_answered_byte_for_byte_on_its_own(pair: Pair, path: str)
 class TestNotKept:
     @pytest.mark.parametrize("path", GENERATES)
     @STREAM
-    @pytest.mark.parametrize("how", ["[length]", "[fail]", "[cancel]", "[status=429]", "[error]"])
+    @pytest.mark.parametrize("how", ["[length]", "[fail]", "[cancel]", "[status=500]", "[status=429]", "[error]"])
     def test_what_is_not_whole(self, pair: Pair, path: str, stream: bool, how: str) -> None:
         if how == "[error]" and not stream:
             return
@@ -143,13 +152,17 @@ class TestNotKept:
 ITEM = {"role": "user", "content": [{"type": "input_text", "text": "a"}]}
 STATEFUL: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"store": True}, "stateful"),
+    (RESPONSES, {"store": None}, "stateful"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "stateful"),
     (RESPONSES, {"conversation": "conv_1"}, "stateful"),
+    (RESPONSES, {"conversation": {"id": "conv_1"}}, "stateful"),
     (RESPONSES, {"background": True}, "stateful"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "stateful"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tool of unknown form"),
+    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://example.org"}]}, "tool of unknown form"),
     (RESPONSES, {"tools": {"type": "function"}}, "tool of unknown form"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "content part of unknown form"),
+    (RESPONSES, {"input": [{"type": "web_search_call", "id": "1"}, ITEM]}, "content part of unknown form"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "content part"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "content part"),
     (
@@ -159,10 +172,12 @@ STATEFUL: list[tuple[str, dict[str, Any], str]] = [
     ),
     (RESPONSES, {"input": [{"id": "msg_1"}, ITEM]}, "content part of unknown form"),
     (RESPONSES, {"input": []}, "no prompt"),
+    (RESPONSES, {"input": None}, "no prompt"),
     (MESSAGES, {"container": "c"}, "stateful"),
     (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://example.org"}]}, "stateful"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool of unknown form"),
     (MESSAGES, {"system": [{"type": "file"}]}, "content part of unknown form"),
+    (MESSAGES, {"system": {"type": "text"}}, "content part of unknown form"),
     (MESSAGES, {"messages": "a"}, "no messages"),
     *[
         (
@@ -230,3 +245,38 @@ class TestKeys:
         for name in ("user", "safety_identifier", "metadata", "prompt_cache_key", "instructions"):
             assert key(RESPONSES, body_for(RESPONSES, **{name: "x"})) != key(RESPONSES, body_for(RESPONSES))
         assert key(MESSAGES, body_for(MESSAGES, metadata={"user_id": "x"})) == key(MESSAGES, body_for(MESSAGES))
+
+
+# -- hostile bodies ----------------------------------------------------------------------------------------------------
+
+NAMES = (
+    "model input messages system tools store stream stream_options temperature seed metadata conversation prompt query"
+    " documents text_1 text_2 role content type text image_url source url data output cache_salt max_tokens"
+).split()
+WORDS = [
+    "user",
+    "message",
+    "input_text",
+    "text",
+    "image",
+    "input_image",
+    "base64",
+    "tool_result",
+    "function",
+    "data:",
+    "",
+]
+PARAMETERS = (
+    "instructions include truncation tool_choice reasoning text service_tier max_output_tokens top_logprobs user"
+    " cache_control thinking stop_sequences top_k encoding_format dimensions truncate_prompt_tokens top_n n stop echo"
+).split()
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    max_leaves=12,
+)

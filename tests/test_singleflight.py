@@ -7,14 +7,13 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from semkv.server.cache_client import CacheClient
-from semkv.server.http import Answer
+from semkv.server.http import Headers
 from semkv.server.metrics import Metrics
 from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.sse import Assembler
@@ -23,12 +22,24 @@ from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import ResponseCache
 
 
-async def answer(kind: bytes, pieces: list[bytes]) -> Answer:
-    async def stream() -> AsyncIterator[bytes]:
-        for piece in pieces:
+class Scripted:
+    """An upstream that answers every request with the same pieces."""
+
+    status = 200
+
+    def __init__(self, kind: bytes, pieces: list[bytes]) -> None:
+        self.headers: Headers = [(b"content-type", kind)]
+        self._pieces = pieces
+
+    async def send(self) -> Scripted:
+        return self
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
             yield piece
 
-    return Answer(200, [(b"content-type", kind)], stream=stream())
+    async def aclose(self) -> None:
+        return
 
 
 def event(**fields: Any) -> bytes:
@@ -46,7 +57,8 @@ STREAM = [
 
 
 def start(flights: SingleFlight, kind: bytes, pieces: list[bytes], on_whole: Any) -> InFlight:
-    flight = InFlight(flights, "key", partial(answer, kind, pieces), lambda *_: "", on_whole, Assembler(chat=True))
+    send = Scripted(kind, pieces).send
+    flight = InFlight(flights, "key", send, lambda *_: "", on_whole, Assembler(chat=True))
     flights.start(flight)
     return flight
 
@@ -76,6 +88,19 @@ def test_the_end_waits_until_the_answer_was_kept(kind: bytes, pieces: list[bytes
     faults: list[str] = []
     asyncio.run(story())
     assert not faults
+
+
+def test_a_flight_that_is_canceled_at_once_has_an_end() -> None:
+    async def story() -> None:
+        flights = SingleFlight(print)
+        flight = start(flights, b"application/json", [], None)
+        flights.close()
+        await flight.until(lambda: False)
+        await flight.task
+        assert flight.done
+        assert not flights.running
+
+    asyncio.run(story())
 
 
 def test_a_fault_while_a_stream_is_put_together_costs_no_reader_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

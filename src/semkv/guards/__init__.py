@@ -14,7 +14,7 @@ from typing import NamedTuple
 from semkv.guards import meaning, order, values
 from semkv.guards.language import Language, languages, short_token
 from semkv.guards.pairs import Pair
-from semkv.guards.text import STOPS, Text, read
+from semkv.guards.text import STOPS, Text, read, short_chunk
 from semkv.keys import LITERAL, normalise
 
 __all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "forget", "no_veto", "veto", "wording"]
@@ -46,8 +46,9 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.opposites,
     meaning.question,
     meaning.modality,
-    meaning.future,
+    meaning.tense,
     meaning.person,
+    order.role,
     order.word_order,
     meaning.particle,
     meaning.relation,
@@ -55,6 +56,7 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.unknown_language,
 )
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
+_PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
 _SHORT = 1000  # characters of a text that is remembered
 
 
@@ -132,7 +134,7 @@ def _alike(a: str, b: str) -> bool:
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
-def _pair(a: str, b: str, language: Language | None) -> Pair:
+def _paired(a: str, b: str, language: Language | None) -> Pair:
     known = (language,) if language else languages()
     first = Pair(_text(a, known[0]), _text(b, known[0]), known[0])
     if len(known) == 1 or meaning.knows(first):
@@ -140,9 +142,14 @@ def _pair(a: str, b: str, language: Language | None) -> Pair:
     return next(filter(meaning.knows, (Pair(_text(a, one), _text(b, one), one) for one in known[1:])), first)
 
 
+def _pair(a: str, b: str, language: Language | None) -> Pair:
+    return (_short_pair if len(a) + len(b) <= _SHORT else _paired)(a, b, language)
+
+
 def _text(text: str, language: Language) -> Text:
     return (_short_text if len(text) <= _SHORT else read)(text, language)
 
 
 _short_text = lru_cache(maxsize=_REMEMBERED)(read)
-_CACHES = (_short_text, short_token)
+_short_pair = lru_cache(maxsize=_PAIRS)(_paired)
+_CACHES = (_short_text, _short_pair, short_chunk, short_token)

@@ -165,17 +165,21 @@ class Language:
     articles: Words
     joints: Words
     relatives: Words
+    clauses: Words
     shifts: Words
     open: Words
     leads: Words
     helpers: Words
     hearer: Words
     third: Words
+    thirds: Words
     owners: Words
     questions: Senses
     how: str
     how_much: Words
     persons: Senses
+    speaker: Words
+    spoken: Words
     owns: str
     modals: Senses
     advice: Words
@@ -219,8 +223,15 @@ class Language:
         self.groupings = self.stems(self.grouped)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         self.alone = self.articles | self.persons.keys()
-        self.functions = self.stems(self.function)
-        self.pointing = self.stems(self.ways)
+        self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
+        self.between = self.function - self.relations - self.symmetric - self.choices - self.clauses - self.focusing
+        sides = ((self.speaker, self.spoken), (self.third, self.thirds))
+        self.selves = [
+            dict.fromkeys(objects, False)
+            | {word: True for word in subjects | self.function if word.partition("'")[0] in subjects}
+            for subjects, objects in sides
+        ]
+        """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
         self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(

@@ -17,7 +17,6 @@ _REACH = 4  # words within which a verb stands behind its auxiliary
 _BLOCK = 4  # words that stand against others in one place
 _BARE = 4  # letters that a word keeps without its prefix
 _TELLING = 14  # words of a text among which one tells its language
-_PAST = {"past", "perfect"}
 _KNOWN = 0.6  # share of the words that are known where none tells it
 
 
@@ -108,7 +107,8 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     words = [t.word for t in mine if t.word in language.lessening]
     if not words:
         return False
-    if len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other):
+    even = len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other)
+    if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
         return True
     endings = itertools.chain.from_iterable(language.degrees)
     bases = [t.word.removesuffix(ending) for ending in endings for t in other if t.word.endswith(ending)]
@@ -138,8 +138,7 @@ def form(p: Pair) -> str | None:
     if said[0] == said[1]:
         if _past(p.a) != _past(p.b):
             return "tense"
-        weakest = next(iter(language.modals.values()), None)
-        if (_mood(p.a) == weakest) != (_mood(p.b) == weakest) and language.questions.keys().isdisjoint(p.words):
+        if _may(p.a) != _may(p.b) and language.questions.keys().isdisjoint(p.words):
             return "modality"
     if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
         first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
@@ -173,6 +172,11 @@ def _past(text: Text) -> bool:
         if found:
             return True
     return False
+
+
+def _may(text: Text) -> bool:
+    """Whether a text speaks of what may be; "can you" is no more than polite."""
+    return _mood(text) == next(iter(text.language.modals.values()), None)
 
 
 def _mentions(text: Text) -> bool:
@@ -249,8 +253,11 @@ def modality(p: Pair) -> str | None:
     spoken = [language.modals.keys() & text.words for text in (p.a, p.b)]
     if not all(spoken):
         return "modality" if _closed(p.a) and _closed(p.b) and language.mild.isdisjoint((first, second)) else None
+    asked = _asked(p.a) | _asked(p.b)
     near = spoken[0] | spoken[1] <= language.advice and not language.questions.keys().isdisjoint(p.words)
-    return None if near and "person" not in _asked(p.a) | _asked(p.b) else "modality"
+    strength = list(dict.fromkeys(language.modals.values()))
+    sharp = ("person",) if abs(strength.index(first) - strength.index(second)) == 1 else ("person", "time")
+    return None if near and asked.isdisjoint(sharp) else "modality"
 
 
 def _mood(text: Text) -> str:
@@ -276,14 +283,15 @@ def _bound(text: Text) -> str:
     return ""
 
 
-def future(p: Pair) -> str | None:
-    """What was against what will be."""
+def tense(p: Pair) -> str | None:
+    """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
     tenses = p.language.tenses
     first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
     for mine, other in ((first, second), (second, first)):
-        if "future" in mine - other and other & _PAST and not mine & _PAST:
+        if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
             return "tense"
-    return None
+    times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b) if _closed(text)}
+    return "tense" if times == {"past", "present"} else None
 
 
 def person(p: Pair) -> str | None:
@@ -357,9 +365,10 @@ def substitution(p: Pair) -> str | None:
     other = right + [t for t in p.content[1] if t.stem in p.a.stems]
     both = mine and other
     if bool(mine) != bool(other):  # "a work visa" and "a student visa"
-        attributes = p.language.attributes
-        mine = mine or [t for t in only_a if t.word in attributes]
-        other = other or [t for t in only_b if t.word in attributes]
+        attributes = p.language.attributes | p.language.speaker
+        mine, other = (
+            own or [t for t in only if t.word in attributes] for own, only in ((mine, only_a), (other, only_b))
+        )
     alone = len({t.stem for t in only_a}) == len({t.stem for t in only_b}) == 1
     near = 1 if left and right else 2
     pairs = set(zip(mine, other, strict=False)) if len(mine) == len(other) else set()

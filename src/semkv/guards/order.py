@@ -1,20 +1,19 @@
 """Guards over who does what to whom: shared words that go with others, or come in another order, than in the other
-text."""
+text; speakers in other roles."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from semkv.guards.language import Language, Token
 from semkv.guards.pairs import Pair, Tokens
 from semkv.guards.text import END, STOPS, Text
 
-_HELPER = 6  # words among which the auxiliary of a question stands
-_REACH = 24  # words between two that may have changed places
-_BLOCK = 8  # words that move together, on each side of one
-_ASKED = ("", "person")  # senses of questions for the one who acts, or is acted on
-_PERSON = "?"  # before the sense of a word for a person; alone for who is asked for
+_HELPER = 5  # words among which the auxiliary of a question stands
+_REACH = 16  # shared words between two that may have changed places
+_VERB = 4  # words from a subject to its verb: "I have not yet been asked"
 
 Places = tuple[int, int]
 """Where a shared word stands in the one text and in the other."""
@@ -62,8 +61,8 @@ def _followed(text: Text) -> Bonds:
 def _owned(text: Text) -> Bonds:
     """An owner with what he owns: "my neighbour's tree fell on my fence"."""
     owns = text.language.owns
-    found = triples(text.tokens) if owns in text.words else ()
-    return {x.stem: {z.stem} for x, y, z in found if y.word == owns and _carries(x, text.language)}
+    triples = zip(text.tokens, text.tokens[1:], text.tokens[2:], strict=False) if owns in text.words else ()
+    return {x.stem: {z.stem} for x, y, z in triples if y.word == owns and _carries(x, text.language)}
 
 
 def _focused(text: Text) -> Bonds:
@@ -91,66 +90,121 @@ _BONDS: tuple[tuple[str, Callable[[Text], Bonds]], ...] = (
 
 
 def word_order(p: Pair) -> str | None:
-    """Two words in each other's place around a third: "the fox chases the hen", "my boss lies to me"."""
-    return None if p.converse else _Order(p).exchange()
+    """Subject and object exchanged."""
+    return "word order" if not p.converse and _Order(p).reversed() else None
 
 
 class _Order:
-    """The words of both texts, each with the one who acts before the verb, between two empty ones."""
+    """The stems of both texts without articles and signs, between two empty ones."""
 
     def __init__(self, p: Pair) -> None:
         self.p, self.language = p, p.language
-        self.first, self.second = (["", *_acting(text), ""] for text in (p.a, p.b))
-        self.places, there = _places(self.first), _places(self.second)
-        self.shared: list[Places] = []
-        for stem, places in self.places.items():
-            others = there.get(stem, [])
-            if len(places) == len(others) or stem.startswith(_PERSON):
-                self.shared += zip(places, others, strict=False)
-        self.shared.sort()
+        self.first, self.second = (
+            ["", *[t.stem for t in text.spine if t.word not in STOPS], ""] for text in (p.a, p.b)
+        )
+        self.passive = _passive(p.a) != _passive(p.b)
 
-    def exchange(self) -> str | None:
-        """Why the order tells one text from the other."""
-        order = [place for _, place in self.shared]
-        if order == sorted(order):
-            return None
-        a, b = self.p.a, self.p.b
-        first, second = ({t.stem for t in x.tokens if t.word.endswith(self.language.gerund)} for x in (a, b))
-        self.gerunds = first & second
-        # "book a room", "room booking"; "the time is shown", "shows the time"
-        self.loose = self.language.joined | (first ^ second) | (_participles(a) ^ _participles(b))
-        for x, (i, j) in enumerate(self.shared):
-            for y in range(x + 1, len(self.shared)):
-                k, m = self.shared[y]
-                if k - i > _REACH:
-                    break
-                words = self.first[i], self.first[k]
-                if 0 < j - m <= _REACH and all(map(self._moves, words)) and self._exchanged(x, y):
-                    return "person" if any(len(word) > 1 and word[0] == _PERSON for word in words) else "word order"
-        return None
+    def reversed(self) -> bool:
+        """Whether two shared words have changed places around a third that ties them together."""
+        places = _once(self.second)
+        shared = [(i, places[stem]) for stem, i in _once(self.first).items() if stem in places]
+        if self._transposed():
+            return True
+        order = [j for _, j in shared]
+        if not self.passive and order == sorted(order):
+            return _fronted(self.p.a) != _fronted(self.p.b)
+        # Verbs that one text alone has in the passive.
+        self.participles = _participles(self.p.a) ^ _participles(self.p.b)
+        return self._asks_other_side() or self._exchanged(shared)
 
-    def _moves(self, word: str) -> bool:
-        return word not in self.language.functions or word in self.language.pointing
+    def _transposed(self) -> bool:
+        """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
+        boss's father"."""
+        if len(self.first) != len(self.second):
+            return False
+        apart = [i for i, (x, y) in enumerate(zip(self.first, self.second, strict=True)) if x != y]
+        stems = {self.first[i] for i in apart}
+        if len(stems) != 2 or any(self.second[i] not in stems for i in apart):
+            return False
+        if apart[1] - apart[0] > 1:
+            return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
+        one, other = stems
+        return other in self.language.opposed.get(one, {}) or all(
+            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in triples(text.tokens))
+            for text in (self.p.a, self.p.b)  # "is every square a rectangle"
+        )
 
-    def _exchanged(self, x: int, y: int) -> bool:
-        """Whether two shared words have changed places around another that ties them, and their neighbors with them:
-        "In Python, how do I sort a list?" moves a phrase and keeps its neighbors."""
-        a, b, language = self.first, self.second, self.language
-        (i, j), (k, m) = self.shared[x], self.shared[y]
-        if (k, m) == (i + 1, j - 1) and a[k] in language.opposed.get(a[i], {}):
-            return True  # "hide shown files"
-        if (k, m) == (i + 1, j - 1) and a[i - 1] == b[m - 1] and not self.gerunds.isdisjoint((a[i], a[k])):
-            return True  # "my brother hitting me", "hitting my brother"
+    def _asks_other_side(self) -> bool:
+        """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
+        for text in (self.p.a, self.p.b):
+            asked = text.language.questions.get(text.tokens[0].word)
+            if asked not in ("", "person") or (_open(text) and not _passive(text)):
+                return False
+        first, second = ([t.stem for t in x.tokens if t.stem not in self.language.quiet] for x in (self.p.a, self.p.b))
+        turned = (first != second or self.passive) and sorted(first) == sorted(second)
+        return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
+
+    def _asks_object(self, text: Text) -> bool:
+        """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
+        helped = any(t.word in self.language.helpers for t in text.tokens[1:_HELPER])
+        words = [t.word for t in text.tokens if t.word not in STOPS]
+        passive = not self.participles.isdisjoint(_participles(text))
+        return (helped or passive) and self.language.by not in (words[0], words[-1])
+
+    def _exchanged(self, shared: list[Places]) -> bool:
+        """Whether "A X B" stands against "B X A", and the neighbors of A and B are exchanged too: "In Python, how do I
+        sort a list?" moves a phrase and keeps its neighbors. A passive on one side turns the expectation round.
+        """
+        a, language = self.first, self.language
+        stems = [a[i] for i, _ in shared]
+        ties = self._ties(stem for stem in stems if stem not in language.quiet or stem in language.ties)
+        told = [x for x, stem in enumerate(stems) if stem not in language.quiet]
+        (agents, agents_b), (joints, joints_b) = (self._counts(w) for w in ({language.by}, language.joining))
+        for x, y in ((x, y) for n, x in enumerate(told) for y in told[n + 1 : n + _REACH] if 1 < y - x < _REACH):
+            (i, j), (k, m) = shared[x], shared[y]
+            between = [shared[z] for z in range(x + 1, y) if stems[z] in ties]
+            if m > j:
+                tied = self.passive and any(j < q < m and a[n] in self.participles for n, q in between)
+                found = tied and (agents[k] > agents[i]) != (agents_b[m] > agents_b[j])
+            elif self.passive:  # who refuses to be treated is not who refuses to treat
+                found = any(
+                    m < q < j
+                    and a[n] not in self.participles
+                    and a[n + 1] in language.ways
+                    and self.second[q + 1] in language.ways
+                    for n, q in between
+                )
+            else:  # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
+                between = [(n, q) for n, q in between if m < q < j and a[n] not in self.participles]
+                compound = language.ties.isdisjoint([a[n] for n, _ in between]) and (
+                    (joints[k] > joints[i]) != (joints_b[j] > joints_b[m])
+                )
+                found = bool(between) and not compound and self._swapped((i, j), (k, m))
+            if found:
+                return True
+        return False
+
+    def _counts(self, among: Collection[str]) -> tuple[list[int], list[int]]:
+        """How many of some words stand before each place."""
+        first, second = (
+            list(itertools.accumulate([stem in among for stem in stems], initial=0))
+            for stems in (self.first, self.second)
+        )
+        return first, second
+
+    def _ties(self, shared: Iterable[str]) -> set[str]:
+        """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
+        ties, gerund = set(shared) - self.language.joined, self.language.gerund
+        first, second = (
+            {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)} for text in (self.p.a, self.p.b)
+        )
+        return ties - (first ^ second)
+
+    def _swapped(self, one: Places, other: Places) -> bool:
+        """Whether at least two of the four neighbors have changed places with the words."""
+        (i, j), (k, m), a, b = one, other, self.first, self.second
         low, high = self._block(i, j)
         left, right = self._block(k, m)
-        between = [a[n] for n, q in self.shared[x + 1 : y] if i + high < n < k - left and m < q < j]
-        ties = list(filter(self._ties, between))
-        if not language.joined.isdisjoint(a[i + 1 : k]):  # "distilled water and purified water"
-            ties = [stem for stem in ties if stem in language.ties or len(self.places[stem]) == 1]
-        # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
-        joints = [sorted(language.joining.intersection(part)) for part in (a[i + 1 : k], b[m + 1 : j])]
-        if not ties or (language.ties.isdisjoint(ties) and joints[0] != joints[1] and _PERSON not in (a[i], a[k])):
-            return False
         exchanged = (
             (a[i - low - 1] == b[m - left - 1])
             + (a[k - left - 1] == b[j - low - 1])
@@ -159,60 +213,12 @@ class _Order:
         )
         return exchanged >= 2
 
-    def _ties(self, stem: str) -> bool:
-        """Whether a word ties a subject to an object."""
-        language = self.language
-        said = stem not in language.functions and not stem.startswith(_PERSON)
-        return stem not in self.loose and (said or stem in language.ties or stem in language.articles)
-
-    def _block(self, i: int, j: int) -> Places:
+    def _block(self, i: int, j: int) -> tuple[int, int]:
         """How far the two texts agree to the left and to the right of a shared word."""
         a, b = self.first, self.second
-        low = agreeing(a[max(1, i - _BLOCK) : i][::-1], b[max(1, j - _BLOCK) : j][::-1])
-        ends = min(i + 1 + _BLOCK, len(a) - 1), min(j + 1 + _BLOCK, len(b) - 1)
+        low = agreeing(a[max(1, i - _REACH) : i][::-1], b[max(1, j - _REACH) : j][::-1])
+        ends = min(i + _REACH, len(a) - 1), min(j + _REACH, len(b) - 1)
         return low, agreeing(a[i + 1 : ends[0]], b[j + 1 : ends[1]])
-
-
-def _acting(text: Text) -> list[str]:
-    """The stems of a text, with the one who acts before the verb: "the hen was chased by the fox" as "the fox chased
-    the hen", "who did he call" as "he called who". An article stays behind a noun: "is every square a rectangle"."""
-    language = text.language
-    tokens = [
-        token
-        for before, token in itertools.pairwise((END, *text.tokens))
-        if token.word not in STOPS
-        and (token.word not in language.articles or (_carries(before, language) and token.word not in language.persons))
-    ]
-    words = [t.word for t in tokens]
-    if _passive(text):
-        helper = next(i for i, word in enumerate(words) if word in language.passive)
-        by = words.index(language.by, helper)
-        if not helper or tokens[helper - 1].stem not in language.ties:  # "refuse to be treated by"
-            verb = next((i for i in range(by - 1, helper, -1) if language.is_past(tokens[i])), by - 1)
-            agent = tokens[by + 1 :] or tokens[:1]
-            tokens = [*agent, *tokens[verb:by], *tokens[by + 1 == len(tokens) : verb]]
-    else:
-        asked = next((i for i, word in enumerate(words[:2]) if language.questions.get(word) in _ASKED), _HELPER)
-        for i, (token, after) in enumerate(itertools.pairwise(tokens[:_HELPER])):
-            perfect = language.tenses.get(token.word) == "perfect" and not language.is_past(after)
-            if i > asked and (token.word in language.helpers or perfect):
-                tokens = [*tokens[:asked], *tokens[i + 1 :], *tokens[asked:i]]
-                break
-    return [_role(token, language) for token in tokens]
-
-
-def _role(token: Token, language: Language) -> str:
-    """A word's stem, but one word for all forms of a person."""
-    if language.questions.get(token.word) in _ASKED:
-        return _PERSON
-    return _PERSON + language.persons[token.word] if token.word in language.persons else token.stem
-
-
-def _places(stems: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for i, stem in enumerate(stems):
-        found.setdefault(stem, []).append(i)
-    return found
 
 
 def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
@@ -226,6 +232,18 @@ def triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
     return zip(tokens, tokens[1:], tokens[2:], strict=False)
 
 
+def _once(stems: list[str]) -> dict[str, int]:
+    """Where each stem stands that comes once, in order."""
+    times = Counter(stems)
+    return {stem: i for i, stem in enumerate(stems) if times[stem] == 1}
+
+
+def _open(text: Text) -> bool:
+    """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
+    language = text.language
+    return any(t.word in language.modals or language.tenses.get(t.word) == "perfect" for t in text.tokens[1:_HELPER])
+
+
 def _passive(text: Text) -> bool:
     """Whether an agent is named after an auxiliary: "was built by"."""
     language = text.language
@@ -236,13 +254,90 @@ def _passive(text: Text) -> bool:
 
 
 def _participles(text: Text) -> set[str]:
-    """Verbs that may be in a passive without an agent: "was built"."""
+    """Verbs that may be passive: "was built", "is the house built", "hit by"."""
     language = text.language
-    if language.passive.isdisjoint(text.words) or _passive(text):
-        return set()
-    return {t.stem for t in text.tokens if language.is_past(t) and t.word not in language.function}
+    found: set[str] = set()
+    left = 0
+    for token, after in itertools.pairwise((*text.tokens, END)) if not language.passive.isdisjoint(text.words) else ():
+        if token.word in language.passive:
+            left = _REACH
+        elif token.stem in language.ties or token.word in STOPS:
+            left = 0
+        elif left and token.word not in language.function and (after.word == language.by or language.is_past(token)):
+            found.add(token.stem)
+        left = max(0, left - 1)
+    return found
+
+
+def _fronted(text: Text) -> bool:
+    """Whether the agent of a passive is asked for: "by whom"."""
+    words = [t.word for t in text.tokens[:2]]
+    return words[:1] == [text.language.by] and words[-1] in text.language.questions
+
+
+def role(p: Pair) -> str | None:
+    """The speaker or a third person in the place of another: one does in one text what is done to him in the other, or
+    what somebody does there whom he does it to."""
+    for one in p.language.selves:
+        if not one.keys().isdisjoint(p.words):
+            first, second = _acts(p.a, one), _acts(p.b, one)
+            if _turned(p.a, first, p.b, second) or _turned(p.b, second, p.a, first):
+                return "person"
+    return None
+
+
+_Acts = tuple[dict[str, str], set[str]]
+
+
+def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
+    """Whether the speaker acts in the first text alone, and is acted on or replaced in the other."""
+    acts, suffers = acted
+    own = acts.keys() - suffers - others[0].keys()
+    if not own or own & others[1]:
+        return bool(own)
+    first = next(i for i, t in enumerate(mine.tokens) if t.stem in own)
+    before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
+    objects = after - before - others[0].keys()
+    return any(
+        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
+        for i, (x, y) in enumerate(itertools.pairwise(other.spine))
+    )
+
+
+def _acts(text: Text, one: Mapping[str, bool]) -> _Acts:
+    """Verbs of which ``one`` is the subject, each with the word after it, and verbs of which he is the object."""
+    acts: dict[str, str] = {}
+    suffers: set[str] = set()
+    spine, language = text.spine, text.language
+    for i, token in enumerate(spine):
+        acting = one.get(token.word)
+        if acting:
+            start = i + 1
+            while start < len(spine) and spine[start].stem in language.joining:  # "I in Canada send"
+                start += 2
+            k = next((k for k in range(start, min(start + _VERB, len(spine))) if _carries(spine[k], language)), None)
+            if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
+                continue
+            if spine[k - 1].word in language.passive and language.is_past(spine[k]):
+                suffers.add(spine[k].stem)
+                continue
+            after = [*spine[k + 1 : k + 3], END, END]
+            acts.setdefault(spine[k].stem, after[0].stem)
+            if after[1] is not END and after[0].word.endswith(language.gerund):  # "I stop hitting"
+                acts.setdefault(after[0].stem, "")
+        elif i and acting is not None and _carries(spine[i - 1], language):
+            suffers.add(spine[i - 1].stem)
+    return acts, suffers
 
 
 def _carries(token: Token, language: Language) -> bool:
     """Whether a word may be a verb or a noun."""
     return token.word[0].isalpha() and token.word not in language.function
+
+
+def _subject(tokens: Tokens, text: Text) -> str:
+    """The word before a verb and its auxiliaries; "" where something else stands between them."""
+    language = text.language
+    helpers = (language.tenses, language.modals, language.negations, language.between)
+    found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), END)
+    return found.stem if _carries(found, language) else ""

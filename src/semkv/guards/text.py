@@ -6,9 +6,10 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from semkv.guards.language import Language, Token, token_of
+from semkv.guards.language import KEPT, Language, Token, token_of
 from semkv.guards.quantities import NOTHING, Quantities, measure
 from semkv.keys import LITERAL, one_style
 
@@ -20,6 +21,7 @@ _SIGNS = frozenset("%°$€£¥₹")
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 END = Token("?", "?", False)
+_NONE: frozenset[str] = frozenset()
 
 _PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
 _CODE = re.compile(
@@ -88,106 +90,113 @@ class Text(NamedTuple):
 
 def read(text: str, language: Language) -> Text:
     """Take a text apart."""
-    return _Reader(text, language).read()
+    plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+    typed = (plain.isupper() or plain.istitle()) and one_style(plain)
+    pieces = plain.split()
+    titled = typed or _titled(pieces)
+    tokens: list[Token] = []
+    chunks: list[Chunk] = []
+    capitals: list[int] = []
+    start = True
+    for piece in pieces:
+        chunk = (short_chunk if len(piece) <= KEPT else Chunk)(piece, start, titled, typed, language)
+        start = chunk.ends
+        chunks.append(chunk)
+        capitals += [len(tokens) + i for i in chunk.capitals]
+        tokens += chunk.tokens
+    if capitals:
+        _tell_letters(tokens, capitals, language)
+    final = _phrased(tokens, language)
+    words = frozenset([t.word for t in final])
+    odd = " ".join([chunk.odd for chunk in chunks if chunk.odd])
+    return Text(
+        language,
+        tokens=final,
+        spine=tuple([t for t in final if t.word not in language.articles]),
+        words=words,
+        stems=Counter([t.stem for t in final]),
+        quantities=measure(final, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
+        code=_NONE.union(*[chunk.code for chunk in chunks]),
+        spelled=_NONE.union(*[chunk.spelled for chunk in chunks]),
+        operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
+        quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
+        dates=_NONE.union(*[chunk.dates for chunk in chunks]),
+        cased=None if titled else _NONE.union(*[chunk.cased for chunk in chunks]),
+        starts=_NONE.union(*[chunk.starts for chunk in chunks]),
+    )
 
 
-class _Reader:
-    """Takes a text apart, chunk by chunk: what stands between two blanks."""
+class Chunk:
+    """What stands between two blanks, taken apart: words, code and dates.
 
-    def __init__(self, text: str, language: Language) -> None:
-        self.language = language
-        self.plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
-        self.chunks = self.plain.split()
-        self.typed = (self.plain.isupper() or self.plain.istitle()) and one_style(self.plain)
-        self.titled = self.typed or _titled(self.chunks)
-        self.start = True
-        """Whether the chunk starts a sentence."""
+    Args:
+        chunk: the chunk.
+        start: whether it starts a sentence.
+        titled: whether its capitals say nothing.
+        typed: whether the text is in capitals or Title Case.
+    """
+
+    def __init__(self, chunk: str, start: bool, titled: bool, typed: bool, language: Language) -> None:
+        self._start, self._titled, self._typed, self._language = start, titled, typed, language
+        self.ends = False
+        """Whether a sentence starts after it."""
         self.tokens: list[Token] = []
         self.capitals: list[int] = []
         """Places of function words that are written like names."""
-        self.cased: set[str] = set()
-        self.starts: set[str] = set()
-        self.code: set[str] = set()
-        self.spelled: set[str] = set()
-        self.dates: set[str] = set()
-        self.odd: list[str] = []
-        """The chunks with signs or several capitals."""
-
-    def read(self) -> Text:
-        language = self.language
-        for chunk in self.chunks:
-            word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
-            if word.isalpha() and (len(word) == 1 or word[1:].islower()):
-                self._plain(word, initial=chunk[1:] == ".")
-                if chunk[-1] in STOPS:
-                    self._add(chunk[-1])
-                self.start = chunk[-1] in ".?!"
-            else:
-                self.odd.append(chunk)
-                self._mixed(chunk)
-        if self.capitals:
-            _tell_letters(self.tokens, self.capitals, language)
-        tokens = _phrased(self.tokens, language)
-        words = frozenset([t.word for t in tokens])
-        odd = " ".join(self.odd)
-        return Text(
-            language,
-            tokens=tokens,
-            spine=tuple([t for t in tokens if t.word not in language.articles]),
-            words=words,
-            stems=Counter([t.stem for t in tokens]),
-            quantities=measure(tokens, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
-            code=frozenset(self.code),
-            spelled=frozenset(self.spelled),
-            operators=operators(self.plain, typed=self.typed) if _OPERATOR.search(odd) else (),
-            quotes=_quoted(self.plain) if _MARK.search(odd) else frozenset(),
-            dates=frozenset(self.dates),
-            cased=None if self.titled else frozenset(self.cased),
-            starts=frozenset(self.starts),
-        )
+        self.cased = self.starts = self.code = self.spelled = self.dates = _NONE
+        self.odd = ""
+        """The chunk, unless it is a plain word: all that has signs or several capitals."""
+        word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
+        if word.isalpha() and (len(word) == 1 or word[1:].islower()):
+            self._plain(word, initial=chunk[1:] == ".")
+            if chunk[-1] in STOPS:
+                self._add(chunk[-1])
+            self.ends = chunk[-1] in ".?!"
+        else:
+            self.odd = chunk
+            self._mixed(chunk)
 
     def _add(self, word: str, name: bool = False) -> None:
-        found = token_of(word, name, self.language)
+        found = token_of(word, name, self._language)
         if name and not found.name:
             self.capitals.append(len(self.tokens))
         self.tokens.append(found)
 
     def _add_initial(self, letter: str) -> None:
         """A letter before a name: the "A." of "A. Weber" is no article, and the "m." of "20 m." no initial."""
-        word, language = letter.casefold(), self.language
+        word, language = letter.casefold(), self._language
         apart = word in language.function and (letter.isupper() or word not in language.all_units)
         self._add(f"{word}_" if apart else word, True)
 
     def _plain(self, chunk: str, *, initial: bool) -> None:
         word = chunk.casefold()
-        inside = word != chunk and not self.start
-        if inside:
-            self.cased.add(chunk)
+        if word != chunk and self._start:
+            self.starts = frozenset((word,))
         elif word != chunk:
-            self.starts.add(word)
+            self.cased = frozenset((chunk,))
         if initial:
             self._add_initial(chunk)
         else:
-            self._add(word, inside and not self.titled)
+            self._add(word, bool(self.cased) and not self._titled)
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
         inner = core.strip(_BRACKETS + _EDGE)
         folded = inner.casefold()
-        self.spelled |= {inner, folded}
+        self.spelled = frozenset((inner, folded))
         if len(core) > _LONGEST:
-            self.code.add(folded)
+            self.code = frozenset((folded,))
         elif _DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
-            literal = LITERAL.search(core) or ("[" in core and not self.typed)
+            literal = LITERAL.search(core) or ("[" in core and not self._typed)
             cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
-            self.code.add((inner if cased else folded) or core)
-            self.spelled.add(core)
+            self.code = frozenset(((inner if cased else folded) or core,))
+            self.spelled |= {core}
             self._add(folded or core)
         else:
             self._parts(chunk, folded)
-        self.start = chunk[-1] in ".?!:" or (self.start and not core)
+        self.ends = chunk[-1] in ".?!:" or (self._start and not core)
 
     def _date(self, core: str) -> None:
         parts = re.split(r"[-/.]", core)
@@ -195,13 +204,13 @@ class _Reader:
             for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
                 self._add(word)
         else:
-            self.dates.add("/".join(str(int(part)) for part in parts))
+            self.dates = frozenset(("/".join(str(int(part)) for part in parts),))
 
     def _parts(self, chunk: str, folded: str) -> None:
         compound = _RATIO.fullmatch(folded) if "/" in folded else None
-        if folded in self.language.clock:
+        if folded in self._language.clock:
             parts = [folded]
-        elif compound and self.language.unit(compound[2]):
+        elif compound and self._language.unit(compound[2]):
             parts = [part for part in compound.groups() if part]
         else:
             parts = _PART.findall(chunk)
@@ -217,11 +226,11 @@ class _Reader:
                 elif len(part) == 1 and part.isupper() and after == ".":
                     self._add_initial(part)
                 else:
-                    self._part(part, after, first=self.start and i == 0)
+                    self._part(part, after, first=self._start and i == 0)
 
     def _is_affix(self, letter: str, before: Sequence[str], after: str) -> bool:
         """Whether a letter that is a word or a unit elsewhere belongs to an identifier: "LN-5567A", "gate 12A"."""
-        quiet = letter in self.language.function
+        quiet = letter in self._language.function
         if not before:
             return quiet and after.isdigit()
         whole = [part for part in before if part not in "-(["]
@@ -229,25 +238,28 @@ class _Reader:
             return False
         if whole[0].isalpha() and whole[-1] == before[-1] and _SIGNS.isdisjoint(whole):
             return letter != "s"
-        return quiet and letter not in self.language.all_units
+        return quiet and letter not in self._language.all_units
 
     def _part(self, part: str, after: str, *, first: bool) -> None:
         bare = part.removesuffix("'s")
         if bare.casefold() != bare:
             if first and bare.istitle():
-                self.starts.add(bare.casefold())
+                self.starts |= {bare.casefold()}
             else:
-                self.cased.add(bare)
-        name = part[0].isupper() and not self.titled and (part[1:].isupper() or not first)
+                self.cased |= {bare}
+        name = part[0].isupper() and not self._titled and (part[1:].isupper() or not first)
         if part == "C" and after in ("+", "#"):
             self._add(f"c{after}", True)
-            self.code.add(f"c{after}")
+            self.code |= {f"c{after}"}
         elif part.endswith(("'s", "'S")):
             self._add(part[:-2].casefold(), name)
             self._add("'s")
         else:
-            apart = None if self.typed else self.language.capitals.get(part)
+            apart = None if self._typed else self._language.capitals.get(part)
             self._add(apart or part.casefold(), name)
+
+
+short_chunk = lru_cache(maxsize=8192)(Chunk)
 
 
 def is_code(core: str) -> bool:

@@ -35,7 +35,7 @@ from semkv.cache import SemanticCache
 from semkv.config import ConfigFile, Variables, parse
 from semkv.errors import SemkvError
 from semkv.server import http
-from semkv.server.cache_client import CacheClient, in_thread
+from semkv.server.cache_client import CacheClient
 from semkv.server.gateway import Gateway
 from semkv.server.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
 from semkv.server.logs import Seen, Tracing, begin
@@ -118,6 +118,9 @@ class App:
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
             closed = self._admin_port and not path.endswith(_PROBES)
             await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
+        elif path and FULL in scope.get("extensions", ()):
+            self.gateway.metrics.turned_away.labels("connections").inc()
+            await http.reply(http.busy_answer("connections"), send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
@@ -159,22 +162,18 @@ class App:
 
     async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
         try:
-            if FULL in scope.get("extensions", ()):
-                raise Refused(http.busy_answer("connections"), "connections")
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(http.error_answer(400, "no such path"))
             body = await http.read_body(scope, receive, self._limit, self._room)
             with self._room.lease() as take:
-                if scope["path"] in SALTED:
-                    scope, plain = await http.unpacked(scope, body, self._limit)
-                    if plain is not body:
-                        take(len(plain))
-                        body = plain
+                if scope["path"] in SALTED and http.is_packed(scope):
+                    scope, body = await http.unpacked(scope, body, self._limit)
+                    take(len(body))
                 answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
-            if refused.too_many:
-                self.gateway.metrics.turned_away.labels(refused.too_many).inc()
+            if answer.status == 503:
+                self.gateway.metrics.turned_away.labels("bodies").inc()
         seen.sign(answer)
         self._open_to_browsers(scope, answer)
         sending = http.reply(answer, send)
@@ -302,6 +301,27 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
 
 
+class WrongKeys:
+    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at."""
+
+    def __init__(self) -> None:
+        self._latest: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # how many, and until when they count
+
+    def wait_s(self, address: str) -> int:
+        """How long the next key from an address has to wait; 0 where it may come now."""
+        many, until = self._latest.get(_network(address), (0, 0.0))
+        return max(0, math.ceil(until - time.monotonic())) if many >= _GUESSES else 0
+
+    def add(self, address: str) -> None:
+        """A wrong key has come."""
+        name, now = _network(address), time.monotonic()
+        many, until = self._latest.get(name, (0, 0.0))
+        many = many + 1 if now < until else 1
+        self._latest[name] = many, now + _GUESSED_S
+        if many == _GUESSES:
+            log.warning("%d wrong admin keys from %s: it has to wait for %d s", many, name, _GUESSED_S)
+
+
 def _network(address: str) -> str:
     """The address, or of IPv6 the network that one client may have for itself."""
     return address if ":" not in address else str(ip_network(f"{address.partition('%')[0]}/64", strict=False))
@@ -311,8 +331,7 @@ class Operations:
     """The routes' handlers."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
-        self._gateway, self._key = gateway, key.encode()
-        self._wrong: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # by address: how many, until when they count
+        self._gateway, self._key, self._wrong_keys = gateway, key.encode(), WrongKeys()
 
     def application(self) -> Starlette:
         """The Starlette application."""
@@ -329,23 +348,18 @@ class Operations:
         )
 
     async def _admin(self, handler: Handler, request: Request) -> Response:
-        """Only with the admin key. After `_GUESSES` wrong ones from an address no key is looked at for a minute."""
+        """Only with the admin key."""
         if not self._key:
             return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-        address, now = _network("" if request.client is None else request.client.host), time.monotonic()
-        many, until = self._wrong.get(address, (0, 0.0))
-        if given and many >= _GUESSES and now < until:
-            wait_s = math.ceil(until - now)
+        address = "" if request.client is None else request.client.host
+        if given and (wait_s := self._wrong_keys.wait_s(address)):
             refused = _error(429, f"too many wrong admin keys: try again in {wait_s} seconds")
             refused.headers["retry-after"] = str(wait_s)
             return refused
         if not hmac.compare_digest(given, self._key):
             if given:
-                many = many + 1 if now < until else 1
-                self._wrong[address] = many, now + _GUESSED_S
-                if many == _GUESSES:
-                    log.warning("%d wrong admin keys from %s: it has to wait for %d s", many, address, _GUESSED_S)
+                self._wrong_keys.add(address)
             return _error(401, "wrong admin key")
         response = await handler(request)
         response.headers.update(_SECURITY)
@@ -371,7 +385,7 @@ class Operations:
         return JSONResponse(said, 200 if up else 503)
 
     async def metrics(self, _: Request) -> Response:
-        text = await in_thread(self._gateway.metrics.text)
+        text = await self._gateway.cache.figures(self._gateway.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def to_dashboard(self, request: Request) -> Response:
@@ -381,7 +395,7 @@ class Operations:
 
     async def stats(self, _: Request) -> Response:
         metrics = self._gateway.metrics
-        figures = await in_thread(metrics.figures)
+        figures = await self._gateway.cache.figures(metrics.figures)
         about = {"version": __version__, "workers": metrics.workers}
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 

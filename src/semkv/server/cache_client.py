@@ -23,12 +23,12 @@ from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import text_of
-from semkv.server.tenancy import TagRule
+from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses.base import Selector
 from semkv.tiers.base import Candidate
 from semkv.tiers.matching import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
-from semkv.types import Exactness, Match, Plan, ReuseReport
+from semkv.types import Exactness, Plan, ReuseReport
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a cor
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
 _SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
 _NAME = 200  # characters of a model's name that are noted
+_ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
 
 
@@ -58,20 +59,18 @@ class Lookup:
     entry: PendingEntry | None = None  # as near-repeats find it meanwhile; None where they may not
 
     @property
-    def match(self) -> Match | None:
-        """The donor; None where the request's own prompt is asked for."""
-        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
-        return None if match is None or match.exactness is Exactness.EXACT else match
-
-    @property
     def tier(self) -> str:
-        """Where the donor came from; ``exact`` without one."""
-        return EXACT if self.report is None or self.match is None else self.report.provenance
+        """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
+        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
+        if self.report is None or match is None or match.exactness is Exactness.EXACT:
+            return EXACT
+        return self.report.provenance
 
     @property
     def score(self) -> float | None:
         """Of the donor; None without one."""
-        return None if self.match is None else self.match.score
+        match = self.report.plan.match if self.report is not None else None
+        return match.score if match is not None and self.tier != EXACT else None
 
 
 class CacheClient:
@@ -109,7 +108,10 @@ class CacheClient:
         """The stored answer to exactly this request."""
         if canonical.sampled and not self._sampled:
             return None
-        return self.responses.peek(canonical.key) or await self._ask_store(self.responses.lookup, canonical.key)
+        found = self.responses.peek(canonical.key)
+        if found is not None:
+            return found
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
 
     async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
         """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
@@ -129,7 +131,7 @@ class CacheClient:
         report = found.report
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
-        other = await self._guarded("semantic", in_thread(canonical.with_plan, report.plan))
+        other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
         if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return Lookup(canonical)
         if other.key == canonical.key:
@@ -166,10 +168,16 @@ class CacheClient:
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
 
+    def pending_group(self, canonical: CanonicalRequest) -> str:
+        """What a request shares with those whose answers it may join; empty where there are none."""
+        if self.semantic is None or canonical.request is None:
+            return ""
+        return self.semantic.pending.group(canonical.request)
+
     async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
         the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
-        joined = await self._guarded("semantic", in_thread(self._join, lookup, candidates))
+        joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
         if joined is not None:
             self._count(found=True)
         return joined
@@ -191,20 +199,20 @@ class CacheClient:
 
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
-        keep = partial(self.responses.keep, canonical, payload, since=since, tags=self._tags(canonical))
+        more: dict[str, object] = {"since": since, "tags": self._tags(canonical)}
         if len(payload) + len(canonical.prompt) <= _SMALL:
             try:  # at once, which costs less than a thread does
-                kept = keep(wait=False)
+                done = self.responses.try_keep(canonical, payload, **more)  # type: ignore[arg-type]
             except Exception:
                 self._fault("store")
-                kept = None
-            if kept is not None:
-                return kept
-        return await self._ask_store(keep) is True
+                done = None
+            if done is not None:
+                return done
+        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, **more)  # type: ignore[arg-type]
+        return await self._guarded("store", keep) is True
 
     def _tags(self, canonical: CanonicalRequest) -> list[str]:
-        by_rule = (rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model))
-        return sorted({*canonical.tags, *by_rule})
+        return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
@@ -216,22 +224,36 @@ class CacheClient:
 
     async def refused(self, name: bytes) -> bool | None:
         """Whether the upstream has refused these credentials, at whichever gateway; None where that cannot be said."""
-        return await self._ask_store(self.responses.refused, name.hex())
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.refused, name.hex()))
 
     async def refuse(self, name: bytes, *, refused: bool) -> None:
         """Note that the upstream refused credentials, or accepts them again."""
-        await self._ask_store(self.responses.refuse, name.hex(), refused=refused)
+        note = self._store.complete(self._store_s, self.responses.refuse, name.hex(), refused=refused)
+        await self._guarded("store", note)
 
     # -- checking and removing ----------------------------------------------------------------------------------
+
+    def should_check(self, report: ReuseReport) -> bool:
+        """Whether the unchanged request should be run, too."""
+        return self.semantic is not None and self.semantic.should_check(report)
 
     async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
         """Compare the unchanged request's own answer with the one that was given, and record it."""
         if self.semantic is not None:
             await self._guarded("semantic", self._records.run(None, _check, self.semantic, report, own, given))
 
+    async def report_wrong(self, hit_id: str) -> None:
+        """A hit was wrong: its donor goes."""
+        if self.semantic is not None and hit_id:
+            await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
+
     async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
         """Remove stored answers, or count them."""
-        return await self._store.run(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
+        return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
+
+    async def figures(self, work: Callable[[], _T]) -> _T:
+        """Read figures that need the stores."""
+        return await self._store.run(_ADMIN_S, work)
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
@@ -245,9 +267,6 @@ class CacheClient:
         return {"gauges": gauges, "events": events}
 
     # -- faults and the end -------------------------------------------------------------------------------------
-
-    async def _ask_store(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        return await self._guarded("store", self._store.run(self._store_s, work, *args, **kwargs))
 
     async def _guarded(self, part: str, work: Awaitable[_T]) -> _T | None:
         """The result of ``work``; None, counted, where it failed or took too long."""
@@ -272,7 +291,7 @@ class CacheClient:
             self.semantic.close()
 
 
-async def in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Do work that must wait neither for the store nor for lookups."""
     return await asyncio.wait_for(asyncio.to_thread(work, *args, **kwargs), _LOOKUP_S)
 
@@ -310,19 +329,26 @@ class Pool(ThreadPoolExecutor):
         super().__init__(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
         self._most_queued = queued
 
+    async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
+        `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
+        return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
+
+    async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """The same, but the job is always done, also after the time limit: for writes."""
+        job = self._start(partial(work, *args, **kwargs))
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
+        return await asyncio.wait_for(asyncio.shield(job), limit_s)
+
     @property
     def waiting(self) -> int:
         """Jobs that no thread has begun."""
         return self._work_queue.qsize()
 
-    async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Do ``work(*args, **kwargs)`` in a thread. Raises `TimeoutError` where it takes longer than ``limit_s``, after
-        which it goes on, or where too much is waiting."""
+    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         if self.waiting >= self._most_queued:
             raise TimeoutError("too much is waiting")
-        job = asyncio.wrap_future(self.submit(work, *args, **kwargs))
-        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
-        return await asyncio.wait_for(asyncio.shield(job), limit_s)
+        return asyncio.wrap_future(self.submit(work))
 
 
 def _set_niceness(nice: int) -> None:

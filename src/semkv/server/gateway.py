@@ -15,13 +15,13 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import Any
 
 from semkv.server import http
-from semkv.server.cache_client import EXACT, CacheClient, Lookup, in_thread
-from semkv.server.http import Answer, Call, Headers, Receive, Upstream, UpstreamError
+from semkv.server.cache_client import EXACT, CacheClient, Lookup
+from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv.server.request_key import CanonicalRequest, canonicalise, loads
@@ -42,10 +42,6 @@ _CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
-_SAMPLED = (
-    "a request with neither temperature 0 nor a seed is not answered from the cache, as its answer is drawn at random:"
-    " let clients send one of them, or start with --sampled"
-)
 _RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -69,11 +65,6 @@ class GatewayRequest:
         return not self.blocked and self.controls.write
 
     @property
-    def flight(self) -> InFlight | None:
-        """The upstream answer that it waits for."""
-        return None if self.reader is None else self.reader.flight
-
-    @property
     def large(self) -> bool:
         return len(self.call.body) > _LARGE
 
@@ -87,7 +78,7 @@ class GatewayRequest:
         """Why it is a miss in spite of what may be stored; empty where nothing was found."""
         if self.blocked or self.too_old:
             return self.blocked or "too-old"
-        return "" if self.flight is None else self.flight.refused
+        return "" if self.reader is None else self.reader.flight.refused
 
     def leave(self) -> None:
         """Wait for no upstream answer."""
@@ -103,6 +94,12 @@ class Pending:
     canonical: CanonicalRequest
     flight: InFlight
     looking: asyncio.Future[Lookup]
+    cache: CacheClient
+
+    @cached_property
+    def group(self) -> str:
+        """Requests of other groups are never similar. Worked out when it is first asked for."""
+        return self.cache.pending_group(self.canonical)
 
 
 class Gateway:
@@ -117,10 +114,9 @@ class Gateway:
         self.pending: list[Pending] = []  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
-        self._explained = False  # in the log, why what is drawn at random is a miss
+        self._explained = False  # why requests of `sampled` are misses
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
-        self._canonical = partial(canonicalise, secret=secret, version=settings.data_version, salts=settings.salt)
         self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
@@ -144,14 +140,20 @@ class Gateway:
         blocked = "" if controls.read else "no-cache"
         if not blocked and canonical.sampled and not self.settings.sampled:
             blocked = "sampled"
-            if not self._explained:
-                self._explained = True
-                log.warning(_SAMPLED)
+            self._explain_sampled()
         if not blocked and not await self._may_read(client):
             blocked = "key"
         request = GatewayRequest(call, canonical, controls, client, blocked, start)
         answer = self._from_memory(request, Lookup(canonical))
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
+
+    def _explain_sampled(self) -> None:
+        if not self._explained:
+            self._explained = True
+            log.warning(
+                "a request with neither temperature 0 nor a seed is not answered from the cache, as its answer is drawn"
+                " at random: let clients send one of them, or start with --sampled"
+            )
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -160,13 +162,15 @@ class Gateway:
         that answer is whole is used instead.
         """
         found, looking = Lookup(request.canonical), None
+        overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
             if request.controls.read:
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
-                if self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds:
-                    self._join_or_start(request, request.canonical, looking)
-                if (flight := request.flight) is not None:
+                if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
+                    self._start(request, request.canonical, looking)
+                flight = None if request.reader is None else request.reader.flight
+                if flight is not None:
                     await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
                 if flight is None or not flight.whole:
                     looked = await asyncio.shield(looking)
@@ -176,7 +180,7 @@ class Gateway:
                             self._give_up(request)
                             return answer
             if request.reader is None:
-                self._join_or_start(request, found.canonical, looking)
+                self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
         except UpstreamError as error:
             request.leave()
@@ -187,22 +191,28 @@ class Gateway:
 
     async def _without_asking(self, request: GatewayRequest, found: Lookup) -> Answer | None:
         """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
-        an upstream answer is needed."""
+        an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
+        awaited, so that of equal requests only one does."""
         if (answer := self._hit(request, found)) is not None:
             return answer
         if found.canonical.key != request.canonical.key:
             self._give_up(request)  # the donor's prompt is asked for
-        if request.shared and not (request.reader is not None and request.reader.joined):
-            near = await self._similar(request, found)
-            if near is not None and (answer := await self._near(request, near)) is not None:
-                return answer
-        return self._from_memory(request, found) if request.reader is None else None  # it may have come meanwhile
+        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
+            return answer
+        if not request.shared or (request.reader is not None and request.reader.joined):
+            return None
+        near = await self._similar(request, found)
+        if near is not None and (answer := await self._near(request, near)) is not None:
+            return answer
+        return self._join_or_memory(request, found) if request.reader is None else None
 
     def _give_up(self, request: GatewayRequest) -> None:
         """Something better than the upstream answer that the request waits for was found."""
         if request.reader is not None and request.reader.is_last:
             self.metrics.cut.inc()
         request.leave()
+
+    # -- credentials --------------------------------------------------------------------------------------------
 
     async def _may_read(self, client: Client) -> bool:
         """Whether stored answers may be given."""
@@ -227,11 +237,9 @@ class Gateway:
             request.reader = self.flights.join(self._flight_key(canonical))
         return request.reader is not None
 
-    def _join_or_start(
-        self, request: GatewayRequest, canonical: CanonicalRequest, looking: asyncio.Future[Lookup] | None
-    ) -> None:
-        if not self._join(request, canonical):
-            self._start(request, canonical, looking)
+    def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
+        """Join an equal request that is on its way; where there is none, the answer that memory may have by now."""
+        return None if self._join(request, found.canonical) else self._from_memory(request, found)
 
     def _start(
         self,
@@ -247,7 +255,7 @@ class Gateway:
         started, since = time.perf_counter(), self.cache.responses.begin()
         shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
-        async def send() -> Answer:
+        async def send() -> Reply:
             write = partial(_body, canonical, stream=streams)
             body = await asyncio.to_thread(write) if request.large else write()
             return await self.upstream.send(request.call.with_body(body))
@@ -270,23 +278,31 @@ class Gateway:
         request.reader = self.flights.start(flight, shared=shared)
         if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
             return
-        pending = Pending(canonical, flight, looking)
+        pending = Pending(canonical, flight, looking, self.cache)
         if shared:
             self.pending.append(pending)
         self.spawn(self._record(request, pending))
 
+    def _may_be_similar(self, request: GatewayRequest) -> bool:
+        """Whether a request is on its way that this one may turn out to be similar to."""
+        others = [pending for pending in self.pending if not pending.flight.done]
+        group = self.cache.pending_group(request.canonical) if others else ""
+        return bool(group) and any(pending.group == group for pending in others)
+
     async def _similar(self, request: GatewayRequest, found: Lookup) -> Lookup | None:
-        """What a request that found nothing may use of an earlier one that asks the same in other words. A later one is
-        left out: it may wait for this one."""
+        """What a request that found nothing may use of an earlier one that asks the same in other words."""
         if found.entry is None:
             return None
+        own = None if request.reader is None else request.reader.flight
+        earlier = takewhile(lambda pending: pending.flight is not own, self.pending)
         candidates = []
-        for pending in takewhile(lambda pending: pending.flight is not request.flight, self.pending):
+        for pending in [pending for pending in earlier if pending.canonical.key != found.canonical.key]:
+            undecided = not pending.looking.done() and not pending.flight.done
+            if undecided and pending.group == found.entry.group:
+                await asyncio.wait((pending.looking,))
             entry = pending.looking.result().entry if pending.looking.done() else None
-            if entry is not None and pending.canonical.key != found.canonical.key:
-                candidate = entry.donate(found.entry)
-                if candidate is not None:
-                    candidates.append((pending.canonical.key, candidate))
+            if entry is not None and (candidate := entry.donate(found.entry)) is not None:
+                candidates.append((pending.canonical.key, candidate))
         if not candidates:
             return None
         return await self.cache.join(found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES])
@@ -322,7 +338,7 @@ class Gateway:
         if answer is None:
             return None
         if found.stale and request.controls.write:
-            self.spawn(self._fetch(replace(request, reader=None), lookup.canonical))
+            self._refresh(request, lookup)
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
@@ -434,19 +450,23 @@ class Gateway:
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.uncacheable.labels(reason).inc()
         try:
-            if self.settings.salt and call.scope["method"] == "POST" and call.scope["path"] in SALTED:
-                call = replace(call, body=await asyncio.to_thread(salted, call.body, client.tenant, self._secret))
-            answer = await http.unless_gone(self.upstream.send(call), receive)
+            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return http.error_answer(400, str(error), headers=header)
         except UpstreamError as error:
             return self._unreachable(error, PASSED, start, header)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
-            self._answered(client, answer.status)
-        self.metrics.request(PASSED, answer.status, time.perf_counter() - start)
-        answer.headers = [*answer.headers, *header]
-        return answer
+            self._answered(client, reply.status)
+        self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
+        headers = [*reply.headers, *header]
+        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
+
+    async def _send_on(self, call: Call, tenant: str) -> Reply:
+        scope = call.scope
+        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
+            call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
+        return await self.upstream.send(call)
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
@@ -462,7 +482,18 @@ class Gateway:
         self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
     ) -> CanonicalRequest:
         """The canonical form of a body, which nothing else decides."""
-        return self._canonical(path, loads(raw), tenant=tenant, tags=tags, headers=headers)
+        settings = self.settings
+        return canonicalise(
+            path,
+            loads(raw),
+            tenant=tenant,
+            secret=self._secret,
+            version=settings.data_version,
+            remote_media=settings.remote_media,
+            tags=tags,
+            salts=settings.salt,
+            headers=headers,
+        )
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 
@@ -499,10 +530,15 @@ class Gateway:
         if payload is not None and flight.stored and report is not None and report.plan.substituted:
             self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
 
+    def _refresh(self, request: GatewayRequest, lookup: Lookup) -> None:
+        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+        background = replace(request, reader=None)
+        self._join(background, lookup.canonical)
+        self.spawn(self._fetch(background, lookup.canonical))
+
     def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
         """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
-        semantic = self.cache.semantic
-        if semantic is not None and report is not None and self._checks < _CHECKS and semantic.should_check(report):
+        if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
             self._checks += 1
             self.spawn(self._check(replace(request, reader=None), report, given))
 
@@ -517,7 +553,7 @@ class Gateway:
 
     async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
         """The upstream's answer to a request, stored on the way; None where there is none."""
-        if not self._join(request, canonical):
+        if request.reader is None and not self._join(request, canonical):
             self._start(request, canonical, None, stream=False)
         assert request.reader is not None
         flight = request.reader.flight
@@ -538,8 +574,8 @@ class Gateway:
 
     async def wrong(self, hit: Hit) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
-        if hit.hit_id and self.cache.semantic is not None:
-            await in_thread(self.cache.semantic.report_wrong, hit.hit_id)
+        if hit.tier != EXACT:
+            await self.cache.report_wrong(hit.hit_id)
         return await self.cache.invalidate(Selector(key=hit.response.key), dry_run=False)
 
     def sizes(self) -> dict[str, dict[str, float]]:

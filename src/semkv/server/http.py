@@ -1,7 +1,7 @@
 """HTTP at both ends: ASGI requests in and answers out, without a framework on the hot path, and the server behind.
 
-Misses go to an `Upstream`: over HTTP (`HttpUpstream`), or into the wrapped ASGI application (`AppUpstream`). Both give
-an `Answer` whose body comes in pieces.
+Misses go to an `Upstream`: over HTTP (`HttpUpstream`), or into the wrapped ASGI application (`AppUpstream`). Both
+answer with a `Reply` whose body comes in pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -57,10 +56,9 @@ class Vanished(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class Answer:
-    """What goes back to a client, or comes from the upstream: whole in ``body``, or piece by piece from ``stream``.
+    """What goes back to the client: whole in ``body``, or piece by piece from ``stream``.
 
-    ``close`` must be called, also before the end: it tells the upstream to stop. The upstream's has header names in
-    lower case, and ``stream`` raises `UpstreamError` where it breaks off. Not ``ours``: what it said to this request.
+    ``close`` is called when all was sent, or the client hung up. Not ``ours``: what the upstream said to this request.
     """
 
     status: int
@@ -72,10 +70,10 @@ class Answer:
 
 
 class Refused(Exception):  # noqa: N818
-    """A request that gets ``answer`` and is not read on. ``too_many``: what there is no room for, if that is why."""
+    """A request that gets ``answer`` and is not read on."""
 
-    def __init__(self, answer: Answer, too_many: str = "") -> None:
-        self.answer, self.too_many = answer, too_many
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
 
 
 def error_of(status: int, message: str, kind: str) -> dict[str, dict[str, Any]]:
@@ -123,7 +121,7 @@ class Room:
             held += count
             self.used += count
             if self.used > self.most:
-                raise Refused(busy_answer("bytes of unfinished bodies"), "bodies")
+                raise Refused(busy_answer("bytes of unfinished bodies"))
 
         try:
             yield take
@@ -159,12 +157,15 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
     return b"".join(pieces)
 
 
+def is_packed(scope: Scope) -> bool:
+    """The body came in an encoding."""
+    return header(scope, _ENCODING).strip().lower() not in ("", "identity")
+
+
 async def unpacked(scope: Scope, body: bytes, limit: int) -> tuple[Scope, bytes]:
-    """A request as it would have come without a content encoding. Raises `Refused` where that is not gzip, or the body
-    is no whole gzip stream or holds more than ``limit`` bytes."""
+    """A request whose body `is_packed`, as it would have come without. Raises `Refused` where the encoding is not gzip,
+    or the body is no whole gzip stream or holds more than ``limit`` bytes."""
     encoding = header(scope, _ENCODING).strip().lower()
-    if encoding in ("", "identity"):
-        return scope, body
     if encoding not in ("gzip", "x-gzip"):
         said = f"the content encoding {encoding[:40]!r} is not read: send the body with gzip, or as it is"
         raise Refused(error_answer(415, said, headers=[(b"accept-encoding", b"gzip")]))
@@ -259,10 +260,26 @@ class Call:
         return [*kept, (b"accept-encoding", b"identity")] if self.canonical else kept
 
 
+class Reply(Protocol):
+    """An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop.
+
+    ``headers`` have names in lower case.
+    """
+
+    status: int
+    headers: Headers
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises `UpstreamError` when it breaks off."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 class Upstream(Protocol):
     """Where misses go."""
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, call: Call) -> Reply:
         """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
         ...
 
@@ -292,21 +309,30 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    try:
-        async for piece in response.content.iter_any():
-            yield piece
-    except TimeoutError:
-        raise UpstreamError("the upstream stopped answering", 504) from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise UpstreamError(f"the upstream broke off: {type(error).__name__}") from None
+class _HttpReply:
+    def __init__(self, response: aiohttp.ClientResponse, base: bytes) -> None:
+        self._response = response
+        self.status = response.status
+        # A redirect to the upstream itself is one to the same path of the gateway.
+        self.headers = [
+            (k, v.removeprefix(base) if k.endswith(b"location") and v.startswith(base + b"/") else v)
+            for k, v in _passed_on(list(response.raw_headers))
+        ]
 
+    async def pieces(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._response.content.iter_any():
+                yield piece
+        except TimeoutError:
+            raise UpstreamError("the upstream stopped answering", 504) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamError(f"the upstream broke off: {type(error).__name__}") from None
 
-async def _close(response: aiohttp.ClientResponse) -> None:
-    if response.content.at_eof():
-        response.release()
-    else:
-        response.close()
+    async def aclose(self) -> None:
+        if self._response.content.at_eof():
+            self._response.release()
+        else:
+            self._response.close()
 
 
 class HttpUpstream:
@@ -328,7 +354,7 @@ class HttpUpstream:
             )
         return self._session
 
-    async def send(self, call: Call) -> Answer:
+    async def send(self, call: Call) -> Reply:
         start = time.monotonic()
         try:
             try:
@@ -343,13 +369,7 @@ class HttpUpstream:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(f"the upstream cannot be reached: {type(error).__name__}") from None
-        base = self._base.encode()
-        headers = [  # a redirect to the upstream itself is one to the same path of the gateway
-            (k, v.removeprefix(base) if k.endswith(b"location") and v.startswith(base + b"/") else v)
-            for k, v in _passed_on(list(response.raw_headers))
-        ]
-        close = partial(_close, response)
-        return Answer(response.status, headers, stream=_pieces(response), close=close, ours=False)
+        return _HttpReply(response, self._base.encode())
 
     async def _request(self, call: Call) -> aiohttp.ClientResponse:
         scope = call.scope
@@ -366,20 +386,22 @@ class HttpUpstream:
     async def ready(self) -> bool:
         scope = {"method": "GET", "path": "/health", "headers": []}
         try:
-            answer = await asyncio.wait_for(self.send(Call(scope, b"")), 2.0)
-            assert answer.close is not None
-            await answer.close()
+            reply = await asyncio.wait_for(self.send(Call(scope, b"")), 2.0)
+            await reply.aclose()
         except (UpstreamError, TimeoutError):
             return False
-        return answer.status < 500
+        return reply.status < 500
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
-class _AppCall:
-    """A call of an application that runs in a task of its own."""
+class _AppReply:
+    """The answer of an application that runs in a task of its own."""
+
+    status = 0
+    headers: Headers
 
     def __init__(self, app: Application, call: Call) -> None:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUED)
@@ -408,14 +430,13 @@ class _AppCall:
         if not self._gone.is_set():
             await self._messages.put(message)
 
-    async def answer(self) -> Answer:
+    async def started(self) -> None:
         message = await self._messages.get()
         if message is None:
             raise UpstreamError("the application failed")
-        headers = _passed_on(list(message.get("headers", ())))
-        return Answer(message["status"], headers, stream=self._pieces(), close=self.close, ours=False)
+        self.status, self.headers = message["status"], _passed_on(list(message.get("headers", ())))
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncIterator[bytes]:
         while not self._ended:
             message = await self._messages.get()
             if message is None:
@@ -424,7 +445,7 @@ class _AppCall:
             if body := message.get("body"):
                 yield body
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Say that the client hung up, by which vLLM aborts a generation; what does not end by that is canceled."""
         self._gone.set()
         while not self._messages.empty():  # it may wait for room
@@ -444,13 +465,14 @@ class AppUpstream:
     def __init__(self, app: Application) -> None:
         self._app = app
 
-    async def send(self, call: Call) -> Answer:
-        running = _AppCall(self._app, call)
+    async def send(self, call: Call) -> Reply:
+        reply = _AppReply(self._app, call)
         try:
-            return await running.answer()
+            await reply.started()
         except BaseException:
-            await running.close()
+            await reply.aclose()
             raise
+        return reply
 
     async def ready(self) -> bool:
         return True

@@ -37,7 +37,8 @@ _NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; ch
 _SHOWN = 200
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
-_PARTS = 6  # of a prompt that are shown
+_TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
+_FIELDS = 100
 _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -130,24 +131,30 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._counted: dict[str, float] = {}
         self.live = Live()
-        counter, histogram = self._counter, self._histogram
-        self._events = counter("cache_events", "What the caches counted, by event.", "event")
-        self._requests = counter("requests", "Requests, by tier and status.", "tier", "status")
-        self._seconds = histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
+        self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
+        self._requests = self._counter("requests", "Requests, by tier and status.", "tier", "status")
+        self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
+        self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
+        self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
+        self.uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self.turned_away = self._counter(
+            "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
+        )
+        for what in ("connections", "bodies"):
+            self.turned_away.labels(what)
+        self._faults = self._counter("faults", "Faults that became a miss.", "part")
+        self.joins = self._counter(
+            "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
+        )
+        for kind in (EQUAL, SIMILAR):
+            self.joins.labels(kind)
+        self.cut = self._counter(
+            "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
+        )
+        self.left_out = self._counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
+        self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self._children = lru_cache(256)(self._labelled)
-        self.upstream_seconds = histogram("upstream_seconds", "Whole upstream answers.")
-        self.lookup_seconds = histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
-        self.uncacheable = counter("uncacheable", "Requests that the cache could not answer.", "reason")
-        self.turned_away = counter("turned_away", "Requests answered with 503, by what there is too much of.", "what")
-        self._faults = counter("faults", "Faults that became a miss.", "part")
-        self.joins = counter("single_flight_joins", "Requests that joined another's, by how alike they are.", "kind")
-        self.cut = counter("overlap_cut", "Requests sent during the lookup, and given up for what it found.")
-        self.left_out = counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
-        self.tokens = counter("tokens_saved", "Completion tokens not computed.")
-        self.saved = counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
-        for family, values in ((self.turned_away, ("connections", "bodies")), (self.joins, (EQUAL, SIMILAR))):
-            for value in values:  # so that they are there before the first
-                family.labels(value)
+        self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
@@ -247,13 +254,11 @@ class Hit:
         own = [{"role": "question", "text": self.response.prompt}]
         sides = {"asked": self.asked or own, "donor": self.donor or own}
         shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
-        payload = self.response.payload
-        answer = text_of(payload) or payload.decode(errors="replace")  # of another form: as it was kept
         return {
             "id": self.number,
             "key": self.response.key,
             "model": visible(self.response.model),
-            "answer": visible(answer[:_TEXT]),
+            "answer": visible(answer_of(self.response.payload)),
             **{name: getattr(self, name) for name in shown},
             **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
         }
@@ -281,9 +286,9 @@ class RecentHits:
             shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
         hit = Hit(secrets.token_hex(8), time.time(), lookup.tier, lookup.score, seconds, found.age_s, tenant, shown)
         exact = report is None or lookup.tier == "exact"
-        if report is not None and asked is not None and not exact:
-            sides = _parts(asked.segments), _parts(report.plan.segments)
-            hit = replace(hit, hit_id=report.hit_id, asked=sides[0], donor=sides[1])
+        if report is not None and not exact:
+            sent = None if asked is None else _parts(asked.segments)
+            hit = replace(hit, hit_id=report.hit_id, asked=sent, donor=_parts(report.plan.segments))
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
@@ -301,13 +306,22 @@ class RecentHits:
 
 
 def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
-    """The latest segments, as they are shown."""
-    parts = [
-        {"role": "image", "text": segment.media_id}
-        if isinstance(segment, MediaSegment)
-        else {"role": str(segment.role), "text": segment.text[:_TEXT]}
-        for segment in segments[-_PARTS:]
-    ]
-    if (more := len(segments) - _PARTS) > 0:
-        parts.insert(0, {"role": "earlier", "text": f"({more} more)"})
-    return parts
+    """The segments as they are shown: a long conversation from its end, as far as there is room."""
+    parts: list[dict[str, str]] = []
+    room = _TEXTS
+    for segment in reversed(segments):
+        if isinstance(segment, MediaSegment):
+            part = {"role": "image", "text": segment.media_id}
+        else:
+            part = {"role": str(segment.role), "text": segment.text[:_TEXT]}
+        room -= len(part["text"]) + _FIELDS
+        if room < 0:
+            parts.append({"role": "earlier", "text": f"({len(segments) - len(parts)} more)"})
+            break
+        parts.append(part)
+    return parts[::-1]
+
+
+def answer_of(payload: bytes) -> str:
+    """The first choice of an answer for display; an answer of another form as it was kept."""
+    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]

@@ -85,9 +85,9 @@ class CanonicalRequest:
         """Where it came in."""
         return ROUTES[self._deployment.endpoint]
 
-    def refusal(self, payload: bytes) -> str:
+    def refusal(self, payload: bytes, status: int) -> str:
         """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
-        return self.route.refusal(payload)
+        return self.route.refusal(payload, status)
 
     @cached_property
     def request(self) -> Request | None:
@@ -157,21 +157,23 @@ def canonicalise(
     tenant: str,
     secret: bytes,
     version: str = "",
+    remote_media: bool = False,
     tags: tuple[str, ...] = (),
     salts: bool = True,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> CanonicalRequest:
-    """The canonical form of a request to one of `ROUTES`.
+    """The canonical form of a request.
 
     Args:
-        endpoint: its path.
+        endpoint: one of `ROUTES`.
         body: the parsed JSON. Use `loads`: it refuses what JSON readers disagree on.
         tenant: opaque; never shares anything with another.
         secret: of the deployment.
         version: of model and data; a change makes every stored answer unreachable.
+        remote_media: key http(s) media by their address instead of refusing them.
         tags: labels that came with it; answers are not shared with requests that have others.
         salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
-        headers: those that the answer may depend on, by `semkv.server.tenancy.Vary`.
+        headers: those of the request that the answer may depend on, by `semkv.server.tenancy.Vary`.
 
     Raises:
         Unkeyable: it has none.
@@ -180,7 +182,7 @@ def canonicalise(
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
-        return _build(body, ROUTES[endpoint].read(body), deployment)
+        return _build(body, ROUTES[endpoint].read(body, remote_media), deployment)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
 

@@ -23,28 +23,22 @@ from semkv.server.sse import Assembler, Recorder, read_answer
 from semkv.types import MediaSegment, Role, Segment, TextSegment
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-# Media by the fields of their source.
-_MEDIA = {
-    "image_url": frozenset(("url", "detail")),
-    "audio_url": frozenset(("url",)),
-    "video_url": frozenset(("url",)),
-    "input_audio": frozenset(("data", "format")),
+_MESSAGE = frozenset(
+    "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
+)
+# Content parts whose whole meaning is in the request: type -> the fields it may have.
+_VERBATIM = {
+    "text": frozenset(("type", "text")),
+    "refusal": frozenset(("type", "refusal")),
+    "thinking": frozenset(("type", "thinking", "closed")),
 }
+_MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
 _FINISHED = ("stop", "tool_calls")
 _ENDED = ("end_turn", "stop_sequence", "tool_use")
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
-_CHAT = {
-    "message": frozenset(
-        "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
-    ),
-    "text": frozenset(("type", "text")),
-    "refusal": frozenset(("type", "refusal")),
-    "thinking": frozenset(("type", "thinking", "closed")),
-    **{kind: frozenset(("type", "uuid", kind)) for kind in _MEDIA},
-}
 _RESPONSES = {
     "message": frozenset(("type", "role", "content", "id", "status", "phase")),
     "input_text": frozenset(("type", "text")),
@@ -107,7 +101,7 @@ class Content:
                 new[slot] = _data_url(data)
         if self.name == "prompt":
             return read_prompt(new[self.slots[0]])
-        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])))
+        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])), remote=False)
 
     def template(self) -> Any:
         """``keyed`` with every slot empty: what a donor must share."""
@@ -137,7 +131,7 @@ def read_prompt(prompt: object) -> Content:
     raise Unkeyable("no prompt")
 
 
-def read_messages(messages: object) -> Content:
+def read_messages(messages: object, *, remote: bool) -> Content:
     """A chat's messages.
 
     System texts are system segments, the last text of the last user turn is the question, everything before it context.
@@ -145,65 +139,104 @@ def read_messages(messages: object) -> Content:
     """
     if not isinstance(messages, list) or not messages:
         raise Unkeyable("no messages")
-    _check(messages, _CHAT)
-    keyed: list[Any] = []
-    slots: list[Slot] = []
-    segments: list[Segment] = []
-    media: dict[str, bytes] = {}
-    last: dict[int, str] = {}  # by position among the segments: texts of the last message, where it is a user's
-    inline = True  # no media but images
-    for i, message in enumerate(messages):
-        content, role = message.get("content"), message.get("role")
-        if role not in _ROLES:
+    reader = _Reader(remote=remote, last=len(messages) - 1)
+    keyed = [reader.message(i, message) for i, message in enumerate(messages)]
+    question = reader.question(messages[-1])
+    if question is None or not reader.inline:
+        return Content("messages", messages, keyed, prompt=reader.prompt)
+    segments = list(reader.segments)
+    segments[question] = TextSegment(reader.texts[question])
+    return Content("messages", messages, keyed, tuple(reader.slots), tuple(segments), reader.media, reader.prompt)
+
+
+class _Reader:
+    """Reads messages in order, and notes slots and segments."""
+
+    def __init__(self, *, remote: bool, last: int) -> None:
+        self._remote, self._last = remote, last
+        self.inline = True  # no media but inline images
+        self.slots: list[Slot] = []
+        self.segments: list[Segment] = []
+        self.texts: dict[int, str] = {}  # by position among the segments: texts of the last message
+        self.media: dict[str, bytes] = {}
+
+    @property
+    def prompt(self) -> str:
+        """Texts of the last message, where it is a user's."""
+        return "\n".join(self.texts.values())
+
+    def question(self, last: Mapping[str, Any]) -> int | None:
+        """Which segment is the question."""
+        return (
+            max(self.texts) if self.texts and last["role"] == "user" and self.texts[max(self.texts)].strip() else None
+        )
+
+    def message(self, i: int, message: object) -> dict[str, Any]:
+        """The keyed form of one message."""
+        if not isinstance(message, dict) or message.get("role") not in _ROLES or not message.keys() <= _MESSAGE:
             raise Unkeyable("message of unknown form")
-        parts = []
-        for j, part in enumerate([{"type": "text", "text": content}] if isinstance(content, str) else content or ()):
-            slot, kind = (i, None if isinstance(content, str) else j), part.get("type")
+        content, role = message.get("content"), message["role"]
+        if isinstance(content, str):
+            self._text((i, None), role, content)
+            return message
+        if content is None:
+            return message
+        if not isinstance(content, list):
+            raise Unkeyable("message of unknown form")
+        return {**message, "content": [self._part((i, j), role, part) for j, part in enumerate(content)]}
+
+    def _text(self, slot: Slot, role: str, text: str) -> None:
+        if role == "user" and slot[0] == self._last:
+            self.texts[len(self.segments)] = text
+        self.slots.append(slot)
+        self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
+
+    def _part(self, slot: Slot, role: str, part: object) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(kind, str):
+            raise Unkeyable("content part of unknown form")
+        if kind in _VERBATIM and part.keys() <= _VERBATIM[kind]:
             if kind == "text":
-                if not isinstance(text := part.get("text"), str):
+                if not isinstance(part.get("text"), str):
                     raise Unkeyable("content part of unknown form")
-                if role == "user" and i == len(messages) - 1:
-                    last[len(segments)] = text
-                slots.append(slot)
-                segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
-            elif kind in _MEDIA:
-                part, data = _keyed(kind, part.get(kind))
-                if kind == "image_url":
-                    name = part[kind]["sha256"]
-                    media[name] = data
-                    slots.append(slot)
-                    segments.append(MediaSegment(name))
-                else:
-                    inline = False
-            elif kind is None:
-                raise Unkeyable("content part of unknown form")
-            parts.append(part)
-        keyed.append({**message, "content": parts} if isinstance(content, list) else message)
-    prompt, question = "\n".join(last.values()), max(last, default=None)
-    if question is None or not last[question].strip() or not inline:
-        return Content("messages", messages, keyed, prompt=prompt)
-    segments[question] = TextSegment(last[question])
-    return Content("messages", messages, keyed, tuple(slots), tuple(segments), media, prompt)
-
-
-def _keyed(kind: str, source: object) -> tuple[dict[str, Any], bytes]:
-    """A part with media as it is keyed, by the digest of their bytes; and the bytes."""
-    if source is None:
-        raise Unkeyable("media that is not in the request")
-    if isinstance(source, str):
-        source = {"url": source}
-    field = "data" if kind == "input_audio" else "url"
-    if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get(field), str):
+                self._text(slot, role, part["text"])
+            return part
+        if kind in _MEDIA and part.keys() <= {"type", "uuid", kind}:
+            return {"type": kind, kind: self._source(slot, kind, part.get(kind))}
+        if kind == "input_audio" and part.keys() <= {"type", "uuid", kind} and isinstance(part.get(kind), dict):
+            return {"type": kind, kind: self._audio(part[kind])}
         raise Unkeyable("content part of unknown form")
-    text, rest = source[field], {name: value for name, value in source.items() if name != field}
-    if field == "url":
-        if (found := _DATA.match(text)) is None:
+
+    def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
+        if source is None:
             raise Unkeyable("media that is not in the request")
-        text = text[found.end() :]
+        if isinstance(source, str):
+            source = {"url": source}
+        if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get("url"), str):
+            raise Unkeyable("content part of unknown form")
+        url = source["url"]
+        found = _DATA.match(url)
+        rest = {name: value for name, value in source.items() if name != "url"}
+        if found is None:
+            if not self._remote or not url.startswith(("http://", "https://")):
+                raise Unkeyable("media that is not in the request")
+            self.inline = False
+            return {**rest, "url": url}
+        data = _decoded(url[found.end() :])
+        name = media_id(data)
         if kind != "image_url":  # the media type says how these are read
-            rest["type"] = found[1]
-    data = _decoded(text)
-    return {"type": kind, kind: {**rest, "sha256": media_id(data)}}, data
+            self.inline = False
+            return {**rest, "type": found[1], "sha256": name}
+        self.media[name] = data
+        self.slots.append(slot)
+        self.segments.append(MediaSegment(name))
+        return {**rest, "sha256": name}
+
+    def _audio(self, audio: Mapping[str, Any]) -> dict[str, Any]:
+        if not audio.keys() <= {"data", "format"} or not isinstance(audio.get("data"), str):
+            raise Unkeyable("content part of unknown form")
+        self.inline = False
+        return {"format": audio.get("format"), "sha256": media_id(_decoded(audio["data"]))}
 
 
 def _decoded(text: str) -> bytes:
@@ -248,36 +281,37 @@ def _emptied(part: Any) -> Any:
 
 
 def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:
+    kind = part["type"]
     bare = {name: value for name, value in part.items() if name != "uuid"}
-    if uuid is None or part["type"] != "image_url":
+    if uuid is None or kind != "image_url" or "sha256" not in keyed[kind]:
         return bare
-    return {**bare, "uuid": uuid(keyed["image_url"]["sha256"])}
+    return {**bare, "uuid": uuid(keyed[kind]["sha256"])}
 
 
 # -- other routes ------------------------------------------------------------------------------------------------------
 
 
-def _read_responses(body: Mapping[str, Any]) -> Content:
+def _read_responses(body: Mapping[str, Any], remote: bool) -> Content:
     """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
     if body.get("store") is not False:
         raise Unkeyable("stateful")
     _check_tools(body.get("tools"), ("function", "custom"))
-    return _verbatim("input", body.get("input"), _RESPONSES)
+    return _verbatim("input", body.get("input"), _RESPONSES, remote)
 
 
-def _read_anthropic(body: Mapping[str, Any]) -> Content:
+def _read_anthropic(body: Mapping[str, Any], remote: bool) -> Content:
     """The messages of a request to Anthropic's API. Raises as `_read_responses` does."""
     _refuse_state(body, "container", "mcp_servers")
     _check_tools(body.get("tools"), (None, "custom"))
     if not isinstance(system := body.get("system"), str | None):
-        _check(system, _MESSAGES)
+        _check(system, _MESSAGES, remote)
     if not isinstance(messages := body.get("messages"), list):
         raise Unkeyable("no messages")
-    return _verbatim("messages", messages, _MESSAGES)
+    return _verbatim("messages", messages, _MESSAGES, remote)
 
 
-def _read_texts(body: Mapping[str, Any]) -> Content:
+def _read_texts(body: Mapping[str, Any], remote: bool) -> Content:
     """Texts or token ids that are embedded or compared."""
     held = {name: body[name] for name in _TEXTS if body.get(name) is not None}
     if not held or not all(map(_is_plain, held.values())):
@@ -305,13 +339,13 @@ def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:
         raise Unkeyable("tool of unknown form")
 
 
-def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> Content:
+def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]], remote: bool) -> Content:
     """Content that is in the key as it came: a text, or items of known forms."""
     if isinstance(value, str):
         return Content(name, value, value, prompt=value)
     if not isinstance(value, list) or not value:
         raise Unkeyable("no prompt")
-    _check(value, forms)
+    _check(value, forms, remote)
     last = value[-1]
     said = last.get("content") if last.get("role") == "user" else None
     parts = [{"text": said}] if isinstance(said, str) else said or []
@@ -319,7 +353,7 @@ def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> 
     return Content(name, value, value, prompt="\n".join(texts))
 
 
-def _check(parts: object, forms: Mapping[str, frozenset[str]]) -> None:
+def _check(parts: object, forms: Mapping[str, frozenset[str]], remote: bool) -> None:
     """Every item, and every part of one, is of a known form, and holds all that it stands for."""
     if not isinstance(parts, list):
         raise Unkeyable("content part of unknown form")
@@ -331,17 +365,19 @@ def _check(parts: object, forms: Mapping[str, frozenset[str]]) -> None:
             raise Unkeyable("content part of unknown form")
         for name in ("content", "output"):
             if not isinstance(inner := part.get(name), str | None):
-                _check(inner, forms)
-        if kind in ("image", "document", "input_image") and not _is_there(part):
+                _check(inner, forms, remote)
+        if kind in ("image", "document", "input_image") and not _is_there(part, remote):
             raise Unkeyable("media that is not in the request")
 
 
-def _is_there(part: Mapping[str, Any]) -> bool:
-    """Whether a request holds the bytes of a picture or a document."""
+def _is_there(part: Mapping[str, Any], remote: bool) -> bool:
+    """Whether a request holds the bytes of a picture or a document, or an address that may stand for them."""
     source = part.get("source", part.get("image_url"))
     if isinstance(source, dict):
-        return source.get("type") in ("base64", "text") and source.keys() <= {"type", "media_type", "data"}
-    return isinstance(source, str) and source.startswith("data:")
+        if source.get("type") in ("base64", "text"):
+            return source.keys() <= {"type", "media_type", "data"}
+        source = source.get("url") if source.keys() == {"type", "url"} else None
+    return isinstance(source, str) and source.startswith(("data:", "http://", "https://") if remote else "data:")
 
 
 # -- what is whole -----------------------------------------------------------------------------------------------------
@@ -373,15 +409,17 @@ def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool
 class Route:
     """A path whose answers are cached."""
 
-    read: Callable[[Mapping[str, Any]], Content]  # the content of a body
+    read: Callable[[Mapping[str, Any], bool], Content]  # the content of a body; the flag: media may be remote
     whole: Callable[[Mapping[str, Any]], bool]  # whether an answer came to its own end
     stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
     converts: bool = False  # a stream and a whole answer are made of each other
     fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
 
-    def refusal(self, payload: bytes) -> str:
+    def refusal(self, payload: bytes, status: int = 200) -> str:
         """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        if status != 200:
+            return "status"
         try:
             answer = read_answer(payload)
         except (ValueError, RecursionError):
@@ -398,14 +436,14 @@ _RANKED = Route(_read_texts, partial(_holds, "results", frozenset(("relevance_sc
 
 ROUTES = {
     "/v1/chat/completions": Route(
-        lambda body: read_messages(body.get("messages")),
+        lambda body, remote: read_messages(body.get("messages"), remote=remote),
         _has_finished_choices,
         partial(Assembler, chat=True),
         converts=True,
         fixed_by=("temperature", "seed"),
     ),
     "/v1/completions": Route(
-        lambda body: read_prompt(body.get("prompt")),
+        lambda body, remote: read_prompt(body.get("prompt")),
         _has_finished_choices,
         partial(Assembler, chat=False),
         converts=True,

@@ -33,14 +33,13 @@ from semkv.server.http import busy_answer
 from semkv.server.logs import set_up_logs
 from semkv.server.metrics import FOLDER
 from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key, secret_of
-from semkv.types import CacheMode
+from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
 _HEAD_BYTES = 64 * 1024  # of a request's line and headers, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
-_HUNG_S = 60  # after that long without an answer to the supervisor a worker is killed
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
 _MOST = 20_000  # connections, however many files may be open
@@ -134,7 +133,11 @@ def described(settings: ServerSettings, environment: Mapping[str, str], address:
     """One line of what was started."""
     near = "off"
     if settings.cache_config() is not None:
-        near = f"{'counted' if settings.mode == CacheMode.DRY_RUN else 'on'} ({settings.policy})"
+        number = {
+            PolicyName.FIXED: f" {settings.similarity_threshold:g}",
+            PolicyName.BOUNDED: f" {settings.max_error_rate:g}",
+        }.get(settings.policy, "")  # type: ignore[call-overload]
+        near = f"{'counted' if settings.mode == CacheMode.DRY_RUN else 'on'} ({settings.policy}{number})"
     upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
     port = f"port {settings.admin_port}, " if settings.admin_port else ""
     dashboard = f"at {port}/semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
@@ -228,12 +231,10 @@ class Workers(Multiprocess):
     failed = False  # a worker could not start, and no other serves
 
     def keep_subprocess_alive(self) -> None:
-        """uvicorn's own ends all when one cannot start, also where others serve."""
+        """uvicorn also asks each whether it hangs, and waits a minute for one that died before it answered."""
         for at, process in enumerate(self.processes):
-            if self.should_exit.is_set() or process.is_alive(timeout=_HUNG_S):
+            if process.exitcode is None or self.should_exit.is_set():
                 continue
-            process.kill()
-            process.join()
             mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
             others = [other for other in self.processes if other is not process]
             if process.exitcode == STARTUP_FAILURE and not any(other.is_ready(timeout=1) for other in others):

@@ -62,7 +62,7 @@ class ServerSettings(LookupConfig):
         upstream: The OpenAI-compatible server behind; not used by the middleware.
         store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
-        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60`; may be repeated.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
         stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
         memory_mib: Most MiB of responses held in memory.
@@ -70,6 +70,7 @@ class ServerSettings(LookupConfig):
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
+        remote_media: Also keep responses about http(s) images, keyed by address.
         overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
@@ -96,6 +97,7 @@ class ServerSettings(LookupConfig):
     tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
+    remote_media: bool = False
     overlap: bool = True
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS

@@ -15,12 +15,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from semkv.server.http import Answer, Headers, UpstreamError, error_of
+from semkv.server.http import Headers, Reply, UpstreamError, error_of
 from semkv.server.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 
 log = logging.getLogger(__name__)
 
-_WINDOW_BYTES = 256 * 1024  # held until all readers have them, once an answer is no longer shared
+_WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
 
 
 class Chunk(NamedTuple):
@@ -77,7 +77,8 @@ class InFlight:
         flights: where it is started.
         key: others join by it.
         send: sends the request.
-        on_head: gets status and headers before readers see them; says why the answer may go to nobody else, if so.
+        on_head: called with the answer's status and headers before its readers see them; says why the answer may go
+            to nobody but who asked for it, and an empty text where it may.
         on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
     """
@@ -86,7 +87,7 @@ class InFlight:
         self,
         flights: SingleFlight,
         key: str,
-        send: Callable[[], Awaitable[Answer]],
+        send: Callable[[], Awaitable[Reply]],
         on_head: Callable[[int, Headers], str],
         on_whole: Callable[[InFlight], Awaitable[None]],
         stream: Assembler | Recorder,
@@ -155,7 +156,7 @@ class InFlight:
         if self.readers:
             self.wake()  # the slowest may have been this one
         elif self.done:
-            self._drop_chunks()
+            self._drop_chunks(len(self._chunks))
         else:
             self.cancel()
 
@@ -166,7 +167,7 @@ class InFlight:
     # -- the task -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        reply: Answer | None = None
+        reply: Reply | None = None
         try:
             reply = await self._send()
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
@@ -178,8 +179,7 @@ class InFlight:
             events = named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
             self.streamed = events and b"content-encoding" not in named  # compressed streams pass as they are
             self.wake()
-            assert reply.stream is not None
-            await (self._read_stream(reply.stream) if self.streamed else self._read_body(reply.stream))
+            await (self._read_stream(reply) if self.streamed else self._read_body(reply))
         except UpstreamError as error:
             self.error = error
         except asyncio.CancelledError:  # no reader is left, or the gateway stops
@@ -193,19 +193,19 @@ class InFlight:
             self._flights.unshare(self)
             self.wake()
             if not self.readers:
-                self._drop_chunks()
-            if reply is not None and reply.close is not None:
-                await reply.close()
+                self._drop_chunks(len(self._chunks))
+            if reply is not None:
+                await reply.aclose()
 
-    async def _read_body(self, pieces: AsyncIterator[bytes]) -> None:
-        async for data in pieces:
+    async def _read_body(self, reply: Reply) -> None:
+        async for data in reply.pieces():
             await self._take(Chunk(data))
         if self.shared:
             await self._keep(b"".join(chunk.data for chunk in self._chunks))
 
-    async def _read_stream(self, pieces: AsyncIterator[bytes]) -> None:
+    async def _read_stream(self, reply: Reply) -> None:
         splitter = Splitter()
-        async for data in pieces:
+        async for data in reply.pieces():
             for raw in splitter.feed(data):
                 await self._take(Chunk(raw, await self._read_event(raw)))
             if len(splitter.rest) > self._flights.max_answer_bytes:
@@ -245,17 +245,19 @@ class InFlight:
         if self.shared and too_large:
             self.shared, self._reading = False, None
             flights.unshare(self)
-        if not self.shared and self._held_bytes > _WINDOW_BYTES:
-            end = self._first + len(self._chunks)
-            while any(reader.position < end for reader in self.readers):
+        while not self.shared and self._held_bytes > _WINDOW_BYTES:
+            self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
+            if self._held_bytes > _WINDOW_BYTES:
                 await self._change.wait()
-            self._drop_chunks()
 
-    def _drop_chunks(self) -> None:
-        self._flights.held_bytes -= self._held_bytes
-        self._held_bytes = 0
-        self._first += len(self._chunks)
-        self._chunks.clear()
+    def _drop_chunks(self, count: int) -> None:
+        """Drop the first ones of those that are held."""
+        if count > 0:
+            size = sum(len(chunk.data) for chunk in self._chunks[:count])
+            del self._chunks[:count]
+            self._first += count
+            self._held_bytes -= size
+            self._flights.held_bytes -= size
 
 
 class Reader:

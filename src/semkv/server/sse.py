@@ -23,13 +23,8 @@ _CHOICE_KNOWN = frozenset(
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
-_GROWING = frozenset((*_TEXTS, "text", "name", "arguments"))
-_KNOWN = {  # fields of the objects in a chunk
-    "choice": _CHOICE_KNOWN,
-    "delta": _DELTA_KNOWN,
-    "tool call": frozenset(("index", "id", "type", "function")),
-    "function": frozenset(("name", "arguments")),
-}
+_CALL_KNOWN = frozenset(("index", "id", "type", "function"))
+_FUNCTION_KNOWN = frozenset(("name", "arguments"))
 _USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
 # Events that say something of the answer as a whole: their type, and the field that says it.
 _SUMMARIES = {"response.completed": "response", "message_start": "message", "message_delta": "delta"}
@@ -86,60 +81,74 @@ def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str], where: str
             raise NotKeepable(f"unknown {where} field {name}")
 
 
-class _Text(list[str]):
-    """A text while it grows."""
+class _Choice:
+    """One choice while its deltas come in: texts and lists grow, of all else the latest value counts."""
 
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._logprobs: dict[str, Any] | None = None
+        self._rest: dict[str, Any] = {}
 
-def _merge(whole: dict[str, Any], part: Mapping[str, Any], kind: str) -> None:
-    """Add what a chunk brings of an object: texts, lists and objects grow, of all else the latest value counts."""
-    if kind in _KNOWN:
-        _refuse_unknown(part, _KNOWN[kind], kind)
-    for name, value in part.items():
-        if kind == "logprobs":  # chat: lists for content and refusal; completions: four parallel lists
-            if not isinstance(value, list | None):
-                raise NotKeepable(f"unknown logprobs field {name}")
-            if whole.get(name) is None:
-                whole[name] = value
+    def add(self, choice: Mapping[str, Any]) -> None:
+        _refuse_unknown(choice, _CHOICE_KNOWN, "choice")
+        delta = choice.get("delta") or {}
+        _refuse_unknown(delta, _DELTA_KNOWN, "delta")
+        for name, value in {**choice, **delta}.items():
+            if name in ("index", "delta") or value is None:
+                continue
+            if name in _TEXTS or name == "text":
+                self._texts.setdefault(name, []).append(value)
+            elif name == "tool_calls":
+                for call in value:
+                    self._add_call(call)
+            elif name == "logprobs":
+                self._add_logprobs(value)
+            elif name == "token_ids":
+                self._rest.setdefault(name, []).extend(value)
             else:
-                whole[name].extend(value or ())
-        elif value is None:
-            continue
-        elif name in _GROWING:
-            whole.setdefault(name, _Text()).append(value)
-        elif name == "token_ids":
-            whole.setdefault(name, []).extend(value)
-        elif name == "tool_calls":
-            calls = whole.setdefault(name, {})
-            for call in value:
-                _merge(calls.setdefault(call.get("index", len(calls)), {}), call, "tool call")
-        elif name in ("delta", "function", "logprobs"):
-            _merge(whole.setdefault(name, {}), value, name)
-        elif value:
-            whole[name] = value
+                self._rest[name] = value
+
+    def _add_call(self, call: Mapping[str, Any]) -> None:
+        _refuse_unknown(call, _CALL_KNOWN, "tool call")
+        function = call.get("function") or {}
+        _refuse_unknown(function, _FUNCTION_KNOWN, "function")
+        index = call.get("index", len(self._calls))
+        empty: dict[str, Any] = {"id": None, "type": "function", "name": [], "arguments": []}
+        whole = self._calls.setdefault(index, empty)
+        whole.update({name: call[name] for name in ("id", "type") if call.get(name)})
+        for name in _FUNCTION_KNOWN:
+            whole[name].append(function.get(name) or "")
+
+    def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        """Chat: ``content`` and ``refusal`` lists. Completions: four parallel lists."""
+        whole = self._logprobs = self._logprobs or {}
+        for name, values in logprobs.items():
+            if not isinstance(values, list | None):
+                raise NotKeepable(f"unknown logprobs field {name}")
+            if values is None:
+                whole.setdefault(name, None)
+            else:
+                whole[name] = whole.get(name) or []
+                whole[name] += values
+
+    def whole(self, index: int, *, chat: bool) -> dict[str, Any]:
+        """The choice as a whole answer has it. Raises `TypeError` where a text was none."""
+        texts, rest = {name: "".join(pieces) for name, pieces in self._texts.items()}, dict(self._rest)
+        ends = {"logprobs": self._logprobs, "finish_reason": None}
+        role = rest.pop("role", None) or "assistant"
+        if not chat:
+            return {"index": index, "text": texts.get("text", ""), **ends, **rest}
+        message: dict[str, Any] = {"role": role, "content": None, **texts}
+        if self._calls:
+            message["tool_calls"] = [_call(self._calls[at]) for at in sorted(self._calls)]
+            message["content"] = message["content"] or None
+        return {"index": index, "message": message, **ends, **rest}
 
 
-def _closed(value: Any) -> Any:
-    """A merged value without what grows. Raises `TypeError` where a text was none."""
-    if isinstance(value, _Text):
-        return "".join(value)
-    return {name: _closed(inner) for name, inner in value.items()} if isinstance(value, dict) else value
-
-
-def _whole(index: int, merged: dict[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A merged choice as a whole answer has it."""
-    choice = {"logprobs": None, "finish_reason": None, **_closed(merged), "index": index}
-    message = {"role": "assistant", "content": None, **choice.pop("delta", {})}
-    if not chat:
-        return {"text": "", **choice}
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_call(calls[at]) for at in sorted(calls)]
-        message["content"] = message["content"] or None
-    return {**choice, "message": message}
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": "", "arguments": "", **call.get("function", {})}
-    return {"id": call.get("id"), "type": call.get("type", "function"), "function": function}
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {name: "".join(call[name]) for name in ("name", "arguments")}
+    return {"id": call["id"], "type": call["type"], "function": function}
 
 
 class Assembler:
@@ -149,7 +158,7 @@ class Assembler:
         self._chat = chat
         self._top: dict[str, Any] = {}
         self._usage: dict[str, Any] | None = None
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._choices: dict[int, _Choice] = {}
 
     def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
         """Take one event, and what `read_chunk` reads of it. Returns the whole answer with its last event. Raises
@@ -173,12 +182,12 @@ class Assembler:
                 self._top.setdefault(name, chunk[name])
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
-            _merge(self._choices.setdefault(choice["index"], {}), choice, "choice")
+            self._choices.setdefault(choice["index"], _Choice()).add(choice)
 
     def _answer(self) -> dict[str, Any]:
         if self._usage is None or not self._choices:
             raise NotKeepable("no usage")
-        choices = [_whole(i, self._choices[i], chat=self._chat) for i in sorted(self._choices)]
+        choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
 

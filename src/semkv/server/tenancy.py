@@ -12,7 +12,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
@@ -31,7 +31,7 @@ CREDENTIALS = frozenset(
 )
 REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
 _ACCEPTED_S = 300.0
-_GOOD_S = 10.0  # after that long the store is asked again whether another gateway saw them refused
+_GOOD_S = 10.0  # after that long another gateway is asked, through the store, whether it was refused there
 _REMEMBERED = 10_000  # credentials, by their digests
 
 
@@ -54,6 +54,12 @@ def controls_of(scope: Scope) -> Controls:
     return Controls(read="no-cache" not in words and age != 0.0, write="no-store" not in words, max_age_s=age)
 
 
+def credentials(scope: Scope) -> str:
+    """Every header that says who asks, as one string."""
+    found = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
+    return b"\n".join(found).decode("latin-1")
+
+
 @dataclass(frozen=True, slots=True)
 class Client:
     """Who asks."""
@@ -74,12 +80,12 @@ class Tenants:
 
     def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
         self._secret, self._trusted, self._single = secret, trusted, single
-        self._known: Latest[bytes, tuple[bool, float]] = Latest(_REMEMBERED)  # they may read, or not, until then
+        self._accepted: Latest[bytes, float] = Latest(_REMEMBERED)  # until when they are good
+        self._refused: Latest[bytes, None] = Latest(_REMEMBERED)
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
-        lines = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
-        held, named = b"\n".join(lines).decode("latin-1"), header(scope, b"x-semkv-tenant")
+        held, named = credentials(scope), header(scope, b"x-semkv-tenant")
         name = _digest(self._secret, "key:", held)
         if not named:
             return Client("" if self._single else _tenant(name), True, name, not self._single)
@@ -109,20 +115,32 @@ class Tenants:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
         Where tenants are told apart by their credentials, anyone who finds an answer has been let in before, and may
-        read until the upstream refuses a request of theirs: None where the store must say whether it did. Where all are
-        one tenant, credentials count once the upstream has accepted them, and for five minutes.
+        read until the upstream refuses a request of theirs: None where another gateway, or this one before it was
+        started, may know of that. The store is then asked by one request; for others what was known holds meanwhile.
+        Where all are one tenant, credentials count once the upstream has accepted them, and for five minutes.
         """
-        good, until = self._known.get(client.name, (False, 0.0))
-        if time.monotonic() < until:
-            return good
+        if not self._single and client.name in self._refused:
+            return False
+        until, now = self._accepted.get(client.name), time.monotonic()
+        if until is not None and until > now:
+            return True
+        if until is not None and until > now - _GOOD_S and not self._single:
+            self._accepted[client.name] = now + _GOOD_S
         return False if self._single else None
 
     def looked_up(self, client: Client, refused: bool | None) -> bool:
         """Whether stored answers may be given, by what the store says; where it says nothing (None), what was so
         before holds."""
-        good = self._known.get(client.name, (False, 0.0))[0] if refused is None else not refused
-        self._known[client.name] = good, time.monotonic() + _GOOD_S
-        return good
+        if refused:
+            self._refuse(client)
+        if client.name in self._refused or (refused is None and client.name not in self._accepted):
+            return False
+        self._accepted[client.name] = time.monotonic() + _GOOD_S
+        return True
+
+    def _refuse(self, client: Client) -> None:
+        self._accepted.pop(client.name, None)
+        self._refused[client.name] = None
 
     def answered(self, client: Client, status: int) -> bool | None:
         """The upstream has answered a request with these credentials.
@@ -130,12 +148,15 @@ class Tenants:
         A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
         Returns what the store must note: that they are refused (True), or are not any more; None for nothing.
         """
-        good = 200 <= status < 300
-        if not good and status not in REFUSED:
-            return None
-        was_refused = not self._known.get(client.name, (True, 0.0))[0]
-        self._known[client.name] = good, time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S)
-        return None if self._single or (good and not was_refused) else not good
+        if status in REFUSED:
+            self._refuse(client)
+            return None if self._single else True
+        if 200 <= status < 300:
+            was_refused = client.name in self._refused
+            self._refused.pop(client.name, None)
+            self._accepted[client.name] = time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S)
+            return False if was_refused and not self._single else None
+        return None
 
 
 def named_tenant(secret: bytes, name: str) -> str:
@@ -214,6 +235,11 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
     return TagRule(form[1], form[2], form[3])
+
+
+def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
+    """The labels that rules give an answer."""
+    return tuple(rule.tag for rule in rules if rule.fits(prompt, model))
 
 
 def read_tags(given: str) -> tuple[str, ...]:

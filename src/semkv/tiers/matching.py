@@ -423,6 +423,11 @@ class PendingEntry:
     least: float  # least cosine of a similar question
     question: int | None  # position of its question
 
+    @property
+    def group(self) -> str:
+        """Entries of other groups never match."""
+        return self.slot_key or self.prompt_key
+
     def donate(self, to: PendingEntry) -> Candidate | None:
         """This entry as a donor for another request; None where they are not similar."""
         run = len(self.donor.segments)
@@ -446,6 +451,13 @@ class PendingTier:
         prompt_key = keyed.folded_key(len(keyed.segments), with_media=with_media) if self._config.exact else ""
         slot_key = keyed.question_slot(with_media=with_media)
         return PendingEntry(entry_of(request, keyed), prompt_key, slot_key, vector, self._planner.least, keyed.question)
+
+    def group(self, request: Request) -> str:
+        """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
+        with self._tally.boundary("request"):
+            if request.segments and self._config.mode is CacheMode.LIVE:
+                return self._entry(request, None).group
+        return ""
 
     def entry(self, report: ReuseReport) -> PendingEntry | None:
         """The request of a lookup as others may find it until its answer is recorded; None where the cache is not live,

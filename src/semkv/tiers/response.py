@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,10 +19,9 @@ from semkv.tiers.base import Every, Tally
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
-_REFUSED = "invalidated or too large"
 _AWAY = 5  # looks for invalidations that fail until a store is called away
 FOREVER = float("inf")
-_FORM = "FIELD:PATTERN=TTL[,stale=S], FIELD being prompt, model or tag, such as tag:news=5m"
+_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -30,18 +30,42 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """How long an answer may be served."""
+    """How long an answer may be served.
 
-    ttl_s: float = FOREVER  # seconds until it is stale; 0: it is not kept at all
-    stale_s: float = 0.0  # seconds after that in which it is still served while a fresh one is fetched
+    Attributes:
+        ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
+        stale_s: seconds after that in which it is still served while a fresh one is fetched.
+        jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
+            together.
+    """
+
+    ttl_s: float = FOREVER
+    stale_s: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "stale_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more seconds")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ConfigError("jitter", self.jitter, "a share from 0 to below 1")
+
+    def draw(self) -> float:
+        """Seconds that one answer lives, jitter taken off."""
+        return self.ttl_s * (1.0 - self.jitter * random.random()) if self.jitter else self.ttl_s  # noqa: S311
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Picks answers by their prompt, their model or one of their tags; case does not count."""
+    """Picks answers by their prompt, their model or one of their tags; case does not count.
 
-    name: str  # ``prompt``, ``model`` or ``tag``
-    pattern: str  # a glob over the whole of it: a regular expression may take minutes over a text, a glob does not
+    Attributes:
+        name: ``prompt``, ``model`` or ``tag``.
+        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
+    """
+
+    name: str
+    pattern: str
 
     def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
         """Whether it picks this answer."""
@@ -57,20 +81,31 @@ class LifetimeRule(Pattern):
 
 
 def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
-    """Read ``FIELD:PATTERN=TTL[,stale=S]``. Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
+    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE]``.
+
+    Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
 
     >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
-    Lifetime(ttl_s=300.0, stale_s=60.0)
+    Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
 
     Raises:
         ConfigError: the text has another form.
     """
-    form = re.fullmatch(r"(prompt|model|tag):((?:(?!,\w+=).)+?)=([\w.]+)(?:,stale=([\w.]+))?", text, re.DOTALL)
+    form = re.fullmatch(
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+    )
     if form is None:
         raise ConfigError(key, text, _FORM)
-    name, pattern, ttl, stale = form.groups(default="0")
+    name, pattern, ttl, options = form.groups()
     try:
-        return LifetimeRule(name, pattern, Lifetime(_seconds(ttl), _seconds(stale)))
+        lifetime = Lifetime(_seconds(ttl))
+        for option in options.split(",")[1:]:
+            word, _, value = option.partition("=")
+            if word == "stale":
+                lifetime = replace(lifetime, stale_s=_seconds(value))
+            else:
+                lifetime = replace(lifetime, jitter=float(value))
+        return LifetimeRule(name, pattern, lifetime)
     except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
@@ -100,7 +135,7 @@ class Answerable(Protocol):
     def prompt(self) -> str: ...
     @property
     def sampled(self) -> bool: ...
-    def refusal(self, payload: bytes) -> str:
+    def refusal(self, payload: bytes, status: int) -> str:
         """Why an answer must not be kept, in a word or two; empty for a complete one."""
         ...
 
@@ -118,7 +153,8 @@ class ResponseCache:
     """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
 
     No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
-    follows the invalidations that others log in the store.
+    follows the invalidations that others log in the store: memory applies one after ``poll_s`` seconds, and is not
+    served once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
 
     Args:
         store: behind the memory; None for memory alone.
@@ -126,10 +162,10 @@ class ResponseCache:
         lifetime: of answers that no rule picks; of several rules the first decides.
         sampled: keep answers that were drawn at random too.
         poll_s: seconds between two looks for invalidations.
-        unheard_s: how long memory is served without news of the store: another replica may invalidate there.
+        unheard_s: how long memory is served without news of the store.
         pause_s: how long a store is left alone after a fault.
         clock: seconds since the epoch.
-        ahead: folder of the log of what is on its way to the store; None to go without.
+        ahead: folder of the log in which `try_keep` writes what is on its way to the store; None to go without.
     """
 
     def __init__(
@@ -150,8 +186,9 @@ class ResponseCache:
         self._store, self._clock = store, clock
         self._tally = Tally()
         self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
-        self._pause_s = pause_s
+        self._pause_s, self._pausing = pause_s, threading.Lock()
         self._quiet_until = {False: 0.0, True: 0.0}  # of reads and of writes: a full store can still be read
+        self._hits = 0
         self._poll_s, self._unheard_s = poll_s, unheard_s
         self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
@@ -173,7 +210,7 @@ class ResponseCache:
         response = self._memory.get(key)
         if response is None:
             return None
-        self._tally.add("hit:memory")
+        self._hits += 1
         return self._found(response)
 
     def _found(self, response: StoredResponse) -> Found:
@@ -193,11 +230,11 @@ class ResponseCache:
         found = self.peek(key)
         if found is not None:
             return found
-        response = self._fetch(key)
+        response = self._memory.get(key) if self._store is None else self._fetch(key)
         if response is None or response.stale_until <= self._clock():
             self._tally.add("miss")
             return None
-        self._tally.add("hit:store")
+        self._tally.add("hit:store" if self._store is not None else "hit:memory")
         return self._found(response)
 
     def _fetch(self, key: str) -> StoredResponse | None:
@@ -214,44 +251,50 @@ class ResponseCache:
     # -- keeping ------------------------------------------------------------------------------------------------
 
     def begin(self) -> str:
-        """Call it before the upstream is asked, and hand it to `keep`, which keeps no answer that was invalidated
+        """To be called before the upstream is asked: hand it to `keep`, which keeps no answer that was invalidated
         meanwhile, here or by another replica. Never blocks."""
         return f"{self._memory.cursor} {self._cursor}"
 
     def keep(
-        self,
-        request: Answerable,
-        payload: bytes,
-        *,
-        since: str = "",
-        tags: Sequence[str] = (),
-        wait: bool = True,
-    ) -> bool | None:
-        """Keep an answer if it is complete. What is refused is counted under its reason.
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool:
+        """Keep an answer if it is complete. Blocks. What is refused is counted under its reason.
 
         Args:
             request: the canonical request it was computed from.
             payload: its JSON, or the events of its stream.
+            status: HTTP status of the answer.
             since: what `begin` returned before the upstream was asked.
             tags: labels for invalidation.
-            wait: for the store, or where that is down memory has it. Else it goes to memory and to the log of what is
-                on its way.
 
         Returns:
-            Whether it was kept; None where nothing was done, since there is no room in the log.
+            Whether it was kept, in the store or, where that is down, in memory.
         """
-        found = self._stored(request, payload, tuple(tags))
-        if isinstance(found, str):
-            reason = found
-        elif wait:
-            reason = self._write(found, since)
-        else:
-            own, _, shared = since.partition(" ")
-            if self._ahead is None or not shared or not self._ahead.append(found, shared):
-                return None
-            reason = "" if self._memory.put(found, own) else _REFUSED  # as the store will do later
+        found = self._stored(request, payload, status, tuple(tags))
+        reason = found if isinstance(found, str) else self._write(found, since)
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
+
+    def try_keep(
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool | None:
+        """The same without waiting for the store: an answer is in memory then, and in the log of what is on its way.
+
+        Returns:
+            Whether it was kept; None where nothing was done, since only `keep` can.
+        """
+        if self._ahead is None:
+            return None
+        found = self._stored(request, payload, status, tuple(tags))
+        if isinstance(found, str):
+            self._tally.add(f"refused:{found}")
+            return False
+        own, _, shared = since.partition(" ")
+        if not shared or not self._ahead.append(found, shared):
+            return None
+        kept = self._memory.put(found, own)  # refused where it was invalidated meanwhile, as by the store later
+        self._tally.add("kept" if kept else "refused:invalidated or too large")
+        return kept
 
     def _bring(self, response: StoredResponse, since: str) -> bool:
         """What was on its way, to the store. False where that cannot be reached."""
@@ -273,23 +316,23 @@ class ResponseCache:
         picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
         return next(picked, self._lifetime)
 
-    def _stored(self, request: Answerable, payload: bytes, tags: tuple[str, ...]) -> StoredResponse | str:
+    def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
-        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload)
+        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
         if reason:
             return reason
         lifetime = self._lifetime_of(request, tags)
         if not lifetime.ttl_s:
             return "no lifetime"
-        now = self._clock()
+        now, ttl = self._clock(), lifetime.draw()
         return StoredResponse(
             key=request.key,
             partition=request.partition,
             model=request.model,
             payload=payload,
             created=now,
-            expires=now + lifetime.ttl_s,
-            stale_until=now + lifetime.ttl_s + lifetime.stale_s,
+            expires=now + ttl,
+            stale_until=now + ttl + lifetime.stale_s,
             tags=tags,
             prompt=request.prompt,
         )
@@ -300,9 +343,9 @@ class ResponseCache:
         own = own or self._memory.cursor
         known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
         if self._store is not None and known and not self._ask("put", lambda store: store.put(response, shared), True):
-            return _REFUSED
+            return "invalidated or too large"
         in_memory = self._memory.put(response, own)
-        return "" if in_memory or self._store is not None else _REFUSED
+        return "" if in_memory or self._store is not None else "invalidated or too large"
 
     # -- credentials --------------------------------------------------------------------------------------------
 
@@ -355,7 +398,7 @@ class ResponseCache:
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
         writes = kind == "put"
-        if self._store is None or time.monotonic() < self._quiet_until[writes]:
+        if self._store is None or not self._may_ask(writes):
             return otherwise
         try:
             result = work(self._store)
@@ -365,14 +408,26 @@ class ResponseCache:
         except (StoreError, OSError, ValueError) as error:
             self._quiet_until[writes] = time.monotonic() + self._pause_s
             self._tally.fault(f"store {kind}", error)
-            result = otherwise
+            return otherwise
+        self._quiet_until[writes] = 0.0
         return result
+
+    def _may_ask(self, writes: bool) -> bool:
+        """False for a while after a fault; then one caller tries, and the others once the store answers."""
+        with self._pausing:
+            now, until = time.monotonic(), self._quiet_until[writes]
+            if until and now >= until:
+                self._quiet_until[writes] = now + self._pause_s  # the others wait for this one
+            return now >= until
 
     # -- operators ----------------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[str, int]:
         """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``."""
-        return {**self._tally.counts(), "evicted": self._memory.evicted}
+        counts = self._tally.counts()
+        counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
+        counts["evicted"] = self._memory.evicted
+        return counts
 
     def sizes(self) -> Mapping[str, int]:
         """``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says so, ``response_entries`` and

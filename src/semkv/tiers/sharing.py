@@ -6,8 +6,8 @@ How far it is read lies in the catalog. A log that cannot be reached is a counte
 
 The log is two streams in Redis, and a name:
 
-    {semkv:<name>}:entries    what was recorded: the latest 8,192, of one day
-    {semkv:<name>}:removals   the latest 1,000 removals; the entries that one concerns were deleted before it came
+    {semkv:<name>}:entries    what was recorded, and what was removed, in order: the latest 8,192, of one day
+    {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for who was away for longer
     {semkv:<name>}:begun      names the log: another name tells who read it before that it was emptied
 
 Gateways that share a directory need no log: they read the catalog's rows.
@@ -27,8 +27,9 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -52,6 +53,15 @@ _KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "te
 _ENTRIES, _KEPT_S = 8192, 86_400
 _REMOVALS = 1000
 _BATCH = 256
+
+# KEYS: entries, removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has
+# written before: so make room first.
+_REMOVE = """
+redis.call('XTRIM', KEYS[2], 'MAXLEN', ARGV[2] - 1)
+local id = redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
+redis.call('XADD', KEYS[2], id, 'removal', ARGV[1])
+return id
+"""
 
 
 class Sharing:
@@ -126,25 +136,25 @@ class Sharing:
 
     def _read(self) -> bool:
         """Bring the next rows of the log into the catalog; whether there were any."""
-        before = self._catalog.read_from()
-        news = self._log.read(before)
-        if news.lost:
+        cursor = self._catalog.read_from()
+        batch = self._log.read(cursor)
+        if batch.lost:
             self._remove({})
-        for row, take in [*((row, self._add) for row in news.entries), *((row, self._apply) for row in news.removals)]:
+        for removes, data in batch.rows:
             try:
-                take(row)
+                if removes:
+                    self._remove(read_criteria(data))
+                else:
+                    self._add(data)
             except Exception as error:
                 # A row that others wrote must not keep this one from reading on; what our file has must be tried again.
                 ours = isinstance(error, OSError | StoreError | sqlite3.DatabaseError)
                 if ours and not isinstance(error, CorruptValue | sqlite3.ProgrammingError | sqlite3.DataError):
                     raise
                 self._tally.fault("shared entry", error)
-        if news.cursor != before:
-            self._catalog.read_to(news.cursor)
-        return news.cursor != before
-
-    def _apply(self, removal: bytes) -> None:
-        self._remove(read_criteria(removal))
+        if batch.cursor != cursor:
+            self._catalog.read_to(batch.cursor)
+        return batch.cursor != cursor
 
     def _add(self, data: bytes) -> None:
         entry, packed = load(data)
@@ -165,13 +175,13 @@ class Sharing:
 # -- the log ------------------------------------------------------------------------------------------------------
 
 
-class News(NamedTuple):
-    """What a log has after a cursor."""
+@dataclass(frozen=True, slots=True)
+class LogBatch:
+    """What a log has after a cursor. Where removals are ``lost``, any entry may have been removed meanwhile."""
 
-    cursor: str  # the log's name and the last places in both streams; hand it in next time
-    lost: bool  # removals were missed, so any entry may have been removed meanwhile
-    entries: list[bytes]
-    removals: list[bytes]  # later than the entries
+    cursor: str  # the log's name and the place of the last row; hand it in next time
+    rows: tuple[tuple[bool, bytes], ...] = ()  # in order, each with whether it is a removal
+    lost: bool = False
 
 
 class EntryLog:
@@ -190,6 +200,7 @@ class EntryLog:
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
         self._entries, self._removals, self._begun = f"{root}:entries", f"{root}:removals", f"{root}:begun"
+        self._remove = self._db.register_script(_REMOVE)
 
     def add(self, entry: bytes) -> None:
         """Append an entry."""
@@ -201,39 +212,37 @@ class EntryLog:
             pipe.execute()
 
     def remove(self, removal: bytes, concerns: Callable[[bytes], bool]) -> None:
-        """Delete the entries that a removal concerns, and append it for those who have read them."""
+        """Append a removal, and delete the entries before it that it concerns."""
         with asking():
+            last = self._remove(keys=[self._entries, self._removals], args=[removal, _REMOVALS])
             start = "-"
-            while rows := self._db.xrange(self._entries, min=start, count=_BATCH):
+            while rows := self._db.xrange(self._entries, min=start, max=last, count=_BATCH):
                 gone = [name for name, fields in rows if b"entry" in fields and concerns(fields[b"entry"])]
                 if gone:
                     self._db.xdel(self._entries, *gone)
                 start = f"({rows[-1][0].decode()}"
-            self._db.xadd(self._removals, {"removal": removal}, maxlen=_REMOVALS, approximate=False)
 
-    def read(self, cursor: str) -> News:
-        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once, and
-        removals once there are no more entries, so that none comes after its removal."""
-        name, entry, removal = (*cursor.split(), "", "", "")[:3]
+    def read(self, cursor: str) -> LogBatch:
+        """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once."""
+        name, _, place = cursor.rpartition(" ")
         with asking():
             begun = self._name()
             emptied = bool(name) and name != begun
-            if emptied or not entry:  # what earlier removals concern is not there anymore
-                entry = "0-0"
-                last = self._db.xrevrange(self._removals, count=1)
-                removal = last[0][0].decode() if last else entry
-            removal = removal or entry
-            removals = self._db.xrange(self._removals, min=f"({removal}")
-            entries = self._db.xrange(self._entries, min=f"({entry}", count=_BATCH)
-        if len(entries) == _BATCH:
+            after = f"({place}" if place and not emptied else "-"
+            pipe = self._db.pipeline(transaction=False)  # a full Redis refuses a transaction, even one that only reads
+            pipe.xrange(self._removals, min=after)
+            pipe.xrange(self._entries, min=after, count=_BATCH)
+            removals, rows = pipe.execute()
+        if after == "-":
             removals = []
-        entry, removal = (rows[-1][0].decode() if rows else at for rows, at in ((entries, entry), (removals, removal)))
-        return News(
-            f"{begun} {entry} {removal}",
-            emptied or len(removals) >= _REMOVALS,
-            [fields[b"entry"] for _, fields in entries if b"entry" in fields],
-            [fields.get(b"removal", b"") for _, fields in removals],
-        )
+        lost = emptied or len(removals) >= _REMOVALS
+        found = dict(rows)
+        last = _place(rows[-1][0]) if len(rows) == _BATCH else None
+        found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
+        names = sorted(found, key=_place)
+        place = names[-1].decode() if names else "" if emptied else place
+        told = [(b"removal" in found[name], next(iter(found[name].values()), b"")) for name in names]
+        return LogBatch(f"{begun} {place}", tuple(told), lost)
 
     def _name(self) -> str:
         """What this log is called since it was last empty."""
@@ -254,6 +263,10 @@ def open_entry_log(where: str, timeout_s: float, secret: bytes) -> EntryLog | No
     if not is_redis(where):
         return None
     return EntryLog(where, timeout_s=timeout_s, name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}")
+
+
+def _place(name: bytes) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(b"-"))
 
 
 # -- the form of what is shared -----------------------------------------------------------------------------------
