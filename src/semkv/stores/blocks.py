@@ -460,6 +460,7 @@ class BlockStore:
             quick_check(db)
             return block_index.file_ids(db, {}, committed=True)
 
+        was_open = self.on
         for file in self._ask(look, list[str]()):
             try:
                 with self._block_file(file) as opened:
@@ -473,6 +474,9 @@ class BlockStore:
             if reason and repair:
                 self.reject(file)
             yield reason
+        if was_open and not self.on:
+            self.sweep()  # with another index
+            yield f"{INDEX} is damaged"
 
     def close(self) -> None:
         """Nothing more is asked or written."""

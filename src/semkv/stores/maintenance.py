@@ -124,6 +124,13 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
                 f"{root} was written by another version of semkv (format {marker.get('format')}, this one reads "
                 f"{FORMAT}): empty it with --purge or choose another --cache-dir"
             )
+        for store in _stores(root):
+            version = (read_marker(store) or {}).get("format")
+            if isinstance(version, int) and version > FORMAT_VERSION:  # an older one is emptied
+                raise StoreError(
+                    f"{store} was written by a newer version of semkv (format {version}, this one reads "
+                    f"{FORMAT_VERSION}): empty it with --purge or choose another --cache-dir"
+                )
     except OSError as error:
         raise _unusable(root, error) from error
 
@@ -177,7 +184,7 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
-            found.unread.append(f"{name}: {file} cannot be read ({error}); {remedy}")
+            found.unread.append(f"{name}: {file} cannot be read ({error})")
 
 
 @contextmanager
@@ -452,8 +459,7 @@ def _empty_store(root: Path) -> None:
     try:
         with database.opening(root / INDEX):
             discard_files(root)
-            if not is_known:
-                (root / MARKER).unlink(missing_ok=True)
+            (root / MARKER).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
 
@@ -475,8 +481,11 @@ def _empty_database(file: Path) -> str:
     except StoreError as error:
         if error.__cause__ is not None:
             return str(error)
-    with database.opening(file):
-        database.delete_files(file)
+    try:
+        with database.opening(file):
+            database.delete_files(file)
+    except OSError as error:
+        return f"{file} cannot be deleted ({error.strerror or error})"
     return ""
 
 

@@ -38,7 +38,8 @@ class MediaStore:
         self._lock = threading.Lock()
         try:
             make_folder(root)
-            self._keep_bound()
+            remove_strays(root, f"??/*{_NEW}")
+            self._bytes, self._written = sum(status.st_size for _, status in self._files()), 0
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
 

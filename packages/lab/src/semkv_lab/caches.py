@@ -466,14 +466,16 @@ class Played:
     outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
 
     @property
-    def worst(self) -> float:
-        """The highest share of wrong answers at any time after the first `SETTLED` requests."""
+    def worst(self) -> float | None:
+        """The highest share of wrong answers at any time after the first `SETTLED` requests; None for fewer."""
+        if len(self.outcomes) < SETTLED:
+            return None
         wrong = np.cumsum([bad for *_, bad in self.outcomes])
-        return float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max(initial=0.0))
+        return round(float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max()), 6)
 
     def to_json(self) -> dict[str, Any]:
         counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
-        return counts | {"worst_at_any_time": round(self.worst, 6)}
+        return counts | {"worst_at_any_time": self.worst}
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:

@@ -187,7 +187,7 @@ def _eval_pairs(
     flags: Annotated[QualityFlags | None, FLAT] = None,
     out: Path | None = None,
 ) -> None:
-    """Precision and recall of a policy on labeled pairs.
+    """Precision of a policy on labeled pairs, and how many of each kind hit.
 
     Args:
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.

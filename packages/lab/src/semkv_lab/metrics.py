@@ -43,9 +43,11 @@ class Estimate:
 
 
 def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
-    """A figure of a summary by its dotted path; empty where there is none."""
+    """A figure of a summary by its dotted path; empty where there is none, or something else."""
     found = at(summary, *path.split("."))
-    return Estimate(0, None) if found is None else Estimate(**found)
+    named = [found.get(name) for name in ("n", "value", "low", "high")] if isinstance(found, Mapping) else [0]
+    is_one = isinstance(named[0], int) and all(isinstance(number, int | float | None) for number in named)
+    return Estimate(*named) if is_one and len(named) > 1 else Estimate(0, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class _Prompt:
     id: str | None = None
     system: str | None = None
     context: str | None = None
-    images: Annotated[list[NonEmpty] | NonEmpty, Field(validation_alias=AliasChoices("images", "image"))] = ""
+    images: Annotated[list[NonEmpty] | NonEmpty | None, Field(validation_alias=AliasChoices("images", "image"))] = None
     answer: str | None = None
     semantic: str | None = None
     group: str | None = None
@@ -251,7 +251,7 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
         name = prompt.id or f"{number:08d}"
         if name in samples:
             raise DatasetError(f"{where}: another line has the id {name!r}")
-        images = [prompt.images] if isinstance(prompt.images, str) else prompt.images
+        images = [prompt.images] if isinstance(prompt.images, str) else prompt.images or []
         samples[name] = Sample(
             sample_id=name,
             question=prompt.question,

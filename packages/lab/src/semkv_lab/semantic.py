@@ -97,7 +97,7 @@ def _reliability(fitted: Fit) -> list[tuple[float, float]]:
 
 
 def eval_pairs(path: Path, flags: QualityFlags) -> Row:
-    """Precision and recall of a policy that sees each pair by itself. Raises `ConfigError` and `DatasetError`."""
+    """What a policy makes of pairs that it sees one by one. Raises `ConfigError` and `DatasetError`."""
     pairs = read_rows(path, Pair)
     with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
         figures = _pair_figures(cache, pairs)
