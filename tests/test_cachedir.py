@@ -92,3 +92,12 @@ def test_a_store_of_another_format_is_emptied_where_it_is_older_or_a_purge_takes
 def test_what_is_made_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     prepare(config(tmp_path / "a" / "cache"))
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "a").rglob("*")} == {0}
+
+
+@pytest.mark.parametrize("store", ["kv", "fusion"])
+def test_a_newer_block_store_is_refused_before_an_engine_starts(tmp_path: Path, store: str) -> None:
+    prepare(config(tmp_path))
+    BlockStore(tmp_path / store, store).close()
+    (tmp_path / store / "semkv.json").write_text(json.dumps({"format": 99, "kind": store}))
+    with pytest.raises(StoreError, match="newer version"):
+        prepare(config(tmp_path))

@@ -318,3 +318,27 @@ def test_a_name_that_is_no_text_is_refused(used: Path, command: str) -> None:
     result = invoke([command, "--cache-dir", str(used), "--tenant", "\udcff"])
     assert result.exit_code == 2
     assert "UTF-8" in result.stderr
+
+
+def test_a_repair_begins_a_damaged_index_anew_at_once(used: Path) -> None:
+    index = used / "kv" / "index.sqlite"
+    data = bytearray(index.read_bytes())
+    data[20] ^= 8  # of the file's header
+    index.write_bytes(data)
+    assert "damaged" in call("verify", "--cache-dir", str(used), exit_code=EXIT_DAMAGED)
+    assert "1 of them deleted" in call("verify", "--cache-dir", str(used), "--repair")
+    assert "0 damaged" in call("verify", "--cache-dir", str(used))
+    assert block_files(used, "kv") == []
+
+
+def test_a_purge_goes_on_where_the_database_cannot_be_deleted(used: Path) -> None:
+    for beside in used.glob(f"{CATALOG}*"):
+        beside.unlink()
+    (used / CATALOG).mkdir()
+    (used / CATALOG / "mine").touch()
+    result = invoke(["purge", "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert CATALOG in result.stderr
+    assert block_files(used, "kv") == block_files(used, "fusion") == []
+    assert not list(used.glob("media/??/*"))
+    assert (used / CATALOG / "mine").exists()

@@ -72,7 +72,7 @@ def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
     plain = PolicyConfig(similarity_threshold=0.9, guards=False)
     played, cache = cached(plain, stream)
     assert (played.hits, cache.approximate, played.wrong, cache.wrong_approximate) == (3, 2, 1, 1)
-    assert (played.checks, played.worst) == (0, 0.0), "so short a stream says nothing"
+    assert (played.checks, played.worst) == (0, None), "so short a stream says nothing"
     played, cache = cached(plain, [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")])
     assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), "a wrong exact hit is none of these"
     assert cached(PolicyConfig(similarity_threshold=0.97, guards=False), stream)[0].hits == 1

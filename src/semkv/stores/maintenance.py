@@ -184,7 +184,8 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
-            found.unread.append(f"{name}: {file} cannot be read ({error})")
+            more = "" if name == "catalog" else f"; {remedy}"  # a lost index is read no more either
+            found.unread.append(f"{name}: {file} cannot be read ({error}){more}")
 
 
 @contextmanager
