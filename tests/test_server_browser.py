@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse
 from gateway_helpers import ADMIN, Pair, Served, chat, wait_until
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
+from semkv.server.serve import Protocol
 from semkv.server.settings import ServerSettings
 
 JSON = {"Content-Type": "application/json"}
@@ -327,6 +328,14 @@ class TestWithOrigins:
                 assert asks.headers.get("access-control-allow-origin") == allowed
                 assert asks.status_code == (200 if allowed else 400)
             assert all("[status" in text or text.startswith("from ") for text in pair.asked)
+
+    def test_who_is_turned_away_can_read_why(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Pair(tmp_path, cors_origins=(PAGE,)) as pair:
+            monkeypatch.setattr(Protocol, "most", 0)
+            answer = pair.post("too many connections", headers={"Origin": PAGE})
+            assert answer.status_code == 503
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert pair.metric("semkv_turned_away_total") == 1
 
     def test_all_are_let_in_without_credentials(self, tmp_path: Path) -> None:
         with Pair(tmp_path, cors_origins=("*",)) as pair:

@@ -98,16 +98,7 @@ class App:
         self._room = http.Room(_BODIES * self._limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
         self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
-        self._proxy: Application = self._respond
-        if settings.cors_origins:
-            self._proxy = CORSMiddleware(
-                self._respond,
-                allow_origins=settings.cors_origins,
-                allow_credentials="*" not in settings.cors_origins,
-                allow_methods=("*",),
-                allow_headers=("*",),
-                expose_headers=_EXPOSED,
-            )
+        self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = http.route_path(scope) if scope["type"] == "http" else ""
@@ -119,12 +110,29 @@ class App:
             closed = self._admin_port and not path.endswith(_PROBES)
             await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
-            self.gateway.metrics.turned_away.labels("connections").inc()
-            await http.reply(http.busy_answer("connections"), send)
+            await self._busy(scope, receive, send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
             await self._otherwise(scope, receive, send)
+
+    def _opened(self, application: Application) -> Application:
+        """With the headers for pages of ``--cors-origin``."""
+        origins = self.gateway.settings.cors_origins
+        if not origins:
+            return application
+        return CORSMiddleware(
+            application,
+            allow_origins=origins,
+            allow_credentials="*" not in origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
+
+    async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.gateway.metrics.turned_away.labels("connections").inc()
+        await http.reply(http.busy_answer("connections"), send)
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
