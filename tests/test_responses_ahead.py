@@ -78,7 +78,7 @@ class Slow(SqliteStore):
 folder = Path(sys.argv[1])
 cache = ResponseCache(Slow(folder / "a"), ahead=folder / "ahead")
 for number in range(1000):
-    assert cache.keep(Asked(str(number)), payload("stop", number=number), since=cache.begin(), wait=False)
+    assert cache.try_keep(Asked(str(number)), payload("stop", number=number), since=cache.begin())
     print(number, flush=True)
 """
 
@@ -138,6 +138,17 @@ def left_behind(folder: Path, *left: tuple[StoredResponse, str]) -> None:
     folder.mkdir(exist_ok=True)
     for number, record in enumerate(left):
         (folder / f"{number:016x}.log").write_bytes(ahead._record(*record))
+
+
+def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> None:
+    left_behind(tmp_path, (answer("a", 1.0), "1"), (answer("b", 2.0), "1"))
+    down = Gate(reached=False)
+    AheadLog(tmp_path, down).close()
+    assert len(logs(tmp_path)) == 2
+    there = Gate()
+    AheadLog(tmp_path, there).close()
+    assert there.brought == ["a", "b"]
+    assert not logs(tmp_path)
 
 
 @pytest.mark.parametrize("stuck", [True, False])
@@ -245,7 +256,7 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
     store = Held(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0, unheard_s=300.0)
     other = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
     other.invalidate(Selector(model="model"))
     assert cache.peek("a") is not None  # not heard of yet
     store.may.set()
@@ -258,7 +269,7 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
 def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_path: Path) -> None:
     store = Held(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
     assert cache.invalidate(Selector(), dry_run=True) == 1
     assert cache.invalidate(Selector(tag="other")) == 0
     assert cache.invalidate(Selector()) == 1
@@ -280,11 +291,22 @@ def test_a_store_that_is_down_or_broken_costs_no_answer_of_the_log(tmp_path: Pat
 
     store = Faulty(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=60.0, pause_s=0.1)
-    assert cache.keep(Asked(), GOOD, since=cache.begin(), wait=False)
+    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
     wait_until(lambda: cache.counts().get("fault:store put", 0) >= 1)
     assert cache.peek("a") is not None
     store.down = False
-    assert cache.keep(Asked("b"), GOOD, since=cache.begin(), wait=False)
+    assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
     wait_until(lambda: store.get("b") is not None)
     assert (store.get("a") is not None) == isinstance(fault, StoreError), "what broke the store is not tried again"
+    cache.close()
+
+
+def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cursor = store.news("").cursor
+    left_behind(tmp_path / "ahead", (answer("a"), cursor), (answer("b"), cursor))
+    store.invalidate(Selector(key="a"))
+    cache = ResponseCache(store, ahead=tmp_path / "ahead")
+    assert cache.lookup("a") is None
+    assert cache.lookup("b") is not None
     cache.close()
