@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from gateway_helpers import ADMIN, PATIENT, SECRET, Served
+from semkv.encoders.text import DEFAULT_MODEL, resolve_model
 from semkv.server.app import app_of
 from semkv.server.settings import ServerSettings
 from vllm_forks import prepare
@@ -166,6 +167,30 @@ def test_inside_vllm(servers: Servers) -> None:
     assert "semkv_requests_total" in httpx.get(f"{url}/semkv/metrics").text
     stats = httpx.get(f"{url}/semkv/api/stats", headers={"Authorization": f"Bearer {ADMIN}"}).json()
     assert stats["totals"]["tiers"]["exact"] == 2
+
+
+def test_embeddings_ranks_and_scores_are_kept(tmp_path: Path) -> None:
+    command = [str(prepare() / "python"), *MODULE, "--model", resolve_model(DEFAULT_MODEL)]
+    command += ["--served-model-name", "mini", "--runner", "pooling"]
+    bodies = {
+        "/v1/embeddings": {"input": ["a cat", "a dog"]},
+        "/v1/rerank": {"query": "cat", "documents": ["a cat", "a dog"]},
+        "/v1/score": {"text_1": "cat", "text_2": ["a cat", "a dog"]},
+    }
+    with VllmServer(command, tmp_path / "log") as server:
+        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path / "cache", semantic=False, **PATIENT)
+        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
+            for path, body in bodies.items():
+                other = json.loads(json.dumps(body).replace("a dog", "A dog"))
+                asked = [
+                    httpx.post(front.url + path, json={"model": "mini", **b}, timeout=120) for b in (body, body, other)
+                ]
+                said = [answer.headers["x-semkv"].split()[0] for answer in asked]
+                assert said == ["miss", "hit", "miss"], path
+                assert asked[0].content == asked[1].content
+            client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
+            first, again = (client.embeddings.create(model="mini", input="a bird").data[0].embedding for _ in range(2))
+            assert first == again
 
 
 QUESTIONS = ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?")
