@@ -221,11 +221,11 @@ class BlockStore:
     def read(
         self, layout: Any, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[Bytes]
     ) -> list[bool]:
-        """Fill each of ``rows`` (uint8 ``[row_bytes]``) with the block that a ref of `find` leads to; which of them are
-        right. What is in the others is not to be used.
+        """Fill each of ``rows`` (uint8 ``[row_bytes]``) with the block that a ref of `find` leads to. Returns for each
+        whether it is right; a row that is not may hold anything.
 
         Each block is checked: format, namespace, tenant, ``layout`` (a JSON value), key, length, checksum. A file that
-        fails is deleted, and what else is right in it still comes.
+        fails is deleted, but its right blocks are still returned.
         """
         good, wanted = [False] * len(refs), dict[str, list[int]]()
         for i in range(len(refs)):

@@ -120,7 +120,7 @@ _PATHS = {"samples_out", "summary_out"}  # where things lie changes no result
 
 
 class SweepLog:
-    """The rows so far, in the order in which they ended: in a ``.csv`` file, and as JSON lines beside it."""
+    """The finished rows of a sweep, as a ``.csv`` file and as JSON lines beside it. The first to finish comes first."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         if path.suffix != ".csv":
