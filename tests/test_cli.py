@@ -15,6 +15,7 @@ import pytest
 
 from command_line import heeds_ctrl_c, invoke
 from semkv import __version__
+from semkv_lab import console
 
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
@@ -196,3 +197,23 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     done = len(samples.read_text(encoding="utf-8").splitlines())
     assert f"{done} samples answered so far" in out
     assert "Traceback" not in err
+
+
+def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, samples = tmp_path / "few.jsonl", tmp_path / "s.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"question {i}"}) for i in range(5)), encoding="utf-8")
+    asked: list[object] = []
+    to_json = console.to_json
+
+    def fourth_is_interrupted(value: object, indent: int | None = None) -> bytes:
+        asked.append(value)  # the settings, then a record each
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return to_json(value, indent)
+
+    monkeypatch.setattr(console, "to_json", fourth_is_interrupted)
+    result = invoke([*run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"])
+    assert result.exit_code == 130
+    assert "the 3 samples answered so far" in result.stdout
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    assert [row["question"] for row in rows] == [f"question {i}" for i in range(3)]

@@ -90,6 +90,16 @@ class Listener:
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()
 
+    def complete(self, records: Sequence[SampleRecord]) -> None:
+        """Write the records that the file lacks: Ctrl-C can come before the last one is there."""
+        path, there = self._settings.samples_out, 0
+        if path is not None and self._file is not None:
+            with writing(SAMPLES_OUT, path), path.open("rb") as lines:
+                self._file.flush()
+                there = sum(1 for _ in lines)
+        if missing := records[there:]:
+            self.write(*missing)
+
     def __enter__(self) -> Self:
         self._progress.start()
         return self

@@ -350,10 +350,12 @@ def execute(
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with Listener(console, settings, quiet=quiet) as listener:
-        _, summary = run(
+        records, summary = run(
             settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
         )
-        if not summary["interrupted"]:
+        if summary["interrupted"]:
+            listener.complete(records)
+        else:
             listener.write()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
