@@ -245,7 +245,7 @@ def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
 def setting_error(error: CycloptsError) -> SemkvError:
     """What the command line's parser refused, in our words."""
     if isinstance(error, UnusedCliTokensError):
-        return SemkvError(f"not expected: {' '.join(error.unused_tokens or ())}")
+        return SemkvError(f"not expected: {' '.join(error.unused_tokens or ())}; --help names the options")
     token, kind = getattr(error, "token", None), getattr(error, "target_type", None)
     if token is not None and kind is not None:
         try:

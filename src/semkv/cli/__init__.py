@@ -43,8 +43,8 @@ _LAB = {
     "demo": "Answer drawn visual questions three times, and compare.",
     "sweep": "Run many experiments, and log a row for each.",
     "report": "Make one HTML page of the logs of sweeps.",
-    "calibrate": "Fit the chance of a wrong answer from labelled pairs.",
-    "eval-pairs": "Precision and recall of a policy on labelled pairs.",
+    "calibrate": "Fit the chance of a wrong answer from labeled pairs.",
+    "eval-pairs": "Precision of a policy on labeled pairs.",
     "eval-stream": "Hits and wrong answers of a policy along a stream.",
     "bench": "What a KV connector of vLLM stands.",
 }

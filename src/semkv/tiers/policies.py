@@ -1,11 +1,11 @@
 """Whether an approximate match may be used: the last word before a donor is substituted.
 
 fixed       the threshold of the flags
-calibrated  the chance of a wrong answer at this score and wording, fitted from labelled pairs
+calibrated  the chance of a wrong answer at this score and wording, fitted from labeled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
             (`semkv.tiers.bounded`)
 
-A guard's veto comes before all of them, and is final: what a guard sees, such as another dose, is too rare in labelled
+A guard's veto comes before all of them, and is final: what a guard sees, such as another dose, is too rare in labeled
 pairs and in traffic for its cost to be learned there.
 """
 
