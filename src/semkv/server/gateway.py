@@ -43,7 +43,6 @@ _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
 _RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
-_GRACE_S = 0.25  # a lookup that searched before the record may still come to look among the pending requests
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -527,8 +526,7 @@ class Gateway:
                 await self.cache.record(report, payload, canonical.model)
         finally:
             if pending in self.pending:
-                later = asyncio.get_running_loop().call_later
-                later(_GRACE_S if flight.stored else 0.0, self.pending.remove, pending)
+                self.pending.remove(pending)
         if payload is not None and flight.stored and report is not None and report.plan.substituted:
             self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
 
