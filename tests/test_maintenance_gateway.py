@@ -17,8 +17,8 @@ from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import prepare
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.ahead import AheadLog
-from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 PROXY = {"trusted_proxies": ("127.0.0.1",)}

@@ -29,7 +29,7 @@ from semkv.stores.block_file import BlockFile, room
 from semkv.stores.blocks import Bounds
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import inspect, purge_directory, verify
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 PROCESSES = multiprocessing.get_context("forkserver")  # which has everything imported

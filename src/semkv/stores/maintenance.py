@@ -25,8 +25,8 @@ from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database
 from semkv.stores.files import described, make_folder, matching, remove_strays
 from semkv.stores.media import MediaStore
+from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
-from semkv.stores.responses.base import Selector
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
 _STORES = ("kv", "fusion")

@@ -13,7 +13,7 @@ from typing import cast
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
-from semkv.stores.responses.base import (
+from semkv.stores.responses import (
     CHECKSUM,
     LOG,
     REFUSALS,
