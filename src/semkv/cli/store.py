@@ -197,7 +197,8 @@ def _verify(
 
     from semkv.stores.maintenance import verify as check
 
-    watched = partial(track, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
     found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
     deleted = found.counts["deleted"]
     said = (

@@ -306,12 +306,16 @@ class Catalog:
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
         statement = (
-            "SELECT tenant, model, COUNT(*), CAST(TOTAL(hits) AS INTEGER), CAST(MIN(created) AS REAL), "
-            "CAST(MAX(used) AS REAL), "
-            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
+            "SELECT CAST(tenant AS BLOB), CAST(model AS BLOB), "  # a damaged row may have anything in their place
+            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS BLOB), x''), "
+            "COUNT(*), CAST(TOTAL(hits) AS INTEGER), CAST(MIN(created) AS REAL), CAST(MAX(used) AS REAL) "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        return [NamespaceUse(*row) for row in self.database.rows(statement, tenant)]
+        found = []
+        for *names, entries, hits, oldest, used in self.database.rows(statement, tenant):
+            owner, model, name = (text.decode(errors="replace") for text in names)
+            found.append(NamespaceUse(owner, model, entries, hits, oldest, used, name))
+        return found
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
