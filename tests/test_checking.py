@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
-from semkv.tiers.base import Tally
+from semkv.tiers import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
 from semkv.types import (

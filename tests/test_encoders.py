@@ -15,9 +15,8 @@ from PIL import Image, ImageDraw
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
+from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
-from semkv.encoders import vision
-from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, resolve_model, short_bert
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError

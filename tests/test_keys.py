@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from semkv.keys import LITERAL, digest, normalise, weights_digest
-from semkv.tiers.prompt_keys import SKETCH, Keyed, sentences, sketch
+from semkv.keys import LITERAL, SKETCH, Keyed, digest, normalise, sentences, sketch, weights_digest
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, direction, line
-from semkv.tiers.base import Candidate
+from semkv.tiers import Candidate
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import CacheMode, Request, ReuseReport, Scope
 
