@@ -10,7 +10,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 

@@ -30,7 +30,7 @@ from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Reader, SingleFlight
 from semkv.server.sse import NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
 
