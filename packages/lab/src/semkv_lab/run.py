@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -335,6 +336,7 @@ def execute(
     settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
 ) -> Figures:
     """Run, print and write what the settings ask for; ``baseline`` as in `run`."""
+    started = datetime.now(UTC)
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine in ("vllm", "transformers"):
@@ -354,13 +356,15 @@ def execute(
             settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
         )
         if summary["interrupted"]:
-            listener.complete(records)
+            listener.rewrite(records)
         else:
             listener.write()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         with writing(SUMMARY_OUT, settings.summary_out):
-            write_json(settings.summary_out, {**run_header(settings), "summary": summary})
+            seconds = round(time.time() - started.timestamp(), 1)
+            times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
+            write_json(settings.summary_out, {**run_header(settings), **times, "summary": summary})
     return summary
 
 
