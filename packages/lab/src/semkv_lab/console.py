@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
 SETTINGS = ".settings.json"  # added to the name of a file of samples
-_STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
 
 
 def make_console() -> Console:
@@ -51,7 +50,7 @@ def progress_bar(console: Console, **options: Any) -> Progress:
 
 
 class Listener:
-    """Draws the progress of a run on a console, and writes records to ``--samples-out`` as they come.
+    """Shows a run on a console, and writes records to ``--samples-out`` as they come.
 
     The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
     there stays until there is a record to put in its place, or the run has come to its end. With ``quiet`` there is no
@@ -59,29 +58,21 @@ class Listener:
     """
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
-        self._console, self._settings, self._quiet = console, settings, quiet
-        self._progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
-        self._task = self._progress.add_task(_STAGES["start"], total=None)
+        self.console, self._settings, self._quiet = console, settings, quiet
         self._file: BinaryIO | None = None
 
-    def stage(self, name: str, total: int) -> None:
-        self._progress.reset(self._task, description=_STAGES[name], total=total or None)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
+    def track(self, samples: Sequence[Sample], description: str) -> Iterable[Sample]:
+        """The samples, while a bar shows how many are done."""
+        with progress_bar(self.console, transient=True, disable=not self.console.is_terminal) as bar:
+            yield from bar.track(samples, description=description)
 
     def record(self, record: SampleRecord) -> None:
         self.write(record)
-        self.advance()
         if not self._quiet:
-            self._say(sample_line(record))
+            self.say(sample_line(record))
 
-    def failed(self, sample: Sample, error: Exception) -> None:
-        self.advance()
-        self._say(f"[{sample.sample_id}] failed | {error}")
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, *records: SampleRecord) -> None:
         """Add records to the file, which is begun with the first call."""
@@ -103,12 +94,7 @@ class Listener:
         if records:
             self.write(*records)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def close(self) -> None:
         if self._file is not None:
             with writing(SAMPLES_OUT, Path(self._file.name)):
                 self._file.close()

@@ -63,8 +63,8 @@ def mean(values: Sequence[tuple[str, float]]) -> Estimate:
     """The mean of (image, value) pairs; empty for no pairs."""
 
     def of(numbers: Floats, counts: Integers) -> Floats:
-        sums: Floats = counts @ numbers
-        return sums / counts.sum(axis=1)
+        means: Floats = counts @ numbers / counts.sum(axis=1)
+        return means
 
     return _estimate(values, of)
 
@@ -76,7 +76,8 @@ def median(values: Sequence[tuple[str, float]]) -> Estimate:
         below = counts.cumsum(axis=1)
         half = below[:, -1:] / 2
         lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
-        return (numbers[lower] + numbers[upper]) / 2
+        medians: Floats = (numbers[lower] + numbers[upper]) / 2
+        return medians
 
     return _estimate(values, of)
 

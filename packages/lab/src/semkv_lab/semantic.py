@@ -30,7 +30,6 @@ from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
-from semkv.tiers.policies import Calibration
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
@@ -130,9 +129,8 @@ def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
 def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
     """The cache under a policy, with an encoder that knows the texts."""
     encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
-    calibration = Calibration.load(flags.calibration) if flags.calibration else None
     know(texts, encoder)
-    return SemKV(encoder, flags, calibration=calibration, seed=0)
+    return SemKV(encoder, flags, seed=0)
 
 
 @contextmanager
@@ -171,8 +169,8 @@ class Labeled(NamedTuple):
 class Bench:
     """One run: what is asked and what fits, encoder, calibration, and the caches that can be measured here."""
 
-    def __init__(self, flags: SemanticFlags, names: Sequence[str], folder: Path) -> None:
-        self.flags, self._names, self._folder = flags, names, folder
+    def __init__(self, flags: SemanticFlags, folder: Path) -> None:
+        self.flags, self._calibration = flags, folder / "calibration.json"
         self.encoder = SentenceEncoder(remembered=_REMEMBERED)
         self.absent: list[str] = []
 
@@ -197,26 +195,23 @@ class Bench:
     @cached_property
     def halves(self) -> tuple[list[Pair], list[Pair]]:
         """What fits, and what asks."""
-        flags = self.flags
-        if flags.pairs is None:
+        if self.flags.pairs is None:
             fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
-        else:
-            fitting, asking = halves(read_rows(flags.pairs, Pair), flags.seed)[:: -1 if flags.swap_halves else 1]
-        return fitting, asking
+            return fitting, asking
+        one, other = halves(read_rows(self.flags.pairs, Pair), self.flags.seed)
+        return (other, one) if self.flags.swap_halves else (one, other)
 
     @cached_property
     def makers(self) -> list[Maker]:
         """Makers of every cache and setting that works here; the others are named in ``absent``."""
-        prior = None
-        if {"calibrated", "bounded"} & {*self._names}:
+        names = [name for name in CACHES if name in self.flags.caches]
+        if {"calibrated", "bounded"} & {*names}:
             self.know(self.halves[0])
-            fitted = fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration
-            prior = fitted, self._folder / "calibration.json"
-            fitted.save(prior[1])
+            fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration.save(self._calibration)
         found: list[Maker] = []
-        for name in self._names:
+        for name in names:
             try:
-                found += caches.makers(name, self.encoder, prior, self.flags)
+                found += caches.makers(name, self.encoder, self._calibration, self.flags)
             except ImportError as error:
                 self.absent.append(f"{name}: not installed: pip install {error.name}")
             except Exception as error:
@@ -245,7 +240,7 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
+        bench = Bench(flags, Path(folder))
         found |= {"encoder": bench.encoder.fingerprint, "not measured": bench.absent}
         for name in flags.parts:
             found[name], tables = PARTS[name](bench)
