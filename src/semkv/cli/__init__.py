@@ -36,7 +36,7 @@ app.command("semkv.cli.store:verify", group=STORES, help="Read everything and ch
 app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and anything too old.")
 app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or the data of one tenant.")
 app.command("semkv.cli.store:export", group=STORES, help="Write a cache into one file.")
-app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory from an exported file.")
+app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of an exported file.")
 
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
