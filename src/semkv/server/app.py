@@ -243,7 +243,7 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = http.HttpUpstream(settings.upstream, settings.upstream_timeout)
+    upstream = http.HttpUpstream(settings.upstream)
     return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
 
 
