@@ -129,7 +129,7 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
         "lost": "failed", "crash": "failed", "fine": "ok", "also-fine": "ok",
     }  # fmt: skip
     assert "gone.jsonl" in found["lost"]["error"]
-    assert "the end is near" in found["crash"]["error"]
+    assert "exit code -11: the end is near" in found["crash"]["error"]
     assert found["fine"]["summary"]["samples"] == 400
     assert found["fine"]["environment"]["python"]
     assert found["fine"]["settings"]["cache"]["exact"] is True
