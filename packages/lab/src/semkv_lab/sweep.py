@@ -308,11 +308,13 @@ def _run_in_turn(experiments: Iterable[Experiment]) -> Iterator[Ended]:
     """One after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
     for e in experiments:
+        preloaded = ["semkv_lab.run"]
         if e.settings.engine not in ("scripted", "labels"):
             from semkv.engines.vllm import set_environment
 
             set_environment()  # what the libraries read when they are loaded
-            context.set_forkserver_preload(list(_PRELOADED))
+            preloaded += _PRELOADED
+        context.set_forkserver_preload(preloaded)
         process = context.Process(target=run_apart, args=(e,), name=e.name)
         process.start()
         try:
