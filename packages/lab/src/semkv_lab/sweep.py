@@ -199,10 +199,13 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
                 bar.update(task, description=e.name)
                 if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
                     prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+                e.summary.unlink(missing_ok=True)
                 return replace(e, baseline=_cold_answers(e, log))
 
             for some in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
                 for ended, error in execute(map(ready, some)) if some else ():
+                    if not error and not ended.summary.is_file():
+                        error = "the process ended before the run did"
                     log.rows[ended.name] = _row(ended, error, log)
                     log.write()
                     bar.advance(task)
@@ -350,7 +353,7 @@ def _run_on_ray(experiments: Iterable[Experiment]) -> Iterator[Ended]:
         (done,), _ = ray.wait(list(waiting))
         why = ""
         try:
-            ray.get(done)
+            waiting[done].summary.write_text(ray.get(done), encoding="utf-8")  # it may come from another machine
         except ray.exceptions.RayError as error:
             why = str(error)[-_TAIL:]
         yield waiting.pop(done), why
@@ -380,9 +383,10 @@ def run_apart(experiment: Experiment) -> None:
         sys.exit(str(error))
 
 
-def run_here(experiment: Experiment) -> None:
-    """Run it in this process; it leaves its summary where the settings say."""
+def run_here(experiment: Experiment) -> str:
+    """Run it in this process. Returns the summary that it leaves where the settings say."""
     from semkv_lab.run import execute
 
     if execute(experiment.settings, quiet=True, baseline=experiment.baseline)["interrupted"]:
         raise SemkvError("interrupted")
+    return experiment.summary.read_text(encoding="utf-8")
