@@ -8,15 +8,15 @@ another engine on the same directory may be killed at any moment.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
+import subprocess
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_engines import BLOCK, Answer, Engine, answered, connector, differs, prompt, started, token_ids
+from kv_engines import BLOCK, Answer, Engine, answered, command, connector, differs, prompt, token_ids
 
 TENANTS = ("a", "b", "c")
 
@@ -192,19 +192,17 @@ class Other:
     """Another engine on the directory, which asks the same prompts without end."""
 
     def __init__(self, model: str, cache: str, load: Load, prompts: list[list[int]]) -> None:
-        reading, writing = os.pipe()
-        self._said = os.fdopen(reading)
-        with os.fdopen(writing, "w") as output, Path(os.devnull).open("w") as nowhere:
-            arguments = [model, cache, dataclasses.asdict(load), prompts]
-            self._job = started(beside, arguments, output, nowhere)
+        asks = command(beside, model, cache, dataclasses.asdict(load), prompts)
+        self._process = subprocess.Popen(asks, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
     def has_begun(self) -> bool:
         """Wait for its first answers; False if it ended without any."""
-        return any(line == "asked\n" for line in self._said)
+        assert self._process.stdout is not None
+        return any(line == "asked\n" for line in self._process.stdout)
 
     def kill(self) -> None:
-        self._job.close()
-        self._said.close()
+        with self._process:
+            self._process.kill()
 
 
 def beginnings(ids: list[int]) -> list[bytes]:
