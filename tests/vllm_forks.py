@@ -18,8 +18,6 @@ import functools
 import gc
 import importlib.util
 import json
-import multiprocessing.context
-import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -30,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -67,7 +66,7 @@ def prepare() -> Path:
         os.environ |= {_FOLDER: folder, _RUN: str(os.getpid())}
         for name, more in (("python", ""), ("semkv", "-m semkv")):
             program = Path(folder, name)
-            program.write_text(f"#!/bin/sh\nexec '{_REAL}' '{Path(__file__).resolve()}' {more} \"$@\"\n")
+            program.write_text(f"#!/bin/sh\nexec '{_REAL}' -S '{Path(__file__).resolve()}' {more} \"$@\"\n")
             program.chmod(0o700)
     return Path(os.environ[_FOLDER])
 
@@ -118,6 +117,8 @@ def _serve(folder: Path) -> None:
             importlib.import_module(name)
     if importlib.util.find_spec("vllm"):
         importlib.import_module(Path(__file__).stem).quicken()  # the module that programs know
+    import multiprocessing
+
     fork = multiprocessing.get_context("fork")
     for name in ("spawn", "forkserver"):  # a new interpreter would import it all again
         multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
@@ -173,7 +174,7 @@ def _keep(line: socket.socket, run: int) -> None:
 
 
 def _run(order: dict[str, Any], files: list[int]) -> None:
-    """The program, as Python runs it; with this function the process ends, as Python does."""
+    """The program, as Python runs it; the process ends here, or as Python ends it after an exception."""
     os.setsid()
     high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 500) for number in files]
     for number in files:
@@ -191,10 +192,23 @@ def _run(order: dict[str, Any], files: list[int]) -> None:
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # noqa: PTH109
     sys.argv = [how, *rest]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if how == "-m":
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    try:
+        if how == "-m":
+            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        else:
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
     else:
-        exec(compile(what, "<string>", "exec"), main.__dict__)
+        status = 0
+    # As Python ends, but for taking all those libraries apart, which takes half a second.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _stand_in(arguments: list[str]) -> int:
