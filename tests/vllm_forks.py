@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -95,12 +94,16 @@ def _address() -> str:
 def quicken() -> None:
     """Do once in a process, and for its forks, what vLLM does for every engine though nothing has changed.
 
-    It sets the levels of all loggers, and looks through all modules for kernels that have a CPU's version.
+    It collects garbage among all modules, sets the levels of all loggers, and looks for kernels that have a CPU's
+    version.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.platforms import current_platform
 
+    from semkv_lab.local_engine import spare_modules
+
+    spare_modules()
     configure_logging(LoggingConfig())
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
@@ -123,8 +126,6 @@ def _serve(folder: Path) -> None:
     for name in ("spawn", "forkserver"):  # a new interpreter would import it all again
         multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
     sys.executable = str(folder / "python")
-    gc.collect()
-    gc.freeze()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "new"))
         server.listen(64)
