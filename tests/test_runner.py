@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def go(
 ) -> tuple[list[SampleRecord], Figures]:
     """A run that prints nothing and writes what its settings say."""
     engine = engine or Scripted(store=set())
-    with quiet(chosen) as listener:
+    with closing(quiet(chosen)) as listener:
         return run(
             chosen,
             samples,

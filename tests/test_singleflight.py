@@ -17,7 +17,7 @@ from semkv.server.http import Headers
 from semkv.server.metrics import Metrics
 from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.sse import Assembler
-from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import ResponseCache
 

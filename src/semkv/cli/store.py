@@ -12,18 +12,21 @@ import time
 from contextlib import closing, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import CacheConfig, command_line, default_cache_dir
+from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
 from semkv.stores.database import CATALOG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from cyclopts import App
 
     from semkv.stores.maintenance import CacheUse
 
@@ -52,49 +55,24 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
 
 
-stats = command_line(
-    help_epilogue="""\
-Examples:
+def _command(examples: str, **options: Any) -> App:
+    return command_line(help_epilogue=f"Examples:\n\n```\n{examples}\n```", **options)
 
-```
-  semkv stats --cache-dir runs/demo/cache
+
+stats = _command("""\
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
       what purge --tenant would find. The tenant is named as in stats; with the deployment's secret, also by the name
-      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats
-```"""
-)
-
-verify = command_line(
-    help_epilogue="""\
-Examples:
-
-```
-  semkv verify --cache-dir runs/demo/cache
-      exit code 1 where something is damaged, 2 where something could not be read at all
+      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats""")
+verify = _command("""\
   semkv verify --repair
       delete what is damaged, so that it is computed again. A damaged catalog stays: a purge of everything deletes it,
-      and an engine or a gateway that starts puts it aside
-```"""
-)
-
-gc = command_line(
-    help_epilogue="""\
-Examples:
-
-```
-  semkv gc --cache-dir runs/demo/cache
-      delete what crashed writers and deleted entries left
+      and an engine or a gateway that starts puts it aside""")
+gc = _command("""\
   semkv gc --max-age-days 30
-      also what was stored more than 30 days ago, used since or not
-```"""
-)
-
-purge = command_line(
-    help_epilogue="""\
-Examples:
-
-```
+      delete what crashed writers and deleted entries left, and what was stored more than 30 days ago, used since or not
+""")
+purge = _command("""\
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv stored there, and nothing else; a gateway's secret stays. Engines and gateways that
       run forget what they hold within a second or so. What vLLM itself holds on the device goes with
@@ -104,32 +82,17 @@ Examples:
       latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
       its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
-      count what would go
-```"""
-)
-
-
-export = command_line(
-    help_epilogue="""\
-Examples:
-
-```
+      count what would go""")
+export = _command("""\
   semkv export cache.tar --cache-dir /var/lib/semkv
       answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
-      and encoder outputs, and no answers in Redis
-```"""
-)
-
-import_ = command_line(
-    name="import",
-    help_epilogue="""\
-Examples:
-
-```
+      and encoder outputs, and no answers in Redis""")
+import_ = _command(
+    """\
   semkv import cache.tar --cache-dir /var/lib/semkv
       into a directory that is empty or not there yet. Start the gateway with the SEMKV_SECRET of the old one, or
-      without any where the old one had made its own. What was purged since the export is back
-```""",
+      without any where the old one had made its own. What was purged since the export is back""",
+    name="import",
 )
 
 
@@ -192,11 +155,13 @@ def _verify(
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
     from rich.console import Console
+    from rich.progress import track
 
     from semkv.stores.maintenance import verify as check
 
-    with Console(stderr=True).status("Checking"):
-        found = check(_folder(cache_dir), fusion_cache_dir, repair=repair)
+    console = Console(stderr=True)
+    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
+    found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
     deleted = found.counts["deleted"]
     said = (
         f"{found.counts['checked']} files and {found.counts['answers']} answers checked, {len(found.damaged)} damaged"
@@ -326,7 +291,7 @@ def _import(
     from rich.console import Console
 
     from semkv.stores.database import Database
-    from semkv.stores.maintenance import make_cache_folder, prepare
+    from semkv.stores.maintenance import make_cache_folder
 
     root = _folder(cache_dir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -343,7 +308,6 @@ def _import(
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
             with closing(Database(made / CATALOG, replace=False)) as database:
                 database.check()
-            prepare(CacheConfig(made))
             if root.exists():
                 root.rmdir()
             made.rename(root)
