@@ -175,7 +175,8 @@ class TestHeads:
 
     @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost:", b"\r\n"])
     def test_a_connection_without_a_head_ends(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.3)
+        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
+        monkeypatch.setattr(pair.front.server.config, "timeout_keep_alive", 0.2)
         with Line(pair) as line:
             assert line.send(begun).rest() == b""
         with Line(pair) as line:
