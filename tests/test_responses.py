@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway_helpers import Held, wait_until
+from gateway_helpers import Held
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
 from semkv.stores.responses import open_store
