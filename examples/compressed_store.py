@@ -1,16 +1,16 @@
-"""A store of answers of one's own: SQLite with compressed payloads.
+"""A store of answers of your own: SQLite with compressed payloads.
 
     SEMKV_SECRET=sixteen-characters PYTHONPATH=examples semkv serve --upstream http://127.0.0.1:8000 \
       --store compressed_store:open_compressed
 
-``semkv.ResponseStore`` says what all methods promise.
+``semkv.ResponseStore`` says what each method promises.
 """
 
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 
@@ -26,5 +26,5 @@ class CompressedStore(SqliteStore):
 
 
 def open_compressed(default: Path, max_bytes: int) -> CompressedStore:
-    """Beside the database ``default``, in which plain answers may lie."""
+    """A file next to ``default``, the database that may hold plain answers."""
     return CompressedStore(default.with_name("compressed.sqlite"), max_bytes=max_bytes)

@@ -1,4 +1,4 @@
-"""A fusion provider of one's own: what LLaVA's vision encoder and projector put out, in Hugging Face transformers.
+"""A fusion provider of your own: the outputs of LLaVA's vision encoder and projector, in Hugging Face transformers.
 
 PYTHONPATH=examples semkv run --engine llava_fusion:make --model MODEL --enable-fusion-cache
 """
@@ -78,7 +78,7 @@ class LlavaEngine:
 
 
 def make(settings: RunSettings, attach: bool) -> LlavaEngine | FusionEngine:
-    """With the fusion tier where it is on; ``attach`` is False for the cold pass."""
+    """The engine, with the fusion tier where that is on. ``attach`` is False for the cold pass."""
     engine, cache = LlavaEngine(settings.model), settings.cache
     if not attach or not cache.fusion:
         return engine

@@ -1,4 +1,4 @@
-"""A data set of one's own: a function that takes the options and returns samples.
+"""A data set of your own: a function that takes the options and returns samples.
 
     PYTHONPATH=examples semkv run --engine labels --dataset numbers_dataset:load --max-samples 40
 

@@ -1,4 +1,4 @@
-"""A vector index of one's own: all vectors of a partition in one numpy matrix.
+"""A vector index of your own: all vectors of a partition in one numpy matrix.
 
 cache = SemanticCache(config, index=NumpyIndex)
 """

@@ -1,4 +1,4 @@
-"""An engine of one's own: a text model of Hugging Face transformers that computes a prompt's beginning once.
+"""An engine of your own: a text model of Hugging Face transformers that computes a prompt's beginning once.
 
 PYTHONPATH=examples semkv run --engine transformers_engine:TransformersEngine --model MODEL --dataset prompts.jsonl
 """
@@ -15,12 +15,12 @@ from semkv_lab.settings import RunSettings
 
 
 class TransformersEngine:
-    """Greedy answers. The last prompt's KV of each tenant is kept: what the next one shares with it is not computed."""
+    """Greedy answers. Keeps the KV of each tenant's last prompt; only what the next one does not share is computed."""
 
     accepts_images = False
 
     def __init__(self, settings: RunSettings, attach: bool) -> None:
-        """``attach`` is False for the cold pass, which may use the engine's own caches alone."""
+        """``attach`` is False for the cold pass, which may use only the engine's own caches."""
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
         self._model = AutoModelForCausalLM.from_pretrained(settings.model).eval()
         self._weights = weights_digest(settings.model)

@@ -1,4 +1,4 @@
-"""A policy of one's own: which approximate matches may be used. Exact ones are not asked about.
+"""A policy of your own: which approximate matches may be used. It is not asked about exact ones.
 
     PYTHONPATH=examples semkv run --engine labels --policy word_order_policy:SameWords
 
@@ -14,7 +14,6 @@ from semkv import CacheConfig, Decision, Entry, Match, Request
 class SameWords:
     """Accepts a donor that has at least as many of the request's words as the threshold says."""
 
-    weighs_vetoes = False  # a guard's veto is final
     learns = False
     floor = 0.8  # least cosine of a similar question that is worth a look
 
@@ -27,6 +26,6 @@ class SameWords:
         return Decision(share >= self.least, f"{share:.2f} of the words")
 
     def arrived(self) -> None: ...
-    def observe(self, match: Match, *, correct: bool, served: bool) -> None: ...
+    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None: ...
     def state(self) -> None: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""A tier of one's own: texts with the same words in any order. It keeps nothing: its keys lie in the catalog.
+"""A tier of your own: texts with the same words in any order. It stores nothing itself: its keys lie in the catalog.
 
     cache = SemanticCache(config, tiers=[WordSet()])
 

@@ -90,5 +90,5 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 def left(root: Path) -> list[str]:
     """The files that are there, but for those in which an empty store consists."""
-    stays = ("semkv.json", "index.sqlite", "catalog.sqlite", ".lock", "-wal", "-shm")
+    stays = ("index.sqlite", "catalog.sqlite", ".lock", "-wal", "-shm")
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and not p.name.endswith(stays))

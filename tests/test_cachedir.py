@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -63,41 +62,6 @@ def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None
         prepare(config(tmp_path / "catalog.sqlite"))
 
 
-@pytest.mark.parametrize("content", ['{"format": 99}', "not json", "[]"])
-def test_a_directory_of_another_version_is_refused_and_can_be_purged(tmp_path: Path, content: str) -> None:
-    root = tmp_path / "cache"
-    prepare(config(root))
-    (root / "semkv.json").write_text(content, encoding="utf-8")
-    with pytest.raises(StoreError, match="another version"):
-        prepare(config(root))
-    prepare(config(root), purge=True)
-    assert json.loads((root / "semkv.json").read_text(encoding="utf-8"))["format"] == 1
-
-
-@pytest.mark.parametrize(("version", "purge"), [(1, False), (99, True)])
-def test_a_store_of_another_format_is_emptied_where_it_is_older_or_a_purge_takes_it(
-    tmp_path: Path, version: int, purge: bool
-) -> None:
-    prepare(config(tmp_path))
-    (tmp_path / "kv").mkdir(0o700)
-    (tmp_path / "kv" / "semkv.json").write_text(json.dumps({"format": version, "kind": "kv"}), encoding="utf-8")
-    if purge:
-        with pytest.raises(StoreError, match="format 99"):
-            open_store(tmp_path / "kv")
-    prepare(config(tmp_path), purge=purge)
-    open_store(tmp_path / "kv").close()
-    assert json.loads((tmp_path / "kv" / "semkv.json").read_text(encoding="utf-8"))["format"] == 2
-
-
 def test_what_is_made_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     prepare(config(tmp_path / "a" / "cache"))
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "a").rglob("*")} == {0}
-
-
-@pytest.mark.parametrize("store", ["kv", "fusion"])
-def test_a_newer_block_store_is_refused_before_an_engine_starts(tmp_path: Path, store: str) -> None:
-    prepare(config(tmp_path))
-    BlockStore(tmp_path / store, store).close()
-    (tmp_path / store / "semkv.json").write_text(json.dumps({"format": 99, "kind": store}))
-    with pytest.raises(StoreError, match="newer version"):
-        prepare(config(tmp_path))

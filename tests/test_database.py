@@ -15,7 +15,7 @@ import pytest
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
 from semkv.stores.database import CATALOG, Database
-from semkv.stores.responses.base import Selector, StoredResponse
+from semkv.stores.responses import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from test_catalog import record
 
@@ -140,7 +140,7 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(
 OPENER = """
 import sys, time
 from pathlib import Path
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 store = SqliteStore(Path(sys.argv[1]), timeout_s=60.0)
 print("open", flush=True)
@@ -174,7 +174,7 @@ FULL = """
 import resource, signal, sys, time
 from pathlib import Path
 from semkv.errors import StoreError
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SqliteStore(Path(sys.argv[1]))

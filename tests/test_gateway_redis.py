@@ -18,7 +18,7 @@ from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, kind, numbers, wait_
 from redis_server import RedisServer
 from semkv.server.tenancy import named_tenant
 from semkv.stores.maintenance import purge
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses import Selector
 
 
 class Settled(Pair):

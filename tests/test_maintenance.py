@@ -37,7 +37,7 @@ from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import collect, inspect, verify
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 

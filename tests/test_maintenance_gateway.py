@@ -17,8 +17,8 @@ from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import prepare
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.ahead import AheadLog
-from semkv.stores.responses.base import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 PROXY = {"trusted_proxies": ("127.0.0.1",)}
@@ -145,7 +145,7 @@ def test_another_programs_catalog_is_told_and_stays(tmp_path: Path) -> None:
     before = (tmp_path / "catalog.sqlite").read_bytes()
     assert "not known to be semkv's" in refused("purge", "--cache-dir", str(tmp_path))
     assert picture.exists()
-    (tmp_path / "semkv.json").write_text('{"format": 1}')
+    BlockStore(tmp_path / "kv", "kv").close()
     result = invoke(["purge", "--cache-dir", str(tmp_path)])
     assert "0 entries, 0 answers and 1 files deleted" in result.stdout
     assert "not a semkv database" in result.stderr

@@ -128,6 +128,23 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(pair: Pair
     assert pair.asked == [ONE]
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
+    pair: Pair, tenant: dict[str, str], share: float
+) -> None:
+    """The lookup searched before the record was there, and ends when the first request is on its way no longer."""
+    before, pair.app.gateway.cache.found_share = pair.entries, share
+    with lookups(pair, OTHER, after=True) as held:
+        with beside(pair, ONE, headers=tenant):
+            second = pair.soon(OTHER, headers=tenant)
+            wait_until(held.waiting.is_set)
+        wait_until(lambda: pair.entries == before + 1 and not pair.app.gateway.pending)
+        assert pair.asked == [ONE]
+    answer = second.result()
+    assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (f"You said: {ONE}", True)
+    assert pair.asked == [ONE]
+
+
 def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(tmp_path: Path) -> None:
     with Pair(tmp_path, **PATIENT) as pair:
         pair.post(ONE)

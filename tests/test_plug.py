@@ -33,8 +33,7 @@ from semkv import (
 )
 from semkv.engines.scripted import ScriptedEngine
 from semkv.index import Neighbour, Row
-from semkv.stores.responses import open_store
-from semkv.stores.responses.base import MemoryStore, StoredResponse
+from semkv.stores.responses import MemoryStore, StoredResponse, open_store
 from semkv.tiers.policies import build_policy
 from semkv_lab.settings import RunSettings, resolve
 

@@ -15,6 +15,7 @@ from block_helpers import file_ids, files, lose_index, open_store, save, served,
 from maintenance_helpers import purge
 from other_process import Other, obey
 from semkv.stores import block_file
+from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
 
 
@@ -135,7 +136,7 @@ def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         openers = [pool.submit(open_and_save, first) for first in (10_000, 20_000, 30_000)]
         for _ in range(40):
-            if (tmp_path / "kv" / "semkv.json").exists():
+            if is_store(tmp_path / "kv"):
                 purge_directory(tmp_path)
         over.set()
         for opener in openers:

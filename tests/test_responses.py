@@ -13,8 +13,7 @@ import pytest
 from gateway_helpers import Held
 from semkv.errors import ConfigError, StoreError
 from semkv.server.routes import ROUTES
-from semkv.stores.responses import open_store
-from semkv.stores.responses.base import MemoryStore, Selector, SteadyClock
+from semkv.stores.responses import MemoryStore, Selector, SteadyClock, open_store
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import Lifetime, ResponseCache, parse_rule
 

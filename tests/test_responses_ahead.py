@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from gateway_helpers import Held, wait_until
 from semkv.errors import StoreError
-from semkv.stores.responses import ahead
+from semkv.stores.responses import Selector, StoredResponse, ahead
 from semkv.stores.responses.ahead import AheadLog, records
-from semkv.stores.responses.base import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.tiers.response import ResponseCache
 from test_responses import GOOD, Asked, payload

@@ -18,8 +18,7 @@ import pytest
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses import open_store
-from semkv.stores.responses.base import (
+from semkv.stores.responses import (
     CHECKSUM,
     MemoryStore,
     ResponseStore,
@@ -27,6 +26,7 @@ from semkv.stores.responses.base import (
     StoredResponse,
     decode,
     encode,
+    open_store,
     weight,
 )
 from semkv.stores.responses.redis import RedisStore
@@ -305,7 +305,7 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from semkv.stores.responses.base import StoredResponse
+from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 
 store, number = SqliteStore(Path(sys.argv[1]), timeout_s=60.0), int(sys.argv[2])

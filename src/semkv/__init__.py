@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.fusion import FusionStore
-    from semkv.stores.responses.base import ResponseStore
+    from semkv.stores.responses import ResponseStore
     from semkv.tiers.base import Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
@@ -94,7 +94,7 @@ _MODULES = {
     "errors": "ConfigError SemkvError StoreError",
     "keys": "media_id model_fingerprint",
     "stores.fusion": "FusionStore",
-    "stores.responses.base": "ResponseStore",
+    "stores.responses": "ResponseStore",
     "index": "Index",
     "tiers.base": "Tier",
     "tiers.policies": "Decider Decision",

@@ -12,13 +12,14 @@ import time
 from contextlib import closing, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import CacheConfig, command_line, default_cache_dir
+from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
 from semkv.stores.database import CATALOG
 
@@ -192,11 +193,13 @@ def _verify(
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
     from rich.console import Console
+    from rich.progress import track
 
     from semkv.stores.maintenance import verify as check
 
-    with Console(stderr=True).status("Checking"):
-        found = check(_folder(cache_dir), fusion_cache_dir, repair=repair)
+    console = Console(stderr=True)
+    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
+    found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
     deleted = found.counts["deleted"]
     said = (
         f"{found.counts['checked']} files and {found.counts['answers']} answers checked, {len(found.damaged)} damaged"
@@ -326,7 +329,7 @@ def _import(
     from rich.console import Console
 
     from semkv.stores.database import Database
-    from semkv.stores.maintenance import make_cache_folder, prepare
+    from semkv.stores.maintenance import make_cache_folder
 
     root = _folder(cache_dir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -343,7 +346,6 @@ def _import(
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
             with closing(Database(made / CATALOG, replace=False)) as database:
                 database.check()
-            prepare(CacheConfig(made))
             if root.exists():
                 root.rmdir()
             made.rename(root)

@@ -44,9 +44,8 @@ from semkv.server.routes import ROUTES
 from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.stores.database import CATALOG
-from semkv.stores.responses import open_store
+from semkv.stores.responses import Selector, SteadyClock, open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.stores.responses.base import Selector, SteadyClock
 from semkv.tiers.base import Latest
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log

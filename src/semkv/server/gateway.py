@@ -30,7 +30,7 @@ from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Reader, SingleFlight
 from semkv.server.sse import NotKeepable, replay
 from semkv.server.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
-from semkv.stores.responses.base import Selector
+from semkv.stores.responses import Selector
 from semkv.tiers.response import Found
 from semkv.types import ReuseReport
 
@@ -165,6 +165,7 @@ class Gateway:
         overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
             if request.controls.read:
+                before = tuple(self.pending)  # one that is recorded during the lookup may be missed by it
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
                 if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
@@ -176,7 +177,7 @@ class Gateway:
                     looked = await asyncio.shield(looking)
                     if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
-                        if (answer := await self._without_asking(request, found)) is not None:
+                        if (answer := await self._without_asking(request, found, before)) is not None:
                             self._give_up(request)
                             return answer
             if request.reader is None:
@@ -189,10 +190,12 @@ class Gateway:
             request.leave()
             raise
 
-    async def _without_asking(self, request: GatewayRequest, found: Lookup) -> Answer | None:
+    async def _without_asking(
+        self, request: GatewayRequest, found: Lookup, before: tuple[Pending, ...]
+    ) -> Answer | None:
         """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
         an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
-        awaited, so that of equal requests only one does."""
+        awaited, so that of equal requests only one does. ``before``: what was on its way when the lookup began."""
         if (answer := self._hit(request, found)) is not None:
             return answer
         if found.canonical.key != request.canonical.key:
@@ -201,7 +204,7 @@ class Gateway:
             return answer
         if not request.shared or (request.reader is not None and request.reader.joined):
             return None
-        near = await self._similar(request, found)
+        near = await self._similar(request, found, before)
         if near is not None and (answer := await self._near(request, near)) is not None:
             return answer
         return self._join_or_memory(request, found) if request.reader is None else None
@@ -289,13 +292,13 @@ class Gateway:
         group = self.cache.pending_group(request.canonical) if others else ""
         return bool(group) and any(pending.group == group for pending in others)
 
-    async def _similar(self, request: GatewayRequest, found: Lookup) -> Lookup | None:
+    async def _similar(self, request: GatewayRequest, found: Lookup, before: tuple[Pending, ...]) -> Lookup | None:
         """What a request that found nothing may use of an earlier one that asks the same in other words."""
         if found.entry is None:
             return None
         own = None if request.reader is None else request.reader.flight
-        earlier = takewhile(lambda pending: pending.flight is not own, self.pending)
-        candidates = []
+        now = takewhile(lambda pending: pending.flight is not own, self.pending)
+        earlier, candidates = dict.fromkeys((*before, *now)), []
         for pending in [pending for pending in earlier if pending.canonical.key != found.canonical.key]:
             undecided = not pending.looking.done() and not pending.flight.done
             if undecided and pending.group == found.entry.group:

@@ -3,8 +3,7 @@
 A file holds one tensor ``blocks`` of bytes ``[n_blocks, row_bytes]``, one row per block. The header's metadata carries
 one JSON document under the key ``semkv`` and its checksum. Nothing is pickled, and no path comes out of a file.
 
-    <root>/semkv.json               format version and kind of the store
-    <root>/index.sqlite             which file holds which block
+    <root>/index.sqlite                     which file holds which block
     <root>/extents/ab/ab12....safetensors
 
 The document says what the file was written for: ``version``, ``kind`` (kv or fusion), ``file`` (its own id, so that two
@@ -21,7 +20,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,28 +33,23 @@ import xxhash
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
 from semkv.stores.database import delete_files
-from semkv.stores.files import check_private, make_folder, open_file, replace_text
+from semkv.stores.files import check_private, make_folder, open_file
 
 FORMAT_VERSION = 2
-"""Version of the files. The store empties a directory of an older version, and refuses one of a newer version."""
 
 PAGE = 4096
 """What direct reading wants places to be a multiple of, in the file and in memory."""
 
-MARKER = "semkv.json"
 INDEX = "index.sqlite"
 FILES = "extents"
 
 Bytes = npt.NDArray[np.uint8]
-
-log = logging.getLogger("semkv.stores")
 
 _SUFFIX = ".safetensors"
 _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def tenant_tag(salt: str | None) -> str:
@@ -228,30 +221,39 @@ class BlockFile:
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right.
 
-        What the page cache has is copied from there. The rest comes past it, without a copy, where all begins at pages.
+        They come past the page cache, without a copy, where all begins at pages.
         """
         if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
-        views, at, done = [row.data for row in rows], self._start + first * self.row_bytes, 0
-        if _NO_WAIT:
-            done = self._try_to_fill(views, at, done, _NO_WAIT)
-        uncached = done < self.row_bytes * len(rows)
-        if uncached and not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
-            with contextlib.suppress(OSError):  # a file system that cannot do that
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT)
-                done = self._try_to_fill(views, at, done // PAGE * PAGE)
+        views, at = [row.data for row in rows], self._start + first * self.row_bytes
+        direct = not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT if direct else 0)
+            self._fill(views, at)
+        except OSError:  # a file system that cannot read so, or a fault
+            with contextlib.suppress(OSError):
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
-        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
-            done += got
+            self._fill(views, at)
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
 
-    def _try_to_fill(self, views: Sequence[memoryview], at: int, done: int, flags: int = 0) -> int:
-        """Go on after ``done`` bytes until a fault or the end; returns how many bytes are there."""
-        with contextlib.suppress(OSError):
-            while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done, flags)) > 0:
-                done += got
-        return done
+    def _fill(self, views: Sequence[memoryview], at: int) -> None:
+        done = 0
+        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
+            done += got
+
+
+def check_file(root: Path, file: str) -> str:
+    """Read a block file from end to end: what is wrong with it, or an empty string."""
+    try:
+        with BlockFile(path_of(root, file), file=file) as opened:
+            row = room(1, opened.row_bytes)[0]
+            whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
+            return "" if whole else f"{file}: a row is damaged"
+    except FileNotFoundError:  # it was evicted
+        return ""
+    except (CorruptValue, OSError) as error:
+        return f"{file}: {error}"
 
 
 # -- the directory of a store ------------------------------------------------------------------------------------------
@@ -285,51 +287,23 @@ def unlink(root: Path, file: str) -> None:
             name.unlink()
 
 
-def prepare(root: Path, kind: str, *, read_only: bool = False) -> None:
-    """Mark a directory as ours, or see that it is of this format and kind.
+def is_store(root: Path) -> bool:
+    """Whether a directory was made by `make_store`, also where its index was lost or damaged."""
+    return (root / FILES).is_dir() and any((root / name).is_file() for name in (INDEX, f"{INDEX}.lock"))
 
-    One of an older format is emptied: it is a cache.
+
+def make_store(root: Path) -> None:
+    """Make the directory of a store where it is missing.
 
     Raises:
-        StoreError: it is of a newer format or another kind, others can write into it, or there are links in it.
+        StoreError: others can write into it, or there is a link in it.
         OSError: it cannot be read or written.
     """
+    make_folder(root)
     check_private(root)
     if (root / FILES).is_symlink():
         raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
-    marker = read_marker(root)
-    version = FORMAT_VERSION if marker is None else marker.get("format")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise StoreError(
-            f"{root} has format {version}, this version of semkv reads {FORMAT_VERSION}: update semkv, "
-            "empty the directory with 'semkv run --purge', or choose another cache directory"
-        )
-    if marker and marker.get("kind", kind) != kind:
-        raise StoreError(f"{root} is a store of kind {marker['kind']!r}, not {kind!r}: choose another cache directory")
-    if read_only:
-        if marker is None or version != FORMAT_VERSION:
-            raise OSError(errno.EROFS, f"nothing of format {FORMAT_VERSION} is there, and it is only read")
-        return
-    if version != FORMAT_VERSION:
-        gone = discard_files(root)
-        log.warning(
-            "semkv: %s had format %s and is emptied for format %s: %d files", root, version, FORMAT_VERSION, gone
-        )
     make_folder(root / FILES)
-    if marker is None or version != FORMAT_VERSION:
-        replace_text(root / MARKER, json.dumps({"format": FORMAT_VERSION, "kind": kind}), private=True)
-
-
-def read_marker(root: Path) -> dict[str, Any] | None:
-    """What the marker says; None where there is none, empty where it is damaged. Raises as `open_file`."""
-    try:
-        with os.fdopen(open_file(root / MARKER, os.O_RDONLY), "rb") as file:
-            found = json.loads(file.read(1 << 16))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def discard_files(root: Path) -> int:

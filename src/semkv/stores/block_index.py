@@ -183,10 +183,9 @@ def ages(db: sqlite3.Connection, owners: Sequence[str] | None) -> dict[str, tupl
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def touch(db: sqlite3.Connection, used: Mapping[str, float]) -> None:
-    """Note when files were used last."""
-    rows = [(_us(at), _number(file)) for file, at in used.items()]
-    db.executemany("UPDATE files SET used=?, again=1 WHERE number=?", rows)
+def touch(file: str, at: float) -> tuple[str, int, int]:
+    """For `Database.later`: note when a file was used last."""
+    return "UPDATE files SET used=?, again=1 WHERE number=?", _us(at), _number(file)
 
 
 def reserve(

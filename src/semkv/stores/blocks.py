@@ -24,10 +24,9 @@ from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
-from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of, prepare
+from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, make_store, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
-from semkv.stores.database import Database, is_transient, is_useless, opening, quick_check
-from semkv.stores.files import make_folder
+from semkv.stores.database import Database, is_transient, is_useless
 
 log = logging.getLogger("semkv.stores")
 
@@ -79,27 +78,20 @@ class BlockStore:
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
             ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
-
-    Args:
-        read_only: only look at what is there: nothing is written or deleted, and faults of the index are raised.
     """
 
-    def __init__(
-        self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "", *, read_only: bool = False
-    ) -> None:
+    def __init__(self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "") -> None:
         """Open or create a directory for blocks of a kind (``kv`` or ``fusion``).
 
         Raises:
-            StoreError: ``root`` is a file, can be written by others, has links in the place of files, is of a newer
-                format or of another kind.
+            StoreError: ``root`` is a file, can be written by others, or has links in the place of files.
         """
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
         self._database: Database | None = None
-        self._only_looks, self._read_only, self._closed = read_only, read_only, False
+        self._read_only = self._closed = False
         self._opening = threading.Lock()
         self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
-        self._used: dict[str, float] = {}  # noted in the index with the next write
         self._flushed_at, self._swept_at = 0.0, float("-inf")
         self._disowned: list[str] = []  # namespaces that are still to be purged of what this writer wrote
         self._open(_OPEN_S, first=True)
@@ -128,7 +120,7 @@ class BlockStore:
         """Open the directory; where that fails, there is no index until a later time.
 
         Raises:
-            StoreError: see `prepare`; the first time only.
+            StoreError: see `make_store`; the first time only.
         """
         try:
             if not first and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
@@ -136,7 +128,7 @@ class BlockStore:
             self._database, self._swept_at = self._open_index(wait_s), float("-inf")
         except (OSError, StoreError, *_INDEX_FAULTS) as error:
             cause = error.__cause__ or error
-            if first and (isinstance(cause, StoreError) or self._only_looks):
+            if first and isinstance(cause, StoreError):
                 raise
             self.counters["errors"] += 1
             if isinstance(cause, BlockingIOError):  # another process opens it
@@ -146,25 +138,22 @@ class BlockStore:
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
 
     def _open_index(self, wait_s: float) -> Database:
-        """Prepare the directory and open its index; a read-only one as it is, with a warning."""
+        """Make the directory and open its index; a read-only one as it is, with a warning."""
         if self.root.is_file():
             raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
-        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, self._only_looks
+        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, False
         try:
-            if self._only_looks:
-                prepare(self.root, self.kind, read_only=True)
-            else:
-                make_folder(self.root)
-                with opening(file, wait_s):
-                    prepare(self.root, self.kind)
-        except OSError as error:
-            if self._only_looks or error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            make_store(self.root)
+            # Only `Database.write` waits, for as long as its caller says.
+            return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s)
+        except (OSError, StoreError) as error:
+            cause = error.__cause__ or error
+            if not isinstance(cause, OSError) or cause.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            prepare(self.root, self.kind, read_only=True)
-            log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, error)
+            opened = Database(file, schema=schema, timeout_s=0.0, replace=False)
+            log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, cause)
             self._read_only = True
-        # Only `Database.write` waits, for as long as its caller says.
-        return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s, replace=not self._read_only)
+            return opened
 
     def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:
         """What the index says, or ``otherwise`` where there is none or it fails. Faults of the index are handled here.
@@ -179,8 +168,6 @@ class BlockStore:
             with index if write_s is None else index.write(write_s) as db:
                 return what(db)
         except _INDEX_FAULTS as error:
-            if self._only_looks:
-                raise
             self.counters["errors"] += 1
             if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
                 return otherwise
@@ -252,10 +239,11 @@ class BlockStore:
             except OSError as error:
                 self._cannot_read(error)
             else:
-                self._used[file] = time.time()
+                self._note_use(file)
         self.counters["read_blocks"] += sum(good)
-        if self._used and time.monotonic() - self._flushed_at > _FLUSH_S:
-            self._flush()
+        if self.writable and time.monotonic() - self._flushed_at > _FLUSH_S:
+            self._flushed_at = time.monotonic()
+            self._ask(lambda db: None, None, write_s=0.0)  # with it goes what was used
         return good
 
     def layout(self, ref: BlockRef) -> tuple[str, int] | None:
@@ -272,11 +260,9 @@ class BlockStore:
         self.counters["errors"] += 1
         self._warn("semkv: cannot read %s: %s", self.root, error)
 
-    def _flush(self) -> None:
-        """Note what was used, where no other process is in the way."""
-        used, self._used, self._flushed_at = self._used, {}, time.monotonic()
-        if used and self.writable:
-            self._ask(lambda db: block_index.touch(db, used), None, write_s=0.0)
+    def _note_use(self, file: str) -> None:
+        if self._database is not None:
+            self._database.later(*block_index.touch(file, time.time()))
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -333,16 +319,15 @@ class BlockStore:
 
     def _not_stored(self, namespace: str, rows: dict[bytes, Bytes]) -> dict[bytes, Bytes]:
         """What of ``rows`` is not stored; what is counts as used now."""
-        refs, now = self.find(namespace, list(rows)), time.time()
-        self._used |= {ref.file: now for ref in refs if ref is not None}
+        refs = self.find(namespace, list(rows))
+        for file in {ref.file for ref in refs if ref is not None}:
+            self._note_use(file)
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
     def _reserve(self, new: NewFile, since: int | None) -> bool:
-        used, self._used = self._used, {}
         oldest = new.created - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
 
         def reserve(db: sqlite3.Connection) -> bool:
-            block_index.touch(db, used)
             if oldest:
                 block_index.expire(db, self.root, oldest)
             max_bytes, max_blocks = self.bounds.max_bytes, self.bounds.max_blocks
@@ -381,12 +366,9 @@ class BlockStore:
         self.counters["corrupt"] += 1
         self.drop([file])
 
-    def purge(self, *, owner: str | None = None, dry_run: bool = False) -> int:
-        """Delete the files of a tenant, or all; how many went, or with ``dry_run`` would go. Running engines hear of it
-        by `purges_after`."""
+    def purge(self, *, owner: str | None = None) -> int:
+        """Delete the files of a tenant, or all; how many went. Running engines hear of it by `purges_after`."""
         which = {} if owner is None else {"owner": owner}
-        if dry_run:
-            return len(self._ask(lambda db: block_index.file_ids(db, which), list[str]()))
         gone = self._ask(lambda db: block_index.purge(db, self.root, which), 0, write_s=BUSY_S)
         self.sweep()  # what a writer that died, or an index that was lost, has left
         return gone
@@ -444,43 +426,8 @@ class BlockStore:
                     gone += 1
         return gone
 
-    def ages(self, owners: Sequence[str] | None = None) -> dict[str, tuple[int, int, int, float, float]]:
-        """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants."""
-        return self._ask(lambda db: block_index.ages(db, owners), {})
-
-    def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every file from end to end: for each what is wrong with it, or an empty string. An index whose
-        structure is damaged is begun anew, where more than looking is allowed.
-
-        Args:
-            repair: delete files that are damaged.
-        """
-
-        def look(db: sqlite3.Connection) -> list[str]:
-            quick_check(db)
-            return block_index.file_ids(db, {}, committed=True)
-
-        was_open = self.on
-        for file in self._ask(look, list[str]()):
-            try:
-                with self._block_file(file) as opened:
-                    row = block_file.room(1, opened.row_bytes)[0]
-                    whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
-                    reason = "" if whole else f"{file}: a row is damaged"
-            except FileNotFoundError:  # it was evicted
-                continue
-            except (CorruptValue, OSError) as error:
-                reason = f"{file}: {error}"
-            if reason and repair:
-                self.reject(file)
-            yield reason
-        if was_open and not self.on:
-            self.sweep()  # with another index
-            yield f"{INDEX} is damaged"
-
     def close(self) -> None:
         """Nothing more is asked or written."""
-        self._flush()
         with self._opening:
             self._closed = True
             if self._database is not None:

@@ -11,7 +11,7 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from semkv.types import Vector
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
-_COUNT_HITS = "UPDATE entries SET hits=hits+?1, last_hit=MAX(last_hit, ?2), used=MAX(used, ?2) WHERE entry_id=?3"
+_COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
 _SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _TESTS = {
@@ -131,26 +131,14 @@ class Catalog:
 
     def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
         self.path, self.max_entries = path, max_entries
-        self._hits: dict[str, tuple[int, float]] = {}  # by entry, those not written yet, and the last one's time
         self.database = Database(path, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that is undone on any exception. It takes along the hits that are not written yet."""
-        with self.database.write() as db:
-            hits, self._hits = self._hits, {}  # lost where this fails: one of them may be of a damaged row
-            db.executemany(_COUNT_HITS, [(count, now, entry_id) for entry_id, (count, now) in hits.items()])
-            yield db
 
     def __len__(self) -> int:
         return int(self.database.rows("SELECT COUNT(*) FROM entries")[0][0])
 
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
-        if self._hits:
-            with suppress(sqlite3.Error), self._write():
-                pass
         self.database.close()
 
     # -- writing ------------------------------------------------------------------------------------------------
@@ -163,7 +151,7 @@ class Catalog:
         """
         entry = record.entry
         space = namespace_key(entry.namespace)
-        with self._write() as db:
+        with self.database.write() as db:
             found = db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
             if found:
                 db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
@@ -209,7 +197,7 @@ class Catalog:
 
     def tag(self, entry_id: str, tags: Sequence[str]) -> bool:
         """Add tags to an entry; False where it is no longer there. Without tags it is only looked for."""
-        with self._write() if tags else self.database as db:
+        with self.database.write() if tags else self.database as db:
             db.executemany(
                 "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
                 [(tag, entry_id) for tag in tags],
@@ -218,10 +206,8 @@ class Catalog:
         return bool(found)
 
     def hit(self, entry_id: str, now: float) -> None:
-        """Count a hit on an entry at time ``now``: in memory, until the next write takes it along."""
-        with self.database.lock:
-            count, _ = self._hits.get(entry_id, (0, now))
-            self._hits[entry_id] = count + 1, now
+        """Count a hit on an entry at time ``now``, with the next write."""
+        self.database.later(_COUNT_HIT, now, entry_id)
 
     def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
         excess = len(self) - self.max_entries
@@ -259,7 +245,7 @@ class Catalog:
         if dry_run:
             with self.database as db:
                 return removal(db, self._meeting(db, criteria))
-        with self._write() as db:
+        with self.database.write() as db:
             if db.execute(_SHARES).fetchone()[0]:
                 if db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS:  # others were away for long
                     db.execute("DELETE FROM removals")
@@ -287,7 +273,7 @@ class Catalog:
 
     def sent(self, number: int) -> None:
         """Others have been told of the removals up to this one."""
-        with self._write() as db:
+        with self.database.write() as db:
             db.execute("DELETE FROM removals WHERE number<=?", (number,))
 
     def read_from(self) -> str:
@@ -297,7 +283,7 @@ class Catalog:
 
     def read_to(self, cursor: str) -> None:
         """Note it. `read_from` comes before."""
-        with self._write() as db:
+        with self.database.write() as db:
             db.execute("UPDATE shared SET cursor=?", (cursor,))
 
     @contextmanager
@@ -307,24 +293,29 @@ class Catalog:
             if db.execute(_SHARES).fetchone()[0]:
                 yield db
                 return
-        with self._write() as db:
+        with self.database.write() as db:
             for statement in SHARED:
                 db.execute(statement)
             yield db
 
     def apply_removal(self, criteria: Criteria) -> Removed:
         """Delete what another file's `invalidate` deleted there; without a criterion everything."""
-        with self._write() as db:
+        with self.database.write() as db:
             return self._remove(db, criteria)
 
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
         statement = (
-            "SELECT tenant, model, COUNT(*), SUM(hits), MIN(created), MAX(used), "
-            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
+            "SELECT CAST(tenant AS BLOB), CAST(model AS BLOB), "  # a damaged row may have anything in their place
+            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS BLOB), x''), "
+            "COUNT(*), CAST(TOTAL(hits) AS INTEGER), CAST(MIN(created) AS REAL), CAST(MAX(used) AS REAL) "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        return [NamespaceUse(*row) for row in self.database.rows(statement, tenant)]
+        found = []
+        for *names, entries, hits, oldest, used in self.database.rows(statement, tenant):
+            owner, model, name = (text.decode(errors="replace") for text in names)
+            found.append(NamespaceUse(owner, model, entries, hits, oldest, used, name))
+        return found
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
@@ -364,7 +355,7 @@ class Catalog:
                     tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),
                 )  # fmt: skip
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                with self._write() as db:
+                with self.database.write() as db:
                     delete(db, [row])
                 raise CorruptValue(f"entry {name}: {error}") from error
             found.append(entry)

@@ -12,6 +12,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import StoreError
-from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file
+from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file, read_bytes
 
 CATALOG = "catalog.sqlite"
 """Name of the database below the cache directory: the catalog's entries, and a gateway's responses."""
@@ -28,6 +29,7 @@ FORMAT = 2
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
 _POLL_S = 0.005
+_LATER = 65_536  # statements that wait for the next write
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -166,6 +168,7 @@ class Database:
     ) -> None:
         self.path, self.lock, self._schema = path, threading.RLock(), schema
         self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
+        self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
         self.opened, self._closed = 0, False
         self._file: FileId | None = None  # the one that is open
         self._name = os.fspath(path)
@@ -204,10 +207,18 @@ class Database:
         while True:
             with self:
                 if self._began(last=time.monotonic() >= until):
+                    # Lost where this fails: one of them may be of a damaged row.
+                    for statement, values in [self._later.popleft() for _ in range(len(self._later))]:
+                        self.connection.execute(statement, values)
                     yield self.connection
                     self.connection.execute("COMMIT")
                     return
             time.sleep(_POLL_S)
+
+    def later(self, statement: str, *values: object) -> None:
+        """Run a statement with the next write, at the latest when the file is closed: a hit costs no write. The latest
+        65,536 are kept."""
+        self._later.append((statement, values))
 
     def _began(self, *, last: bool) -> bool:
         """Begin to write; False where another process writes, unless this try is the last one."""
@@ -271,6 +282,9 @@ class Database:
 
     def close(self, *, discard: bool = False) -> None:
         """Close the file, and with ``discard`` delete it; later uses raise `sqlite3.ProgrammingError`."""
+        if self._later and not discard and not self._closed:
+            with suppress(sqlite3.Error, StoreError), self.write():
+                pass  # where it fails only the order of use is lost
         with self.lock:
             self._closed = True
             with suppress(sqlite3.Error):
@@ -328,7 +342,10 @@ class Database:
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
+        is_there = check_regular(self.path)
         if self._replace:
+            if not is_there:  # SQLite gives the files beside it the same mode
+                os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))
             self._make_private()
         writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))
         # Without a log nobody has the file open, and SQLite would leave one behind to read it.
@@ -373,8 +390,6 @@ class Database:
         )
 
     def _make_private(self) -> None:
-        if not check_regular(self.path):
-            os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))  # SQLite gives the files beside it the same mode
         for path in (self.path, *(_beside(self.path, suffix) for suffix in _BESIDE)):
             with suppress(OSError):  # another user's, or gone
                 if check_regular(path) and path.stat().st_mode & 0o077:
@@ -389,7 +404,7 @@ class Database:
 
     def _put_aside(self, why: str) -> None:
         kept = "deleted" if self._schema.discard else "put aside"
-        log.warning("semkv: %s is damaged and %s; a new file is begun (%s)", self.path, kept, why)
+        log.warning("semkv: %s cannot be used and is %s; a new file is begun (%s)", self.path, kept, why)
         aside = _beside(self.path, ".damaged")
         if not self._schema.discard and not aside.exists():  # the first one is kept
             self.path.replace(aside)
@@ -433,9 +448,8 @@ def _code(error: BaseException) -> int:
 def is_ours(path: Path) -> bool | None:
     """Whether a database is semkv's, by the first page of the file; None where there is none, or no database."""
     try:
-        with path.open("rb") as file:
-            head = file.read(72)  # https://www.sqlite.org/fileformat.html#the_database_header
-    except OSError:
+        head = read_bytes(path, 72)  # https://www.sqlite.org/fileformat.html#the_database_header
+    except (OSError, StoreError):
         return None
     return head[68:] == _APPLICATION.to_bytes(4, "big") if head.startswith(b"SQLite format 3\0") else None
 

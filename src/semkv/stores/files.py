@@ -81,6 +81,12 @@ def open_file(path: Path, flags: int, mode: int = _FILE) -> int:
     raise _strange(path)
 
 
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """What is in a regular file, or its first bytes. Raises as `open_file`."""
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
 def check_regular(path: Path) -> bool:
     """Whether a file is there. Raises a StoreError where it is a link, a folder, a device or a pipe."""
     try:
@@ -161,11 +167,12 @@ def matching(root: Path, pattern: str) -> list[Path]:
 
 
 def described(paths: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
-    """Files with the status of each, but for those that vanished meanwhile."""
+    """The regular files among some paths, with the status of each, but for those that vanished meanwhile."""
     found = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            found.append((path, path.stat()))
+            if stat.S_ISREG((status := path.lstat()).st_mode):
+                found.append((path, status))
     return found
 
 

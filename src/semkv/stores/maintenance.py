@@ -1,37 +1,34 @@
 """Making, inspecting, checking and emptying a cache directory.
 
 Works beside running engines and gateways: every step is one that they would do themselves, and they hear of what was
-deleted. A directory belongs to semkv when one of the places where a store lives has a ``semkv.json``, or when it has a
-database of ours. Only files of the forms that semkv writes are deleted, so files that a user put there stay.
+deleted. A directory belongs to semkv when it has a database of ours or a store of blocks. Only files of the forms that
+semkv writes are deleted, so files that a user put there stay.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
-from semkv.stores import database
-from semkv.stores.block_file import FILES, FORMAT_VERSION, INDEX, MARKER, discard_files, read_marker, tenant_tag
+from semkv.stores import block_index, database
+from semkv.stores.block_file import FILES, INDEX, check_file, discard_files, is_store, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database
-from semkv.stores.files import described, make_folder, matching, remove_strays, replace_text
+from semkv.stores.files import described, make_folder, matching, remove_strays
 from semkv.stores.media import MediaStore
+from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
-from semkv.stores.responses.base import Selector
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
-FORMAT = 1
-_MARK = json.dumps({"format": FORMAT, "kind": "cache"})
 _STORES = ("kv", "fusion")
 _UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
@@ -43,10 +40,11 @@ _CATALOG_REMEDY = (
 )
 _INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
 _IMAGES = f"media/??/{'?' * 64}"
-_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"weights/{'?' * 64}.json.*.tmp", f"{MARKER}.*.tmp")
+_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"weights/{'?' * 64}.json.*.tmp")
 
-# What semkv writes into a cache directory besides databases and block stores.
-_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", f"weights/{'?' * 64}.json", *_STRAYS)
+# What semkv writes into a cache directory besides databases and block stores. Earlier versions wrote markers.
+_MARKERS = ("semkv.json", "kv/semkv.json", "fusion/semkv.json")
+_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", f"weights/{'?' * 64}.json", *_STRAYS, *_MARKERS)
 
 
 @dataclass(slots=True)
@@ -101,10 +99,10 @@ class CacheUse:
 
 
 def prepare(config: CacheConfig, *, purge: bool = False) -> None:
-    """Make the cache directory ready: empty it where asked, check its version, mark it as ours.
+    """Make the cache directory ready: empty it where asked, and see that nobody else's files are in it.
 
     Raises:
-        StoreError: it is no directory, cannot be written, holds something else, or was written by another version.
+        StoreError: it is no directory, cannot be written, or holds something else.
     """
     root, fusion = config.cache_dir, config.fusion_cache_dir
     for folder in (root,) if fusion is None else (root, fusion):
@@ -112,27 +110,9 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
             raise StoreError(f"{folder} is a file; a cache lives in a directory of its own")
         if purge:
             purge_directory(folder)
-    try:
-        marker = read_marker(root)
-        if marker is None:
-            if not is_ours(root) and root.is_dir() and not _has_no_files(root):
-                raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
-            make_cache_folder(root)
-            replace_text(root / MARKER, _MARK, private=True)
-        elif marker.get("format") != FORMAT:
-            raise StoreError(
-                f"{root} was written by another version of semkv (format {marker.get('format')}, this one reads "
-                f"{FORMAT}): empty it with --purge or choose another --cache-dir"
-            )
-        for store in _stores(root):
-            version = (read_marker(store) or {}).get("format")
-            if isinstance(version, int) and version > FORMAT_VERSION:  # an older one is emptied
-                raise StoreError(
-                    f"{store} was written by a newer version of semkv (format {version}, this one reads "
-                    f"{FORMAT_VERSION}): empty it with --purge or choose another --cache-dir"
-                )
-    except OSError as error:
-        raise _unusable(root, error) from error
+    if root.is_dir() and not is_ours(root) and not _has_no_files(root):
+        raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+    make_cache_folder(root)
 
 
 def make_cache_folder(root: Path) -> None:
@@ -140,18 +120,18 @@ def make_cache_folder(root: Path) -> None:
     try:
         make_folder(root)
     except OSError as error:
-        raise _unusable(root, error) from error
-
-
-def _unusable(root: Path, error: OSError) -> StoreError:
-    reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
-    return StoreError(f"{root} cannot be written ({reason}); choose another --cache-dir")
+        reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+        raise StoreError(f"{root} cannot be written ({reason}); choose another --cache-dir") from error
 
 
 def is_ours(root: Path) -> bool:
-    """Whether there is a sign that `purge_directory` goes by: a marker, or a database of ours."""
-    markers = (root / MARKER, *(root / store / MARKER for store in _STORES))
-    return any(marker.is_file() for marker in markers) or bool(database.is_ours(root / CATALOG))
+    """Whether there is a sign that `purge_directory` goes by: a database of ours, also a damaged one that was opened as
+    ours before, or a store of blocks."""
+    file = root / CATALOG
+    found = database.is_ours(file)
+    if found is None:
+        found = database.is_filled(file) and file.with_name(f"{CATALOG}.lock").is_file()
+    return found or bool(_stores(root))
 
 
 def check_is_cache(cache_dir: Path) -> None:
@@ -209,7 +189,17 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
 def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, Path]]:
     """The stores of KV blocks and of encoder outputs that are there: names and folders."""
     places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
-    return [(name, root) for name, root in places.items() if (root / MARKER).is_file()]
+    return [(name, root) for name, root in places.items() if is_store(root)]
+
+
+@contextmanager
+def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
+    """The index of a block store as it is, to read. With ``whole`` its structure is checked before."""
+    schema = block_index.SCHEMA
+    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened, opened as db:
+        if whole:
+            database.quick_check(db)
+        yield db
 
 
 def _owners(salts: Iterable[str | None]) -> list[str]:
@@ -239,8 +229,9 @@ def inspect(
     found, stores = Report({}), list[StoreUse]()
     owners = None if tenants is None else _owners(salts)
     for name, root in _block_stores(cache_dir, fusion_dir):
-        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=True)) as store:
-            stores += [StoreUse(name, namespace, *counts) for namespace, counts in store.ages(owners).items()]
+        with _noting(found, name, root / INDEX), _index(root) as db:
+            ages = block_index.ages(db, owners)
+            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries, answers, theirs = list[NamespaceUse](), list[AnswersUse](), set[str]()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         for tenant in tenants or (None,):
@@ -258,12 +249,23 @@ def inspect(
     return CacheUse(str(cache_dir), tuple(entries), tuple(answers), tuple(stores), unread, whose)
 
 
-def verify(cache_dir: Path, fusion_dir: Path | None = None, *, repair: bool = False) -> Report:
+Reading = Callable[[Iterable[str], str, int], Iterable[str]]
+"""Hands on what is read of a store, with its name and how many items it has, so that somebody sees how far it is."""
+
+
+def verify(
+    cache_dir: Path,
+    fusion_dir: Path | None = None,
+    *,
+    repair: bool = False,
+    reading: Reading = lambda reasons, name, count: reasons,
+) -> Report:
     """Read every file and every response of a gateway, and check every checksum. Counts what was ``checked`` of files,
     ``answers`` and, with ``repair``, ``deleted``.
 
     Args:
-        repair: delete damaged files and responses, so that they are computed again; never the database.
+        repair: delete damaged files and responses, so that they are computed again, and empty a block store whose index
+            is damaged or lost; never the database.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
@@ -271,21 +273,39 @@ def verify(cache_dir: Path, fusion_dir: Path | None = None, *, repair: bool = Fa
     check_is_cache(cache_dir)
     found = Report({"checked": 0, "answers": 0, "deleted": 0})
 
-    def read(name: str, reasons: Iterable[str], counted: str = "checked") -> None:
-        for reason in reasons:
+    def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
+        for reason in reading(reasons, name, count):
             found.counts[counted] += 1
             if reason:
                 found.damaged.append(f"{name}: {reason}")
                 found.counts["deleted"] += repair
 
     for name, root in _block_stores(cache_dir, fusion_dir):
-        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=not repair)) as store:
-            read(name, store.verify(repair=repair))
-    if _images(cache_dir):
-        read("media", MediaStore(cache_dir / "media").verify(repair=repair))
+        look, files, damaged = Report({}), list[str](), list[str]()
+        with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
+            files = block_index.file_ids(db, {}, committed=True)
+        if repair and (look.damaged or not (root / INDEX).exists()):
+            _discard(root)
+            BlockStore(root, name).close()  # with an empty index
+            found.counts["deleted"], look.unread = found.counts["deleted"] + len(look.damaged), []
+        found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
+        read(name, _check_files(root, files, damaged), len(files))
+        if repair and damaged:
+            with closing(BlockStore(root, name)) as store:
+                store.drop(damaged)
+    if images := _images(cache_dir):
+        read("media", MediaStore(cache_dir / "media").verify(repair=repair), len(images))
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (_, responses):
-        read("answers", responses.verify(repair=repair), "answers")
+        read("answers", responses.verify(repair=repair), responses.usage()[0], "answers")
     return found
+
+
+def _check_files(root: Path, files: Iterable[str], damaged: list[str]) -> Iterator[str]:
+    for file in files:
+        reason = check_file(root, file)
+        if reason:
+            damaged.append(file)
+        yield reason
 
 
 # -- gc and purge -----------------------------------------------------------------------------------------------------
@@ -357,9 +377,13 @@ def purge(
     if salts is not None:
         owners = _owners(salts)
         for name, root in _block_stores(cache_dir, fusion_dir):
-            with _noting(found, name, root / INDEX), closing(BlockStore(root, name, read_only=dry_run)) as store:
-                found.counts["files"] += sum(store.purge(owner=owner, dry_run=dry_run) for owner in owners)
-                if not dry_run and (store.counters["errors"] or not store.writable):
+            if dry_run:
+                with _noting(found, name, root / INDEX), _index(root) as db:
+                    found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
+                continue
+            with _noting(found, name, root / INDEX), closing(BlockStore(root, name)) as store:
+                found.counts["files"] += sum(store.purge(owner=owner) for owner in owners)
+                if store.counters["errors"] or not store.writable:
                     found.unread.append(f"{name}: not all could be read or deleted, purge again")
     return found
 
@@ -425,7 +449,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     if not root.is_dir() or _has_no_files(root):
         return 0
     if not is_ours(root):
-        raise StoreError(f"{root} is not a semkv cache (no {MARKER}): it is not purged")
+        raise StoreError(f"{root} is not a semkv cache: it is not purged")
     stores = _stores(root)
     files = _files(root, *_FORMS)
     blocks = _files(root, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
@@ -438,29 +462,25 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         replay(folder, lambda response, since: True)
     for file in _files(root, *_FORMS):
         file.unlink(missing_ok=True)
-    marker = read_marker(root)
-    if marker is not None and marker.get("format") != FORMAT and root not in stores:
-        replace_text(root / MARKER, _MARK, private=True)
     if left:
         raise StoreError(left)
     return len(files | blocks)
 
 
 def _empty_store(root: Path) -> None:
-    """Delete all blocks. One that this version cannot read, or whose index cannot be written since the disk is full,
-    goes as a whole: processes that have it open begin a new one."""
-    marker = read_marker(root) or {}
-    version, kind = marker.get("format"), str(marker.get("kind"))
-    is_known = kind in _STORES and isinstance(version, int) and version <= FORMAT_VERSION
-    if is_known:
-        with closing(BlockStore(root, kind, _UNBOUNDED)) as store:
-            store.purge()
-            if store.writable and not store.counters["errors"]:
-                return
+    """Delete all blocks. A store whose index cannot be written, since the disk is full, goes as a whole: processes that
+    have it open begin a new one."""
+    with closing(BlockStore(root, root.name, _UNBOUNDED)) as store:
+        store.purge()
+        if store.writable and not store.counters["errors"]:
+            return
+    _discard(root)
+
+
+def _discard(root: Path) -> None:
     try:
         with database.opening(root / INDEX):
             discard_files(root)
-            (root / MARKER).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
 
@@ -504,9 +524,8 @@ def _drop_strays(cache_dir: Path) -> int:
 
 def _stores(root: Path) -> list[Path]:
     """The block stores that are, or were, in a directory, which may be one itself."""
-    alone = [root] if (root / FILES).is_dir() and (root / MARKER).is_file() else []
     below = (root / name for name in _STORES)
-    return alone + [store for store in below if (store / MARKER).is_file() and not store.is_symlink()]
+    return [root] * is_store(root) + [store for store in below if is_store(store) and not store.is_symlink()]
 
 
 def _has_no_files(root: Path) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.ahead import AheadLog, deliver
-from semkv.stores.responses.base import MemoryStore, ResponseStore, Selector, StoredResponse
 from semkv.tiers.base import Every, Tally
 
 _T = TypeVar("_T")

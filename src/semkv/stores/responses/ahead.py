@@ -24,7 +24,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.files import make_folder, open_file
-from semkv.stores.responses.base import ResponseStore, Selector, StoredResponse, decode, encode
+from semkv.stores.responses import ResponseStore, Selector, StoredResponse, decode, encode
 
 PATTERN = f"{'[0-9a-f]' * 16}.log"
 _FRAME = struct.Struct("<QQ")  # checksum and length of what follows: cursor, head and payload, a line break after each

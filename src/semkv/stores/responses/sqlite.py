@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import cast
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.database import Database
-from semkv.stores.responses.base import (
+from semkv.stores.responses import (
     CHECKSUM,
     LOG,
     REFUSALS,
@@ -29,7 +28,7 @@ from semkv.stores.responses.base import (
     read_selectors,
 )
 
-_TOUCHED = 65_536  # entries whose last use is remembered until the next write
+_TENANTS_KNOWN = 65_536  # whose bytes are remembered
 _BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
 _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
@@ -95,8 +94,6 @@ class SqliteStore(ResponseStore):
         self.path, self.max_bytes, self.max_tenant_bytes = path, max_bytes, max_tenant_bytes
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
-        self._touched: dict[str, float] = {}
-        self._touching = threading.Lock()
         self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
         if isinstance(clock, SteadyClock):
             with suppress(StoreError):
@@ -114,19 +111,8 @@ class SqliteStore(ResponseStore):
             raise
         if response.stale_until <= self._clock():
             return None
-        with self._touching:
-            self._touched.pop(key, None)
-            self._touched[key] = self._clock()
-            if len(self._touched) > _TOUCHED:
-                del self._touched[next(iter(self._touched))]
+        self.database.later("UPDATE responses SET used=MAX(used, ?) WHERE key=?", self._clock(), key)
         return response
-
-    def _flush(self, db: sqlite3.Connection) -> None:
-        """Write when entries were last used. Kept in memory until something is put: a hit costs no write."""
-        with self._touching:
-            rows = [(at, key) for key, at in self._touched.items()]
-            self._touched.clear()
-        db.executemany("UPDATE responses SET used=MAX(used, ?) WHERE key=?", rows)
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
@@ -137,7 +123,6 @@ class SqliteStore(ResponseStore):
         with self.database.write() as db:
             if since and self._news(db, since).hit(response):
                 return False
-            self._flush(db)
             db.execute("DELETE FROM responses WHERE key=?", (response.key,))
             db.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -159,7 +144,7 @@ class SqliteStore(ResponseStore):
             db.execute(_TENANTS)
             nbytes = db.execute(_USED_BY, (tenant,)).fetchone()[0]
             left = min(most - self._trim(db, nbytes, most, _OLDEST_OF, response.key, tenant), most // 50)
-            if len(self._left) > _TOUCHED:
+            if len(self._left) > _TENANTS_KNOWN:
                 self._left.clear()
         self._left[tenant] = left
 
@@ -260,9 +245,6 @@ class SqliteStore(ResponseStore):
             after = found[-1][0]
 
     def close(self) -> None:
-        if self._touched:
-            with suppress(StoreError), self.database.write() as db:
-                self._flush(db)  # where it fails only the order of use is lost
         self.database.close()
 
 
