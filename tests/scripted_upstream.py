@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that does what the prompt says, for tests and benches of the gateway.
 
 The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer,
-``[together=9]`` to wait until so many requests are running, ``[status=500]``,
+``[status=500]``,
 ``[length]`` for an answer cut off, ``[cut]`` for a stream that breaks, ``[error]`` for an error event in the stream,
 ``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
@@ -43,10 +43,9 @@ class Scripted:
         self.says: Callable[[Any], list[tuple[bytes, bytes]]] = lambda _: []
         self.gate, self.hold_at = threading.Event(), 0
         self.gate.set()
-        self._together = asyncio.Event()
         self.calls: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.keep, self.total, self.running, self.most_running, self.aborted = keep, 0, 0, 0, 0
+        self.keep, self.total, self.running, self.aborted = keep, 0, 0, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -64,8 +63,6 @@ class Scripted:
         path = scope["path"]
         if path == "/health":
             await self._json(send, 200, {})
-        elif path == "/count":
-            await self._json(send, 200, {"total": self.total, "running": self.running, "most": self.most_running})
         elif path == "/v1/models":
             await self._json(send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
         else:
@@ -103,7 +100,6 @@ class Scripted:
             return
         self._note(scope, body)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
         gone = asyncio.ensure_future(self._gone(receive))
         work = asyncio.ensure_future(self._work(content, said, send))
         try:
@@ -122,10 +118,6 @@ class Scripted:
     async def _work(self, content: Any, said: dict[str, str], send: Any) -> None:
         if "delay" in said:
             await asyncio.sleep(float(said["delay"]))
-        if "together" in said:
-            if self.running >= int(said["together"]):
-                self._together.set()
-            await self._together.wait()
         if not (self.hold_at and isinstance(content, list)):
             await self._opened()
         if "status" in said:

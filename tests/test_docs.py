@@ -386,12 +386,12 @@ def test_the_readmes_first_screen_does_what_it_shows(tmp_path: Path) -> None:
         pytest.skip("needs curl: apt-get install curl")
     block = next(text for page, text in blocks("console") if page == "README.md")
     shown = re.findall(r"^x-semkv.*", block, re.MULTILINE)
-    install, *typed = re.findall(r"^\$ ((?:.*\\\n)*.*)", block, re.MULTILINE)
+    install, _, typed = re.sub(r"^(x-semkv.*\n|\$ )", "", block, flags=re.MULTILINE).partition("\n")
     assert len(shown) == 2
     assert install.startswith("pip install ")  # docs/serving.md and the README say how else
     output = tmp_path / "output"
     with Served(Scripted()) as upstream, output.open("w") as written:
-        script = "\n".join(typed).replace("http://127.0.0.1:8000", upstream.url).replace("8080", str(free_port()))
+        script = typed.replace("http://127.0.0.1:8000", upstream.url).replace("8080", str(free_port()))
         variables = environment(SEMKV_CACHE_DIR=str(tmp_path / "cache"))
         command = ["bash", "-c", script + "\necho done\nwait"]
         gateway = Bound(command, cwd=tmp_path, env=variables, stdout=written)

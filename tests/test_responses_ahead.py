@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,46 +58,6 @@ def opened(folder: Path, gate: Gate, **more: int) -> Iterator[AheadLog]:
 
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.glob(ahead.PATTERN))
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.response import ResponseCache
-sys.path.insert(0, sys.argv[2])
-from test_responses import Asked, payload
-
-class Slow(SqliteStore):
-    def put(self, response, since=""):
-        time.sleep(0.05)
-        return super().put(response, since)
-
-folder = Path(sys.argv[1])
-cache = ResponseCache(Slow(folder / "a"), ahead=folder / "ahead")
-for number in range(1000):
-    assert cache.try_keep(Asked(str(number)), payload("stop", number=number), since=cache.begin())
-    print(number, flush=True)
-"""
-
-
-def test_what_was_kept_is_served_after_kill_9(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        kept = [int(process.stdout.readline()) for _ in range(200)]
-        process.send_signal(signal.SIGKILL)
-        kept += [int(line) for line in process.stdout]
-    store = SqliteStore(tmp_path / "a")
-    assert store.usage()[0] < len(kept)  # the rest is in the log alone
-    store.close()
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
-    for number in kept:
-        found = cache.lookup(str(number))
-        assert found is not None
-        assert found.response.payload == payload("stop", number=number)
-    cache.close()
-    assert not logs(tmp_path / "ahead")
 
 
 @given(st.lists(st.tuples(st.text(), st.binary(max_size=60)), max_size=6), st.data())

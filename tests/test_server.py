@@ -18,7 +18,6 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, chat, kind, reached, said, wait_until
 from semkv.server import Middleware
 from semkv.server.cache_client import Pool
-from semkv.server.http import route_path
 from semkv.server.sse import Assembler
 
 
@@ -352,18 +351,6 @@ def test_late_questions_are_dropped_and_late_orders_are_carried_out(drops: bool)
 # -- the middleware below a path, vLLM's ``--root-path`` ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("root", "path", "found"),
-    [
-        ("/api/", "/api/v1/models", "/v1/models"),
-        ("/api", "/v1/models", "/v1/models"),
-        ("/api", "/apiary/v1/models", "/apiary/v1/models"),
-    ],
-)
-def test_the_route_is_what_follows_the_root(root: str, path: str, found: str) -> None:
-    assert route_path({"path": path, "root_path": root}) == found
-
-
 def test_proxies_that_take_the_path_off_and_others_share_one_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,5 +370,6 @@ def test_proxies_that_take_the_path_off_and_others_share_one_cache(
         assert [kind(reply) for reply in replies] == ["miss", "hit", "hit"]
         for prefix in ("/api", ""):
             assert "semkv_requests_total" in httpx.get(f"{served.url}{prefix}/semkv/metrics").text
+        assert httpx.get(f"{served.url}/apiary/semkv/metrics").status_code == 404
     (body,) = seen
     assert len(body["cache_salt"]) == 64

@@ -180,7 +180,7 @@ def key(path: str, body: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str)
 @STREAM
 def test_it_says_why_and_goes_on_as_it_came(pair: Pair, path: str, more: dict[str, Any], stream: bool) -> None:
-    body = body_for(path, "stateful", stream=stream, **more)
+    body = body_for(path, "stateful", stream=stream, big=12345678901234567890, small=1e-7, **more)
     answers = [post(pair, path, body) for _ in range(2)]
     assert [answer.headers["x-semkv"] for answer in answers] == ["pass reason=stateful"] * 2
     assert answers[0].content != answers[1].content
