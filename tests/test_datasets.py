@@ -227,7 +227,11 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a file").touch()
     with pytest.raises(DatasetError, match=r"n1\.jpg: cannot be written"):
         load_samples("gqa", DatasetOptions(data_dir=tmp_path / "a file", root=root))
-    (root / "val_balanced_instructions" / "val-00000-of-00001.parquet").write_bytes(b"no parquet")
+    table = root / "val_balanced_instructions" / "val-00000-of-00001.parquet"
+    pq.write_table(pa.Table.from_pylist([rows[0], rows[1] | {"id": None}]), table)
+    with pytest.raises(DatasetError, match=r"\(val_balanced_instructions, val\), row 2: no id"):
+        load_samples("gqa", options(tmp_path, root=root))
+    table.write_bytes(b"no parquet")
     with pytest.raises(DatasetError, match=r"val_balanced_instructions, val\) cannot be read"):
         load_samples("gqa", options(tmp_path, root=root))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
     engine = Failing(ANSWERS, interrupt=SKY.question, store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "out" / "samples.jsonl")
     cache = ExactCache(chosen)
-    with quiet(chosen) as listener:
+    with closing(quiet(chosen)) as listener:
         records, summary = go([CAR, CAR_AGAIN, SKY, CAR], chosen, engine, cache=cache, listener=listener)
     assert summary["interrupted"]
     assert len(records) == summary["samples"] == 2
@@ -260,7 +261,7 @@ def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(tmp_path:
     sample = Sample("1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),))
     path = tmp_path / "cold.jsonl"
     chosen = settings(tmp_path, samples_out=path, baseline=True)
-    with quiet(chosen) as listener:
+    with closing(quiet(chosen)) as listener:
         go([sample, SKY], chosen, listener=listener)
     cold = ScriptedEngine()
     records, _ = go([replace(sample, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
@@ -298,7 +299,7 @@ def test_the_line_of_a_sample() -> None:
 def test_samples_and_settings_are_written(tmp_path: Path) -> None:
     path = tmp_path / "s\udcff.jsonl"  # a name that is no Unicode
     chosen = settings(tmp_path, samples_out=path, baseline=True)
-    with quiet(chosen) as listener:
+    with closing(quiet(chosen)) as listener:
         go([CAR, CAR_AGAIN], chosen, ScriptedEngine(ANSWERS, store=set()), ScriptedEngine(ANSWERS), listener=listener)
     first, second = (json.loads(x) for x in path.read_text(encoding="utf-8").splitlines())
     assert first["hit"] is False
@@ -314,7 +315,7 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     path.write_text("of an earlier run\n", encoding="utf-8")
     chosen = settings(tmp_path, samples_out=path)
     failing = Failing(fails=frozenset({"q"}), store=set())
-    with quiet(chosen) as listener, pytest.raises(EngineError, match="prompt too long"):
+    with closing(quiet(chosen)) as listener, pytest.raises(EngineError, match="prompt too long"):
         go([Sample(str(i), "q") for i in range(9)], chosen, failing, listener=listener)
     assert failing.closed
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"

@@ -42,7 +42,7 @@ def bench(*arguments: str | Path, out: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
-    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40", "--plot", tmp_path]
+    flags = ["--data", data, "--parts", "pairs", "traps", "streams", "turns", "--requests", "40"]
     flags += ["--kinds", "zipf", "templates"]
     found, said = bench(*flags, out=tmp_path / "f.json")
     rules = ["cosine 0.92", "vcache rule 0.01", "krites 0.92"]
@@ -64,8 +64,7 @@ def test_every_cache_on_every_part(data: Path, tmp_path: Path) -> None:
     assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
     semkv = found["turns"]["semkv fixed 0.92"]
     assert (semkv["equal last turns"]["hits"], semkv["reworded last turns"]["wrong"]) == (0, 0)
-    for kind, result in found["streams"].items():
-        assert (tmp_path / f"{kind}.png").read_bytes().startswith(b"\x89PNG")
+    for result in found["streams"].values():
         for row in result["caches"].values():
             assert [one["requests"] for one in row["streams"]] == result["requests"]
             assert row["lookup"]["calls"] == sum(result["requests"])

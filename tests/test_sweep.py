@@ -208,7 +208,8 @@ def test_a_damaged_log_is_named_and_another_sweeps_is_left_alone(tmp_path: Path)
     log = SweepLog(path, resume=False)
     row = {"name": "a", "status": "ok", "settings": {}}
     with locked(path):
-        log.replace([row])
+        log.rows = {"a": row}
+        log.write()
         with pytest.raises(ConfigError, match="no other sweep"), locked(path):
             pass
     assert SweepLog(path, resume=True).rows == {"a": row}

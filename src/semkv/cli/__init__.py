@@ -31,12 +31,12 @@ LAB = Group("Measuring", sort_key=2)
 
 app.command("semkv.cli.serve:serve", group=SERVING, help="Answer repeated requests in front of a server.")
 app.command("semkv.cli.serve:warm", group=SERVING, help="Send the prompts of a file through a gateway.")
-app.command("semkv.cli.store:stats", group=STORES, help="What a cache holds, by store, tenant and model.")
+app.command("semkv.cli.store:stats", group=STORES, help="Show what a cache holds, by store, tenant and model.")
 app.command("semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum.")
-app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and what is too old.")
-app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or what is one tenant's in it.")
+app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and anything too old.")
+app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or the data of one tenant.")
 app.command("semkv.cli.store:export", group=STORES, help="Write a cache into one file.")
-app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of such a file.")
+app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of an exported file.")
 
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
@@ -44,9 +44,9 @@ _LAB = {
     "sweep": "Run many experiments, and log a row for each.",
     "report": "Make one HTML page of the logs of sweeps.",
     "calibrate": "Fit the chance of a wrong answer from labeled pairs.",
-    "eval-pairs": "Precision of a policy on labeled pairs.",
-    "eval-stream": "Hits and wrong answers of a policy along a stream.",
-    "bench": "What a KV connector of vLLM stands.",
+    "eval-pairs": "Measure the precision of a policy on labeled pairs.",
+    "eval-stream": "Count hits and wrong answers of a policy along a stream.",
+    "bench": "Compare KV connectors of vLLM, or semantic caches.",
 }
 
 

@@ -329,8 +329,7 @@ class RedisVL(Cache):
 class SemKV(Cache):
     """The whole `SemanticCache` under the flags of a policy, with its catalog in a folder of its own.
 
-    ``calibration`` is the one in a file that ``policy`` names; ``seed`` is of a bounded policy's draws, which have none
-    in use.
+    ``seed`` is of a bounded policy's draws, which have none in use.
     """
 
     def __init__(
@@ -339,12 +338,12 @@ class SemKV(Cache):
         policy: PolicyConfig,
         name: str = "",
         settings: Mapping[str, Any] | None = None,
-        calibration: Calibration | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__(encoder)
         self.name, self.settings, self._guards = name, dict(settings or {}), policy.guards
-        self._folder, self._calibration = Path(tempfile.mkdtemp()), calibration
+        self._folder = Path(tempfile.mkdtemp())
+        self._calibration = Calibration.load(policy.calibration) if policy.calibration else None
         flags = {item.name: getattr(policy, item.name) for item in fields(PolicyConfig)}
         config = CacheConfig(self._folder, **flags)
         decider = build_policy(config, encoder.fingerprint)
@@ -411,17 +410,13 @@ Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
 
-def makers(
-    name: str, encoder: TextEncoder, calibration: tuple[Calibration, Path] | None, flags: SemanticFlags
-) -> list[Maker]:
-    """Makers of a cache, one for each setting; ``calibration`` comes with its file where a policy needs one."""
+def makers(name: str, encoder: TextEncoder, calibration: Path, flags: SemanticFlags) -> list[Maker]:
+    """Makers of a cache, one for each setting; ``calibration`` is the file for the policies that need one."""
     threshold, rates = PolicyConfig.similarity_threshold, flags.max_error_rate
-    prior, file = calibration or (None, None)
 
     def semkv(value: float, settings: dict[str, Any], **policy: Any) -> Maker:
         config = PolicyConfig(**policy)
-        curve = prior if config.calibration else None
-        return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, curve, seed)
+        return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, seed)
 
     if name == "cosine":
         return [lambda seed: Cosine(encoder, threshold)]
@@ -438,13 +433,10 @@ def makers(
     if name == "fixed":
         return [semkv(threshold, {"cosine": threshold})]
     if name == "calibrated":
-        return [semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=file)]
-    given = {"calibration": file} if name == "bounded" else {}
+        return [semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=calibration)]
+    given = {"policy": "bounded", "calibration": calibration if name == "bounded" else None}
     checks = PolicyConfig(policy="bounded").checked_share
-    return [
-        semkv(rate, {"max error rate": rate, "checks": checks}, policy="bounded", max_error_rate=rate, **given)
-        for rate in rates
-    ]
+    return [semkv(rate, {"max error rate": rate, "checks": checks}, max_error_rate=rate, **given) for rate in rates]
 
 
 # -- playing ------------------------------------------------------------

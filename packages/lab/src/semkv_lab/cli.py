@@ -113,6 +113,8 @@ report = command_line(
     help_epilogue=_examples("""
   semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html --title 'Two models'
       of two sweeps together: a page that needs nothing else
+  semkv report runs/a/sweep.csv --out a.md
+      Markdown, with the figures in the folder a
 """)
 )
 
@@ -123,9 +125,9 @@ def _report(
     out: Path = Path("report.html"),
     title: str = "",
 ) -> None:
-    """Make one HTML page of the logs of sweeps.
+    """Make one page of the logs of sweeps.
 
-    It has figures, all experiments and the worst wrong hits.
+    It has figures, all experiments and the worst wrong hits. A page named .md is Markdown, any other HTML.
 
     Args:
         logs: sweep.csv or sweep.jsonl, one or several sweeps together.
@@ -295,7 +297,7 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
     with the command that installs it. Intervals are 95%.
     """
     flags = flags or SemanticFlags()
-    _check_outputs(flags.out, None, pairs=flags.pairs, fit=flags.fit, stream=flags.stream)
+    _check_outputs(flags.out, None, pairs=flags.pairs, stream=flags.stream)
     from semkv_lab import semantic
     from semkv_lab.console import make_console
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from semkv.errors import ConfigError
+from semkv_lab.console import version
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, token_ids
-from semkv_lab.sweep import version
 
 LIMIT_S = 300
 DIR = "$DIR"

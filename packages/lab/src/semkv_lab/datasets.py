@@ -176,10 +176,14 @@ def is_safe_name(name: str) -> bool:
 def _load_tables(options: DatasetOptions, root: Path | None, config: str, split: str) -> list[Sample]:
     """GQA in the Hugging Face layout: below a folder, or from the hub."""
     where, images = str(root or _REPO), config.removesuffix(_KIND) + "_images"
-    chosen = select(list(_read_table(root, config, split)), options)
-    wanted = {str(row.get("imageId")) for row in chosen}
+    rows = list(_read_table(root, config, split))
+    for number, row in enumerate(rows, 1):
+        if not row.get("id"):
+            raise DatasetError(f"{where} ({config}, {split}), row {number}: no id")
+    chosen = select(rows, options)
+    wanted = {str(row["imageId"]) for row in chosen if row.get("imageId")}
     found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
-    return [_sample(str(row.get("id")), row, f"{where}, question {row.get('id')}", found.get) for row in chosen]
+    return [_sample(str(row["id"]), row, f"{where}, question {row['id']}", found.get) for row in chosen]
 
 
 def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,12 +61,25 @@ class Times:
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
     """The mean of (image, value) pairs; empty for no pairs."""
-    if not values:
-        return Estimate(0, None)
-    groups, numbers = split(values)
-    total, sums = np.bincount(groups).astype(np.float64), np.bincount(groups, weights=numbers)
-    drawn = ((counts @ sums) / (counts @ total) for counts in resamples(len(total)))
-    return estimate(len(values), float(sums.sum() / total.sum()), drawn if len(total) > 1 else ())
+
+    def of(numbers: Floats, counts: Integers) -> Floats:
+        means: Floats = counts @ numbers / counts.sum(axis=1)
+        return means
+
+    return _estimate(values, of)
+
+
+def median(values: Sequence[tuple[str, float]]) -> Estimate:
+    """The median of (image, value) pairs; empty for no pairs."""
+
+    def of(numbers: Floats, counts: Integers) -> Floats:
+        below = counts.cumsum(axis=1)
+        half = below[:, -1:] / 2
+        lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
+        medians: Floats = (numbers[lower] + numbers[upper]) / 2
+        return medians
+
+    return _estimate(values, of)
 
 
 def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
@@ -83,22 +96,28 @@ def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
     return replace(found, low=low, high=high)
 
 
-def median(values: Sequence[tuple[str, float]]) -> Estimate:
-    """The median of (image, value) pairs; empty for no pairs."""
+def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integers], Floats]) -> Estimate:
+    """A figure and its percentile interval. ``of`` gets the values in ascending order, and how often each is there in
+    some draws, [draws, values]; of the values themselves each once.
+    """
     if not values:
         return Estimate(0, None)
-    groups, numbers = split(values)
+    index: dict[str, int] = {}
+    images = np.array([index.setdefault(image, len(index)) for image, _ in values])
+    numbers = np.array([value for _, value in values], dtype=np.float64)
     order = np.argsort(numbers, kind="stable")
-    groups, numbers = groups[order], numbers[order]
-
-    def medians() -> Iterator[Floats]:
-        for counts in resamples(int(groups.max()) + 1, len(groups)):
-            below = counts[:, groups].cumsum(axis=1)
-            half = below[:, -1:] / 2
-            lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
-            yield (numbers[lower] + numbers[upper]) / 2
-
-    return estimate(len(values), float(np.median(numbers)), medians() if groups.any() else ())
+    images, numbers = images[order], numbers[order]
+    found = Estimate(len(values), float(of(numbers, np.ones((1, len(values)), np.int64))[0]))
+    if len(index) == 1:
+        return found
+    rng, drawn = np.random.default_rng(_SEED), []
+    left, at_once = RESAMPLES if len(index) <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // len(values))
+    for start in range(0, left, at_once):
+        size = min(at_once, left - start)
+        counts = rng.multinomial(len(index), np.full(len(index), 1 / len(index)), size=size)
+        drawn.append(of(numbers, counts[:, images]))
+    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
+    return replace(found, low=float(low), high=float(high))
 
 
 def times(values: Iterable[float | None]) -> Times:
@@ -108,33 +127,6 @@ def times(values: Iterable[float | None]) -> Times:
         return Times(0, None, None)
     middle, late = np.percentile(known, [50, 95])
     return Times(len(known), float(middle), float(late))
-
-
-def split(values: Sequence[tuple[str, float]]) -> tuple[Integers, Floats]:
-    """Images as numbers from 0 in order of appearance, and the values."""
-    index: dict[str, int] = {}
-    groups = [index.setdefault(image, len(index)) for image, _ in values]
-    return np.array(groups), np.array([value for _, value in values], dtype=np.float64)
-
-
-def resamples(images: int, rows: int = 0) -> Iterator[Integers]:
-    """How often each image is there in draws with replacement, [draws, images]; ``rows`` are made of each draw.
-
-    Some draws come at a time, to bound memory, and fewer of many images.
-    """
-    rng = np.random.default_rng(_SEED)
-    left, at_once = RESAMPLES if images <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // max(images, rows))
-    for start in range(0, left, at_once):
-        yield rng.multinomial(images, np.full(images, 1 / images), size=min(at_once, left - start))
-
-
-def estimate(n: int, value: float, drawn: Iterable[Floats]) -> Estimate:
-    """With the percentile interval of the figures of all resamples; draws without a figure (NaN) are left out."""
-    figures = list(drawn)
-    if not figures:
-        return Estimate(n, value)
-    low, high = np.nanpercentile(np.concatenate(figures), [2.5, 97.5])
-    return Estimate(n, value, float(low), float(high))
 
 
 # -- how right the answers are ------------------------------------------------------------

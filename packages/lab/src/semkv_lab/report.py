@@ -1,12 +1,8 @@
-"""``semkv report``: from the logs of sweeps one HTML page that needs nothing else."""
+"""``semkv report``: the logs of sweeps as one page. HTML needs nothing else; Markdown has its figures beside it."""
 
 from __future__ import annotations
 
-import base64
-import difflib
 import io
-import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -14,305 +10,265 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from semkv import __version__
 from semkv_lab import metrics
 from semkv_lab.console import keep_apart, percent, seconds, shown, writing
 from semkv_lab.metrics import Estimate, given, read_estimate, without, wrong_hit
-from semkv_lab.results import Experiment, Point, Wrong, facts, points, read_logs, wrong_hits
+from semkv_lab.results import Experiment, Point, Wrong, points, read_logs, wrong_hits
 from semkv_lab.samples import at
 
+Row = Mapping[str, str]
 _WORST = 12  # wrong hits that are shown
 
 
+class Section(NamedTuple):
+    """A part of the page: what it says, a table of rows with equal keys, and a figure with the name of its file."""
+
+    title: str
+    text: str
+    rows: Sequence[Row] = ()
+    figure: Figure | None = None
+    name: str = ""
+
+
 def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
-    """Write the page.
+    """Write the page; equal logs give equal bytes.
 
     Args:
         logs: ``.csv`` or ``.jsonl`` files of sweeps.
-        out: the page.
+        out: the page. Where its name ends in ``.md``, the figures go to a folder of its name without the suffix.
         title: its heading.
     """
     read = {f"LOG {log.name}": log for log in logs}
     read |= {f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs}
     keep_apart({"--out": out}, read)
     experiments = read_logs(logs)
-    wrong = wrong_hits(experiments)
-    shown = {
-        "title": title or "What each tier is worth",
-        "logs": [log.name for log in logs],
-        "version": __version__,
-        "facts": facts(experiments),
-        "drawings": draw_all(experiments),
-        "front": sorted((p for p in points(experiments) if p.front), key=lambda p: p.front),
-        "columns": COLUMNS,
-        "experiments": experiments,
-        "wrong": wrong,
-        "cards": [_card(w) for w in wrong[:_WORST]],
-        "sampled": sum(bool(e.records) for e in experiments),
-        "hits": _judged(experiments),
-        "environments": environments(experiments),
-    }
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,  # all that comes from the logs
+        autoescape=select_autoescape(("html.j2",)),  # all that comes from the logs
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(percent=percent, uri=lambda svg: _uri("image/svg+xml", svg.encode()))
-    page = environment.get_template("report.html.j2").render(shown)
-    with writing("semkv report", out):
+    environment.filters["cell"] = _markdown_cell
+    kind = "md" if out.suffix == ".md" else "html"
+    with mpl.rc_context(STYLE), writing("semkv report", out):
         out.parent.mkdir(parents=True, exist_ok=True)
+        sections = _sections(experiments)
+        page = environment.get_template(f"report.{kind}.j2").render(
+            title=title or "What each tier is worth",
+            logs=", ".join(log.name for log in logs),
+            version=__version__,
+            counts=_counts(experiments),
+            sections=sections,
+            pictures={s.name: (_png if kind == "md" else _svg)(s, out) for s in sections if s.figure is not None},
+        )
         out.write_text(page, encoding="utf-8", errors="replace")
+
+
+def _markdown_cell(text: str) -> str:
+    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "\\`"), ("\n", " ")):
+        text = text.replace(character, escaped)
+    return text
+
+
+def _counts(experiments: Sequence[Experiment]) -> str:
+    done = [e for e in experiments if e.summary]
+    requests = sum(e.estimate("hit_share").n for e in done)
+    return f"{len(done)} experiments finished, {len(experiments) - len(done)} failed, {requests:,} requests in all"
+
+
+def _sections(experiments: Sequence[Experiment]) -> list[Section]:
+    plane = points(experiments)
+    colors = dict(zip(dict.fromkeys(e.group for e in experiments), cycle(SERIES), strict=False))
+    found = [_tradeoff(plane, colors), _tiers(experiments, colors), *_table(experiments)]
+    return [*filter(None, found), _wrong(experiments), Section("Environment", "", _environments(experiments))]
 
 
 # -- the table of experiments ------------------------------------------------------------
 
 
 class Column(NamedTuple):
-    """A column of the table of experiments; ``key`` is the number that a figure is sorted by, None of texts."""
+    """A column of the table of experiments."""
 
     meaning: str
     text: Callable[[Experiment], str]
-    key: Callable[[Experiment], float | None] | None = None
 
 
 def _figure(column: metrics.Column) -> Column:
-    def text(e: Experiment) -> str:
-        return shown(e.estimate(column.path), column.unit)
-
-    return Column(f"{column.meaning} [95% interval]", text, lambda e: e.estimate(column.path).value)
+    meaning = f"{column.meaning} [95% interval]"
+    return Column(meaning, lambda e: shown(e.estimate(column.path), column.unit))
 
 
-def _lookup(experiment: Experiment) -> float | None:
-    found: float | None = at(experiment.summary, "lookup", "p50_s")
-    return found
-
-
-def _note(experiment: Experiment) -> str:
-    gone = f"its samples are gone: {experiment.samples}" if experiment.samples and not experiment.records else ""
-    return "; ".join(filter(None, (experiment.error or experiment.notes, gone))) or "-"
-
-
-_SHOWN = [column for column in metrics.COLUMNS if column.meaning]
 COLUMNS: Mapping[str, Column] = {
     "experiment": Column("its name", lambda e: e.name),
     "status": Column("ok or failed", lambda e: e.status),
-    **{column.name: _figure(column) for column in _SHOWN},
-    "lookup": Column("median time of the lookup", lambda e: seconds(_lookup(e)), _lookup),
-    "requests": Column(
-        "requests answered",
-        lambda e: f"{e.summary['samples']:,}" if e.summary else "-",
-        lambda e: at(e.summary, "samples"),
-    ),
+    **{column.name: _figure(column) for column in metrics.COLUMNS if column.meaning},
+    "lookup": Column("median time of the lookup", lambda e: seconds(at(e.summary, "lookup", "p50_s"))),
+    "requests": Column("requests answered", lambda e: f"{e.summary['samples']:,}" if e.summary else "-"),
     "tiers": Column("tiers that are on", lambda e: e.tiers if e.settings else "-"),
     "thresholds": Column("least cosine by tier or layer", lambda e: e.thresholds or "-"),
     "group": Column("preset or model, and what else differs", lambda e: e.group),
-    "took": Column(
-        "the whole experiment, s",
-        lambda e: "-" if e.seconds is None else f"{e.seconds:,.0f}",
-        lambda e: e.seconds,
-    ),
-    "note": Column("error or note", _note),
+    "took": Column("the whole experiment, s", lambda e: "-" if e.seconds is None else f"{e.seconds:,.0f}"),
+    "note": Column("error or note", lambda e: e.error.strip() or e.notes or "-"),
 }
 """Every column by its title."""
 
 
-def _judged(experiments: Sequence[Experiment]) -> str:
-    """How many hits the samples have, and how many of them anything judges."""
-    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
-    hits, of_them = len(judged), sum(judged)
-    return f"{hits:,} hits" if of_them == hits else f"{of_them:,} of {hits:,} hits that a baseline judges"
+def _table(experiments: Sequence[Experiment]) -> list[Section]:
+    """All experiments, and what the columns say; a column that nothing fills is left out."""
+    rows = [{name: column.text(e) for name, column in COLUMNS.items()} for e in experiments]
+    filled = [name for name in COLUMNS if any(row[name] != "-" for row in rows)]
+    said = "Without semkv means vLLM with its own prefix cache and encoder cache."
+    meanings = [{"column": name, "meaning": COLUMNS[name].meaning} for name in filled]
+    return [
+        Section("All experiments", said, [{name: row[name] for name in filled} for row in rows]),
+        Section("What the columns mean", "", meanings),
+    ]
 
 
-def environments(experiments: Sequence[Experiment]) -> list[tuple[dict[str, Any], list[str]]]:
+def _environments(experiments: Sequence[Experiment]) -> list[Row]:
     """Every environment that occurs, with the names of its experiments."""
-    found: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
     for e in experiments:
-        if e.environment:
-            found.setdefault(repr(sorted(e.environment.items())), (e.environment, []))[1].append(e.name)
-    return list(found.values())
+        found.setdefault(repr(sorted(e.environment.items())), (e.environment, []))[1].append(e.name)
+    keys = dict.fromkeys(key for values, _ in found.values() for key in values)
+    return [
+        {key: str(values.get(key, "-")) for key in keys} | {"experiments": ", ".join(names)}
+        for values, names in found.values()
+    ]
 
 
 # -- wrong hits ------------------------------------------------------------
 
-_THUMBNAIL = (240, 240)
-_WORD = re.compile(r"(\w+|[^\w\s]+)(\s*)")
+
+def _wrong(experiments: Sequence[Experiment]) -> Section:
+    sampled = sum(bool(e.records) for e in experiments)
+    judged = [wrong_hit(r) is not None for e in experiments for r in e.records if r.hit]
+    hits = f"{sum(judged):,} of {len(judged):,} hits that a baseline judges"
+    found = wrong_hits(experiments)
+    if not sampled:
+        said = "The logs name no file of samples that is there, so single answers cannot be shown."
+    elif not found:
+        said = f"None among {hits}. Only a run with --baseline can tell them from the model's own mistakes."
+    else:
+        said = (
+            f"{len(found):,} different ones among {hits}, the {min(_WORST, len(found))} with the highest scores here. "
+            "The request was answered as if it had been the donor's."
+        )
+    return Section("The worst wrong hits", said, [_wrong_row(wrong) for wrong in found[:_WORST]])
 
 
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _card(wrong: Wrong) -> dict[str, Any]:
-    """A wrong hit as the page shows it; the questions are cut into (text, whether it differs)."""
+def _wrong_row(wrong: Wrong) -> Row:
     record = wrong.record
-    own, donor = differing(record.question, record.donor_question)
-    files = {r.image: Path(r.image_file) for e in wrong.experiments for r in e.records if r.image_file}
-
-    def picture(name: str) -> dict[str, str]:
-        return {"name": name, "uri": _thumbnail(files.get(name))}
-
+    names = [e.name for e in wrong.experiments]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return {
-        "record": record,
-        "score": wrong.score,
-        "given": given(record) or "",
-        "without": without(record),
-        "experiments": [e.name for e in wrong.experiments],
-        "question": own,
-        "donor_question": donor if record.donor_question else (),
-        "picture": picture(record.image),
-        "donor_picture": picture(record.donor_image) if record.donor_image not in ("", record.image) else None,
-        "thresholds": wrong.experiments[0].thresholds,
+        "asked": record.question,
+        "of image": record.image,
+        "answered as if asked": record.donor_question or "its own question",
+        "of the donor's image": record.donor_image or "the same",
+        "answer given": (given(record) or "").strip() or "(empty)",
+        "right answer": "-" if record.answer is None else record.answer,
+        "without semkv": (without(record) or "").strip() or "-",
+        "matched by": f"{record.provenance}, {wrong.score:.4f}",
+        "sample": f"{record.sample_id} {record.variant}".strip(),
+        "in": ", ".join(names[:3]) + more,
     }
-
-
-def differing(a: str, b: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
-    """Two texts in pieces, each with whether the other one lacks it; white space and case aside."""
-    texts = _WORD.findall(a), _WORD.findall(b)
-    one, other = ([word.casefold() for word, _ in text] for text in texts)
-    own, donor = list[tuple[str, bool]](), list[tuple[str, bool]]()
-    for kind, i1, i2, j1, j2 in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        own += [("".join(pair), kind != "equal") for pair in texts[0][i1:i2]]
-        donor += [("".join(pair), kind != "equal") for pair in texts[1][j1:j2]]
-    return own, donor
-
-
-def _thumbnail(file: Path | None) -> str:
-    """An image as a small data URI; empty where it has no file."""
-    from PIL import Image, ImageOps
-
-    if file is None:
-        return ""
-    data = io.BytesIO()
-    try:
-        with Image.open(file) as image:
-            ImageOps.contain(image.convert("RGB"), _THUMBNAIL).save(data, "JPEG", quality=85)
-    except (OSError, ValueError, Image.DecompressionBombError):
-        return ""
-    return _uri("image/jpeg", data.getvalue())
 
 
 # -- figures ------------------------------------------------------------
 
-INK, MUTED, GRID, SURFACE = "#1b2026", "#5a6470", "#d8dde2", "#fefefe"
-SERIES = ("#0b68c7", "#c2430d", "#16803c", "#8a3ab5", "#9a6206", "#bd1a5e")
-# The same colors in the dark. The finished SVG names each color by a variable, and a style sheet in it has both values.
-_DARK = {
-    INK: "#e7eaee", MUTED: "#a0aab5", GRID: "#363e48", SURFACE: "#161a20",
-    **dict(zip(SERIES, ("#62b0ff", "#ff9d66", "#52d685", "#cf9bf5", "#e3be6a", "#ff80ba"), strict=True)),
-}  # fmt: skip
+INK = "#1b2026"
+SERIES = ("#2b7fd6", "#d65a1f", "#2a9d57", "#a05ccb", "#b07d1a", "#d6408a")  # told apart on white and on black
 MARKERS = "osD^vPX*"
 STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "svg.hashsalt": "semkv",
-    "svg.fonttype": "path",
     "font.size": 9.5,
-    "axes.titlesize": 10.0,
     "axes.facecolor": "none",
-    "grid.color": GRID,
+    "grid.color": INK,
+    "grid.alpha": 0.15,
 }
 _WIDTH = 10.6  # inches
 _INTERVAL = "95% intervals by bootstrap over images"
 
 
-class Drawing(NamedTuple):
-    """A finished figure: ``name`` is a file name without suffix, ``caption`` says how to read it.
-
-    The SVG is light or dark, as its reader prefers.
-    """
-
-    name: str
-    title: str
-    caption: str
-    svg: str
+def _svg(section: Section, _: Path) -> str:
+    """The figure as it stands in a page, in the page's own color of text."""
+    assert section.figure is not None
+    out = io.StringIO()
+    section.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-def draw_all(experiments: Sequence[Experiment]) -> list[Drawing]:
-    """Every figure that the experiments have data for."""
-    colors = dict(zip(dict.fromkeys(e.group for e in experiments), cycle(SERIES), strict=False))
-    drawn = (_tradeoff(points(experiments), colors), _tiers(experiments, colors))
-    return [drawing for drawing in drawn if drawing is not None]
+def _png(section: Section, page: Path) -> str:
+    """Written to a folder beside the page; its place seen from there."""
+    assert section.figure is not None
+    file = page.with_suffix("") / f"{section.name}.png"
+    file.parent.mkdir(exist_ok=True)
+    section.figure.savefig(file, dpi=110, metadata={"Software": None})
+    return f"{file.parent.name}/{file.name}"
 
 
-def render(name: str, title: str, caption: str, height: float, draw: Callable[[Figure], None]) -> Drawing:
-    """Draw a figure; equal data gives equal bytes. Matplotlib's global state stays as it is."""
-    svg = io.StringIO()
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure)
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text, light, dark = svg.getvalue(), "", ""
-    for number, (color, in_the_dark) in enumerate(_DARK.items()):
-        text = text.replace(color, f"var(--c{number})")
-        light, dark = f"{light}--c{number}:{color};", f"{dark}--c{number}:{in_the_dark};"
-    style = f"<style>:root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{dark}}}}}</style>"
-    return Drawing(name, title, caption, text.replace("<defs>", f"{style}<defs>", 1))
+def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **style: Any) -> Any:
+    """A mark with its intervals; a plain number is a place and has none."""
+    places, bars = [], []
+    for one in (x, y if isinstance(y, Estimate) else Estimate(1, y / factor)):
+        middle = one.value or 0.0
+        ends = (middle if end is None else end for end in (one.low, one.high))
+        places.append(factor * middle)
+        bars.append([[factor * abs(end - middle)] for end in ends])
+    return axes.errorbar(*places, xerr=bars[0], yerr=bars[1], elinewidth=0.8, **style)
 
 
-def _bars(value: Estimate, factor: float) -> Any:
-    """Distances from value to interval, [2, 1]; none where there is no interval."""
-    middle = value.value or 0.0
-    low, high = (middle if end is None else end for end in (value.low, value.high))
-    return np.array([[factor * max(0.0, middle - low)], [factor * max(0.0, high - middle)]])
+def _legend(figure: Figure, marks: Mapping[str, Any]) -> None:
+    columns = max(1, 110 // max(map(len, marks)))
+    figure.legend(list(marks.values()), list(marks), loc="outside lower left", ncols=columns)
 
 
-def _legend(figure: Figure, colors: Mapping[str, str], groups: set[str], tiers: Sequence[str] = ()) -> None:
-    """Groups below the panels, tiers above them."""
-    named = {group: color for group, color in colors.items() if group in groups}
-    handles = [
-        Line2D([], [], marker="o", linestyle="", color=color, label=textwrap.fill(group, 60))
-        for group, color in named.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=max(1, 110 // max(map(len, named))))
-    marks = zip(tiers, cycle(MARKERS), strict=False)
-    if shapes := [Line2D([], [], marker=mark, linestyle="", color=MUTED, label=name) for name, mark in marks]:
-        figure.legend(handles=shapes, loc="outside upper left", ncols=4)
-
-
-def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Drawing | None:
-    """Accuracy against hit rate."""
+def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | None:
+    """Accuracy against hit rate, and a table of the Pareto front."""
     if not plane:
         return None
+    figure, marks = Figure(figsize=(_WIDTH, 5.2), layout="constrained"), dict[str, Any]()
+    axes = figure.subplots()
     tiers = sorted({p.experiment.tiers for p in plane})
-
-    def draw(figure: Figure) -> None:
-        ax = figure.subplots()
-        front = []
-        for p in plane:
-            x, y, color = 100 * (p.rate.value or 0), 100 * (p.accuracy.value or 0), colors[p.experiment.group]
-            bars = {"xerr": _bars(p.rate, 100), "yerr": _bars(p.accuracy, 100)}
-            ax.errorbar(x, y, **bars, color=color, linewidth=0.8, alpha=0.35)
-            marker = MARKERS[tiers.index(p.experiment.tiers) % len(MARKERS)]
-            ax.plot(x, y, marker, color=color, markersize=6.5, markeredgecolor=SURFACE, markeredgewidth=0.7)
-            if p.front:
-                front.append((x, y))
-                style: Any = {"xytext": (4, 3), "textcoords": "offset points", "color": INK, "fontweight": "bold"}
-                ax.annotate(str(p.front), (x, y), **style)
-        xs, ys = zip(*sorted(front), strict=True)
-        ax.plot([0, *xs], [ys[0], *ys], drawstyle="steps-pre", color=INK, linewidth=1.1, zorder=1.5)
-        ax.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
-        ax.set_ylim(max(-2.0, ax.get_ylim()[0]), min(108.0, ax.get_ylim()[1] + 5))
-        _legend(figure, colors, {p.experiment.group for p in plane}, tiers)
-
-    return render(
-        "tradeoff",
-        "Accuracy on hits against hit rate",
+    for p in plane:
+        e = p.experiment
+        style = {"fmt": MARKERS[tiers.index(e.tiers) % len(MARKERS)], "color": colors[e.group], "markersize": 6}
+        marks[f"{e.group}: {e.tiers}"] = _error_bar(axes, p.rate, p.accuracy, 100, **style)
+    front = sorted((p for p in plane if p.front), key=lambda p: p.front)
+    xs, ys = ([100 * (getattr(p, name).value or 0) for p in front] for name in ("rate", "accuracy"))
+    axes.plot([0, *xs], [ys[0], *ys], drawstyle="steps-pre", color=INK, linewidth=1.1, zorder=1.5)
+    for number, place in enumerate(zip(xs, ys, strict=True), 1):
+        axes.annotate(str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold")
+    axes.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
+    _legend(figure, marks)
+    rows = [
+        {
+            "no.": str(p.front),
+            "on the front": p.experiment.name,
+            "tiers": p.experiment.tiers,
+            "hit rate": percent(p.rate),
+            "accuracy on hits": percent(p.accuracy),
+        }
+        for p in front
+    ]
+    said = (
         "One mark an experiment whose hits can be judged. The line is the Pareto front: no other one has more hits and "
-        f"more of them right; its numbers are in the table below. Bars are {_INTERVAL}.",
-        5.2,
-        draw,
+        f"more of them right; its numbers are in the table below. Bars are {_INTERVAL}."
     )
+    return Section("Accuracy on hits against hit rate", said, rows, figure, "tradeoff")
 
 
-def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Drawing | None:
+def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Section | None:
     """The share of requests that every tier served, misses too, and what each of them saved."""
     rows = [
         (row["tier"], e.group, read_estimate(row, "share"), read_estimate(row, "saved.latency_p50_s"))
@@ -323,38 +279,28 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Draw
     if not rows:
         return None
     rows.sort(key=lambda row: (row[0] == "miss", row[0]))
-    places: dict[str, list[int]] = {}
-    for place, (tier, *_) in enumerate(rows):
-        places.setdefault(tier, []).append(place)
-    saved = [1000 * row[3].value for row in rows if row[3].value is not None]
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots(1, 2 if saved else 1, squeeze=False, sharey=True)[0]
-        for place, (_, group, *values) in enumerate(rows):  # one below the other: bars do not cover each other
-            for ax, value, factor in zip(axes, values, (100.0, 1000.0), strict=False):
-                if value.value is not None:
-                    bars, style = _bars(value, factor), {"fmt": "o", "markersize": 3.4, "elinewidth": 0.9}
-                    ax.errorbar(factor * value.value, place, xerr=bars, color=colors[group], **style)
-        for ax in axes:
-            ax.set_yticks([sum(own) / len(own) for own in places.values()], list(places))
-            ax.set_ylim(len(rows) - 0.5, -0.5)
-            ax.grid(visible=False, axis="y")
-            for own in list(places.values())[1:]:
-                ax.axhline(own[0] - 0.5, color=GRID, linewidth=0.7)
-        axes[0].set(xlabel="requests served (%)", xlim=(0, None))
-        if saved:
-            low, high = min(0.0, *saved), max(0.0, *saved)
-            margin = 0.35 * (high - low) or 1.0  # one interval over a few samples shall not flatten all the others
-            axes[1].set(xlabel="median time saved a request (ms)", xlim=(low - margin, high + margin))
-            axes[1].axvline(0, color=INK, linewidth=0.9)
-        _legend(figure, colors, {row[1] for row in rows})
-
-    return render(
-        "tiers",
-        "Hit rate and saved time by tier",
+    names = [row[0] for row in rows]
+    figure, marks = Figure(figsize=(_WIDTH, 2 + 0.1 * len(rows)), layout="constrained"), dict[str, Any]()
+    served, saved = figure.subplots(1, 2, sharey=True)
+    for place, (_, group, share, time) in enumerate(rows):  # one below the other: bars do not cover each other
+        style = {"fmt": "o", "markersize": 3.4, "color": colors[group]}
+        marks[group] = _error_bar(served, share, place, 100, **style)
+        if time.value is not None:
+            _error_bar(saved, time, place, 1000, **style)
+    middles = {name: float(np.mean([n for n, other in enumerate(names) if other == name])) for name in names}
+    served.set_yticks(list(middles.values()), list(middles))
+    served.set_ylim(len(rows) - 0.5, -0.5)
+    served.set(xlabel="requests served (%)", xlim=(0, None))
+    saved.set(xlabel="median time saved a request (ms)")
+    saved.axvline(0, color=INK, linewidth=0.9)
+    times = [0.0, *(1000 * time.value for *_, time in rows if time.value is not None)]
+    low, high = min(times), max(times)
+    margin = 0.35 * (high - low) or 1.0  # one interval over a few samples shall not flatten all the others
+    saved.set_xlim(low - margin, high + margin)
+    _legend(figure, marks)
+    said = (
         "One mark an experiment in which the tier was on and hit. Saved is the time the same request took on vLLM with "
         "its own prefix cache and encoder cache, less the time with semkv, lookup included; left of zero semkv was "
-        f"slower. Bars are {_INTERVAL}; what leaves the panel is cut.",
-        1.6 + 0.25 * len(places) + 0.085 * len(rows),
-        draw,
+        f"slower. Bars are {_INTERVAL}; what leaves the panel is cut."
     )
+    return Section("Hit rate and saved time by tier", said, (), figure, "tiers")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from semkv.errors import DatasetError
-from semkv_lab.console import percent, shown
 from semkv_lab.metrics import Estimate, read_estimate, wrong_hit
 from semkv_lab.samples import NonEmpty, SampleRecord, at, read_jsonl, read_rows
 
@@ -259,36 +258,3 @@ def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
             found.setdefault(key, (record, {}))[1][experiment.name] = experiment
     every = [Wrong(record, tuple(where.values())) for record, where in found.values()]
     return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))
-
-
-def facts(experiments: Sequence[Experiment]) -> list[tuple[str, str, str]]:
-    """What a reader should know first: a figure, what it is, and where it is from."""
-    done = [e for e in experiments if e.summary]
-    requests = sum(e.estimate("hit_share").n for e in done)
-    counts = f"{len(done)} finished, {len(experiments) - len(done)} failed, {requests:,} requests in all"
-    found = [(str(len(experiments)), "experiments", counts)]
-
-    def add(among: Sequence[Experiment], path: str, unit: str, what: str, more: str = "") -> None:
-        """The largest figure above 0 of these experiments."""
-        having = [e for e in among if (e.estimate(path).value or 0) > 0]
-        if best := max(having, key=lambda e: e.estimate(path).value or 0, default=None):
-            found.append((shown(best.estimate(path), unit), what + (more and percent(best.estimate(more))), best.name))
-
-    clean = [e for e in done if _clean(e)]
-    add(clean, "hit_share", "%", "most hits without a wrong one")
-    add(done, "hit_share", "%", "most hits at all, wrong hits a request: ", "wrong_hit_share")
-    # A dry run sends every request unchanged: what it saves is not its hits'.
-    add([e for e in clean if not e.dry], "saved.latency_s", "ms", "most time saved a request without a wrong hit")
-    add(done, "baseline_accuracy", "%", "accuracy without semkv")
-    for noisy in [e for e in done if e.estimate("noise_floor.tokens").n][:1]:
-        floor = noisy.estimate("noise_floor.tokens")
-        what = "noise floor: the same prompt twice, other tokens"
-        found.append((percent(floor), what, f"{floor.n} prompts, {noisy.name}"))
-    return found
-
-
-def _clean(experiment: Experiment) -> bool:
-    """Whether it had hits, each of them was judged, and none was wrong."""
-    wrong, hits = experiment.estimate("wrong_hit_share"), experiment.estimate("hit_share")
-    judged = wrong.n == hits.n and experiment.accuracy.value is not None
-    return bool(hits.value) and wrong.value == 0 and judged

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -135,29 +136,26 @@ class _Runner:
     def run(self, baseline: Path | None) -> None:
         if self.settings.baseline and baseline is None:
             with self._started(attach=False) as (engine, builder):
-                self._each("cold", partial(self._answer_cold, engine, builder), self.cold)
+                self._each("without semkv", partial(self._answer_cold, engine, builder), self.cold)
         with self._started(attach=self._cache is not None) as (engine, builder):
             if baseline is not None:
                 self.cold |= read_cold(baseline, self.samples, builder)
-            self._each("cached", partial(self._answer, engine, builder), self.records)
+            self._each("with semkv", partial(self._answer, engine, builder), self.records)
 
     @contextmanager
     def _started(self, attach: bool) -> Iterator[tuple[Engine, RequestBuilder]]:
-        self._listener.stage("start", 0)
         settings = self.settings
-        with closing(self._make_engine(settings, attach)) as engine:
+        with self._listener.console.status("starting the engine"):
+            made = self._make_engine(settings, attach)
+        with closing(made) as engine:
             if engine.accepts_images:
                 self._leave_out()
-            yield (
-                engine,
-                RequestBuilder(
-                    namespace=Namespace(settings.tenant, engine.fingerprint()),
-                    chunk_source=settings.chunk_source,
-                    chunk_window=settings.chunk_window,
-                    instruction=settings.instruction,
-                    images=engine.accepts_images,
-                ),
+            builder = RequestBuilder(
+                namespace=Namespace(settings.tenant, engine.fingerprint()),
+                images=engine.accepts_images,
+                **_copied(settings, "chunk_source chunk_window instruction"),
             )
+            yield engine, builder
 
     def _leave_out(self) -> None:
         """Drop the samples that lack an image file."""
@@ -173,8 +171,7 @@ class _Runner:
 
     def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
-        self._listener.stage(stage, len(self.samples))
-        for sample in self.samples:
+        for sample in self._listener.track(self.samples, stage):
             try:
                 answer(sample)
             except Exception as e:
@@ -182,7 +179,7 @@ class _Runner:
                 if not own and not isinstance(e, EngineError):
                     raise
                 self.faults["failed samples"] += 1
-                self._listener.failed(sample, e)
+                self._listener.say(f"[{sample.sample_id}] failed | {e}")
                 if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
                     raise
 
@@ -202,7 +199,6 @@ class _Runner:
             asked=asked(request),
             **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
         )
-        self._listener.advance()
 
     @cached_property
     def _twice(self) -> set[str]:
@@ -335,6 +331,7 @@ def execute(
     settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
 ) -> Figures:
     """Run, print and write what the settings ask for; ``baseline`` as in `run`."""
+    started = datetime.now(UTC)
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine in ("vllm", "transformers"):
@@ -349,18 +346,20 @@ def execute(
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
-    with Listener(console, settings, quiet=quiet) as listener:
+    with closing(Listener(console, settings, quiet=quiet)) as listener:
         records, summary = run(
             settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
         )
         if summary["interrupted"]:
-            listener.complete(records)
+            listener.rewrite(records)
         else:
             listener.write()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         with writing(SUMMARY_OUT, settings.summary_out):
-            write_json(settings.summary_out, {**run_header(settings), "summary": summary})
+            seconds = round(time.time() - started.timestamp(), 1)
+            times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
+            write_json(settings.summary_out, {**run_header(settings), **times, "summary": summary})
     return summary
 
 

@@ -26,27 +26,18 @@ from rich.console import Console
 from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, get_preset
-from semkv.encoders.text import (
-    DEFAULT_MODEL,
-    SentenceEncoder,
-    TextEncoder,
-    few_threads,
-    load_sentence_transformer,
-    resolve_model,
-)
+from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import ConfigError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
-from semkv.tiers.policies import Calibration
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
-from semkv_lab.console import percent, shown, table, write_json
+from semkv_lab.console import environment, percent, shown, table, version, write_json
 from semkv_lab.labels import KINDS, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
 from semkv_lab.samples import read_jsonl, read_rows
 from semkv_lab.settings import CACHES, QualityFlags, SemanticFlags
-from semkv_lab.sweep import environment, version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,9 +129,8 @@ def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
 def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
     """The cache under a policy, with an encoder that knows the texts."""
     encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
-    calibration = Calibration.load(flags.calibration) if flags.calibration else None
     know(texts, encoder)
-    return SemKV(encoder, flags, calibration=calibration, seed=0)
+    return SemKV(encoder, flags, seed=0)
 
 
 @contextmanager
@@ -179,8 +169,8 @@ class Labeled(NamedTuple):
 class Bench:
     """One run: what is asked and what fits, encoder, calibration, and the caches that can be measured here."""
 
-    def __init__(self, flags: SemanticFlags, names: Sequence[str], folder: Path) -> None:
-        self.flags, self._names, self._folder = flags, names, folder
+    def __init__(self, flags: SemanticFlags, folder: Path) -> None:
+        self.flags, self._calibration = flags, folder / "calibration.json"
         self.encoder = SentenceEncoder(remembered=_REMEMBERED)
         self.absent: list[str] = []
 
@@ -205,26 +195,23 @@ class Bench:
     @cached_property
     def halves(self) -> tuple[list[Pair], list[Pair]]:
         """What fits, and what asks."""
-        flags = self.flags
-        if flags.pairs is None:
+        if self.flags.pairs is None:
             fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
-        else:
-            fitting, asking = halves(read_rows(flags.pairs, Pair), flags.seed)[:: -1 if flags.swap_halves else 1]
-        return fitting if flags.fit is None else read_rows(flags.fit, Pair), asking
+            return fitting, asking
+        one, other = halves(read_rows(self.flags.pairs, Pair), self.flags.seed)
+        return (other, one) if self.flags.swap_halves else (one, other)
 
     @cached_property
     def makers(self) -> list[Maker]:
         """Makers of every cache and setting that works here; the others are named in ``absent``."""
-        prior = None
-        if {"calibrated", "bounded"} & {*self._names}:
+        names = [name for name in CACHES if name in self.flags.caches]
+        if {"calibrated", "bounded"} & {*names}:
             self.know(self.halves[0])
-            fitted = fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration
-            prior = fitted, self._folder / "calibration.json"
-            fitted.save(prior[1])
+            fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration.save(self._calibration)
         found: list[Maker] = []
-        for name in self._names:
+        for name in names:
             try:
-                found += caches.makers(name, self.encoder, prior, self.flags)
+                found += caches.makers(name, self.encoder, self._calibration, self.flags)
             except ImportError as error:
                 self.absent.append(f"{name}: not installed: pip install {error.name}")
             except Exception as error:
@@ -250,10 +237,10 @@ class Bench:
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
     """Measure, print a table for each part, and return everything as JSON values."""
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "plot", "redis_url")}
+    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(flags, [name for name in CACHES if name in flags.caches], Path(folder))
+        bench = Bench(flags, Path(folder))
         found |= {"encoder": bench.encoder.fingerprint, "not measured": bench.absent}
         for name in flags.parts:
             found[name], tables = PARTS[name](bench)
@@ -396,8 +383,6 @@ def streams_part(bench: Bench) -> Found:
         rows = dict(_through(streams, static, make, flags.seed) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
-        if flags.plot is not None:
-            _draw(kind, found[kind], flags.plot / f"{kind}.png")
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
         names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
@@ -454,17 +439,6 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, s
 def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
     hits, checks, best = (f"{row[key]:.1%}" for key in ("hit_rate", "checks", "best_static_hit_rate"))
     return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
-
-
-def _draw(kind: str, found: Row, path: Path) -> None:
-    """Hits against wrong answers: a curve for fixed cosines, a point for each cache."""
-    with figure(path, "wrong answers, % of requests", "hits, % of requests") as axes:
-        sizes = np.array(found["requests"])[:, None, None]
-        counts = 100 * (np.array(found["thresholds"]["cosine"])[:, :, 1:] / sizes).mean(axis=0)
-        axes.plot(counts[:, 1], counts[:, 0], "o-", markersize=3, label="fixed cosine")
-        for name, row in found["caches"].items():
-            axes.plot(100 * row["wrong_per_request"]["share"], 100 * row["hit_rate"], "*", markersize=9, label=name)
-        axes.set_title(kind)
 
 
 # -- last turns ------------------------------------------------------------
@@ -578,36 +552,7 @@ def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
     return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
 
 
-# -- the encoder ------------------------------------------------------------
-
-
-def encoder_part(bench: Bench, rounds: int = 110) -> Found:
-    """One new short text, and 16, with semkv's encoder and with sentence-transformers on one thread."""
-    theirs = load_sentence_transformer("encoder", resolve_model(DEFAULT_MODEL))
-
-    def plain(batch: list[str]) -> object:
-        with few_threads(1):
-            return theirs.encode(batch, normalize_embeddings=True, show_progress_bar=False)
-
-    found: Row = {}
-    for label, encoded in (("semkv", SentenceEncoder().encode), ("sentence-transformers", plain)):
-        found[label] = {}
-        for size in (1, 16):
-            seconds = []
-            for n in range(rounds):
-                batch = [f"What color is the car number {size}{n}{k} near the house?" for k in range(size)]
-                start = time.perf_counter()
-                encoded(batch)
-                seconds.append(time.perf_counter() - start)
-            found[label][f"{size} texts"] = times(seconds[10:])  # the first warm up
-    rows = [
-        (label, *(f"{row[q]:.1f} ms" for row in of.values() for q in ("p50_ms", "p99_ms")))
-        for label, of in found.items()
-    ]
-    return found, [table("encoder", ("", "1 text, p50", "p99", "16 texts, p50", "p99"), rows)]
-
-
 PARTS: dict[str, Callable[[Bench], Found]] = {
     part.__name__.removesuffix("_part"): part
-    for part in (pairs_part, traps_part, streams_part, turns_part, images_part, encoder_part)
+    for part in (pairs_part, traps_part, streams_part, turns_part, images_part)
 }

@@ -216,7 +216,7 @@ class QualityFlags(PolicyConfig):
         return {**shown, "calibration": self.calibration.name if self.calibration else None}
 
 
-SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images", "encoder")
+SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
 CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
 KINDS = ("zipf", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
@@ -234,13 +234,12 @@ class SemanticFlags:
     """Flags of ``semkv bench semantic``.
 
     Attributes:
-        parts: What to measure: pairs, traps, streams, turns (multi-turn), images, encoder.
+        parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
         caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
             semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
         data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
             their clusters ask, the other half fits the calibration. By default the held-out rows of --data ask.
-        fit: Labeled pairs that fit the calibration instead, and warm up caches that learn.
         swap_halves: With --pairs: let the halves change places.
         stream: A stream of your own instead of --kinds: JSONL of text and cluster in the order of requests.
         kinds: Streams drawn from the pairs: zipf, paraphrases, hard-negatives; from templates with numbers:
@@ -251,7 +250,6 @@ class SemanticFlags:
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
         redis_url: A Redis server with the search module, for redisvl.
         scenes: Generated scenes of each kind, for images.
-        plot: Draw hits against wrong answers for each kind of stream into this folder.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
@@ -259,7 +257,6 @@ class SemanticFlags:
     caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-1]
     data: Path = Path("bench/data")
     pairs: Path | None = None
-    fit: Path | None = None
     swap_halves: Annotated[bool, SWITCH] = False
     stream: Path | None = None
     kinds: Annotated[tuple[str, ...], _each(KINDS), MANY] = ("zipf", "hard-negatives", "templates")
@@ -269,7 +266,6 @@ class SemanticFlags:
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     redis_url: str = ""
     scenes: Annotated[int, POSITIVE] = 2
-    plot: Annotated[Path | None, Allowed("a folder that exists", Path.is_dir)] = None
     out: Path | None = None
 
     def __post_init__(self) -> None:

