@@ -54,23 +54,15 @@ def test_text_will_do_where_a_flag_takes_it() -> None:
 WRONG: list[tuple[str, Any]] = [
     *(("cache_dir", value) for value in (" ", "a\0b", None, "~nobody-of-this-name")),
     ("mode", "OFF"),
-    ("mode", None),
     ("policy", "nope"),
-    ("guards", "perhaps"),
-    ("similarity_threshold", "high"),
     ("similarity_threshold", 1.1),
     *(("max_entries", value) for value in (math.nan, 1.5, 0)),
-    *(("max_error_rate", value) for value in (math.nan, 0.0, 1.0)),
+    *(("max_error_rate", value) for value in (0.0, 1.0)),
     ("calibration", "c.json"),
-    ("verify_rate", "all"),
     ("verify_rate", -0.1),
-    ("index_encoder", None),
     ("image_roots", "/tmp"),
-    ("embedding_layers", "prompt:384"),
     ("embedding_layers", ["prompt"]),
-    *(("embedding_layers", [replace(PROMPT, threshold=value)]) for value in (1.7, math.nan)),
-    *(("embedding_layers", [replace(PROMPT, dim=value)]) for value in (-3, 2.5)),  # type: ignore[arg-type]
-    ("embedding_layers", [replace(PROMPT, name="")]),
+    *(("embedding_layers", [replace(PROMPT, **wrong)]) for wrong in ({"threshold": 1.7}, {"dim": 2.5}, {"name": ""})),
 ]
 
 
@@ -264,20 +256,14 @@ def test_flags_override_the_preset() -> None:
         ({"dataset": "vqa"}, "--dataset", "gqa, gqa-text, jsonl, minigqa"),
         ({"chunk_source": "words"}, "--chunk-source", "'question', 'semantic', 'group', 'combined' or 'full'"),
         ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
-        ({"similarity_threshold": -0.1}, "--similarity-threshold", "from 0 to 1"),
-        ({"similarity_threshold": "half"}, "--similarity-threshold", "number"),
         ({"embedding_layer": ("prompt:384:7",)}, "--embedding-layer", "from 0 to 1"),
-        ({"embedding_layer": ("prompt:0",)}, "--embedding-layer", "positive"),
         ({"embedding_layer": ("a:3", "a:3")}, "--embedding-layer", "once"),
         ({"preset": "opt-125m", "embedding_layer": ("prompt:384",)}, "--embedding-hook", "prompt_vision"),
-        ({"max_samples": 0}, "--max-samples", "positive"),
         ({"max_samples": "null"}, "--max-samples", "integer"),
-        ({"chunk_window": -1}, "--chunk-window", "positive"),
         ({"max_cached_blocks": -1}, "--max-cached-blocks", "positive"),
         ({"dataset_root": Path("/no/such/place")}, "--dataset-root", "exists"),
         ({"samples_out": Path("/")}, "--samples-out", "a file"),
         ({"tenant": ["a", "b"]}, "--tenant", "string"),
-        ({"disable_guards": "perhaps"}, "--disable-guards", "boolean"),
     ],
 )
 def test_a_wrong_value_names_flag_value_and_what_is_allowed(flags: dict[str, Any], key: str, expected: str) -> None:
