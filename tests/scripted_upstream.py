@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from scripted_routes import ROUTES
+from scripted_routes import CREATED, ROUTES, text_of
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
-CREATED = 1_700_000_000
 _ANSWERS = 128  # to one request; a fuzzer asks for milliards
 EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -166,10 +165,6 @@ def prompt_of(body: dict[str, Any]) -> str:
     return " ".join(part["text"] for part in content if part["type"] in ("text", "input_text"))
 
 
-def _text(text: str, said: dict[str, str]) -> str:
-    return "x" * int(said["big"]) if "big" in said else f"You said: {text}"
-
-
 def _usage(text: str) -> dict[str, int]:
     return {"prompt_tokens": 7, "completion_tokens": len(text), "total_tokens": 7 + len(text)}
 
@@ -187,7 +182,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 
 def answer(body: dict[str, Any], text: str, said: dict[str, str]) -> dict[str, Any]:
-    out = _text(text, said)
+    out = text_of(text, said)
     top: dict[str, Any] = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted")}
     choices: list[dict[str, Any]] = []
     for index in range(body.get("n") or 1):
@@ -210,7 +205,7 @@ def _logprobs(text: str) -> dict[str, Any]:
 
 
 def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[dict[str, Any]]:
-    out = _text(text, said)
+    out = text_of(text, said)
     chat = "messages" in body
     kind = "chat.completion.chunk" if chat else "text_completion"
     top = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted"), "object": kind}
