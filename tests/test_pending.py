@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, direction, line
-from semkv.tiers.base import Candidate
+from semkv.tiers import Candidate
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import CacheMode, Request, ReuseReport, Scope
 
@@ -48,14 +48,8 @@ def test_a_similar_question_joins_and_counts_as_a_hit(plain: Bench) -> None:
     assert not plain.look("color~0.95", system="s").hit, "barred"
 
 
-def test_the_same_text_folded(plain: Bench) -> None:
-    report = joined(plain, plain.request("The color"), plain.request("the  color"))
-    assert report is not None
-    assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
-
-
 @pytest.mark.parametrize("scope", Scope)
-def test_around_a_similar_question_byte_equal_texts_alone(plain: Bench, scope: Scope) -> None:
+def test_without_folding_only_byte_equal_texts_around_a_similar_question(plain: Bench, scope: Scope) -> None:
     plain.reopen(normalised=False, scope=scope)
     first = plain.request("color", system="answer in english")
     for system in ("answer in  english", "ANSWER IN ENGLISH"):
@@ -65,26 +59,25 @@ def test_around_a_similar_question_byte_equal_texts_alone(plain: Bench, scope: S
     assert report.provenance == "text:semantic"
     plain.reopen(normalised=True)
     assert joined(plain, first, plain.request("color~0.95", system="answer in  english")) is not None
+    report = joined(plain, first, plain.request("Color", system="answer in  english"))
+    assert report is not None
+    assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"question": "color~0.85"},
-        {"question": "color~0.95", "system": "another"},
-        {"question": "color~0.95", "tenant": "another"},
-        {"question": "color~0.95", "image": "car"},
-        {"question": "color~0.95", "context": "A document."},
-        {"question": "Color", "tenant": "another"},
-        {"question": "Color", "image": "car"},
-        {"question": "word " * 21},
-        {"question": None, "system": "s"},
-    ],
-)
-def test_what_differs_is_no_candidate(plain: Bench, other: dict[str, Any]) -> None:
-    request = plain.request(other.pop("question"), **other)
-    for order in ((plain.request("color"), request), (request, plain.request("color"))):
-        assert two(plain, *order)[1] is None
+def test_what_differs_in_more_than_the_question_is_no_candidate(plain: Bench) -> None:
+    mine = plain.request("color")
+    for theirs in (
+        plain.request("color~0.85"),
+        plain.request("color~0.95", system="another"),
+        plain.request("color~0.95", tenant="another"),
+        plain.request("color~0.95", "car"),
+        plain.request("color~0.95", context="A document."),
+        plain.request("Color", tenant="another"),
+        plain.request("Color", "car"),
+        plain.request("word " * 21),
+        plain.request(None, system="s"),
+    ):
+        assert two(plain, mine, theirs)[1] is two(plain, theirs, mine)[1] is None
 
 
 def test_the_guards_and_what_was_found_wrong(tmp_path: Path) -> None:
