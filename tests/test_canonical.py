@@ -254,6 +254,8 @@ def test_segments_stand_in_prompt_order() -> None:
         TextSegment("What?", Role.QUESTION),
     )
     assert canonical(chat(*TURNS)).prompt == "A page.\nWhat?"
+    for shows in ({"echo": True}, {"prompt_logprobs": 0}, {"return_token_ids": True}, {"suffix": "x"}):
+        assert canonical(chat(*TURNS, **shows)).request is None, "an answer that shows the prompt is of no other"
 
 
 def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:

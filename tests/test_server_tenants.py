@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import NEAR, ONE, OTHER, Pair, chat, kind, picture, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, Pair, beside, chat, kind, picture, wait_until
 from semkv.server.tenancy import Client, Tenants
 
 
@@ -189,6 +189,15 @@ def test_as_one_tenant_a_key_counts_once_the_upstream_has_accepted_it(tmp_path: 
             pair.upstream.script = {"common": {"status": str(status)}}
             assert [ask("stranger").status_code for _ in range(2)] == [status] * 2, "only a success lets a key in"
         assert kind(ask("b")) == "hit"
+
+
+def test_who_joined_a_request_that_is_refused_asks_for_itself(pair: Pair) -> None:
+    pair.upstream.script = {"whose key?": {"status": "401"}}
+    with beside(pair, "whose key?") as first:
+        pair.upstream.script = {}
+        second = pair.soon("whose key?")
+        wait_until(lambda: pair.readers == 2)
+    assert [answer.result().status_code for answer in (first, second)] == [401, 200]
 
 
 KEY = {"Authorization": "Bearer revoked"}
