@@ -253,7 +253,7 @@ def test_flags_override_the_preset() -> None:
     ("flags", "key", "expected"),
     [
         ({"preset": "nope"}, "--preset", "internvl3.5-2b, minigqa, opt-125m, qwen2.5-vl-7b, qwen3-vl-2b"),
-        ({"dataset": "vqa"}, "--dataset", "gqa, gqa-text, jsonl, minigqa"),
+        ({"dataset": "vqa"}, "--dataset", "gqa, jsonl, minigqa"),
         ({"chunk_source": "words"}, "--chunk-source", "'question', 'semantic', 'group', 'combined' or 'full'"),
         ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
         ({"embedding_layer": ("prompt:384:7",)}, "--embedding-layer", "from 0 to 1"),

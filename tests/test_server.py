@@ -229,27 +229,33 @@ class TestSingleFlight:
             monkeypatch.setattr(cache, "store", slow)
             answer = pair.soon(text, stream=stream)
             await asyncio.to_thread(asked.wait)
-            (flight,) = pair.app.gateway.flights.running
-            assert not answer.done()
-            assert not any(b"[DONE]" in chunk.data for chunk in flight._chunks)
-            stored.set()
+            try:
+                (flight,) = pair.app.gateway.flights.running
+                assert not answer.done()
+                assert not any(b"[DONE]" in chunk.data for chunk in flight._chunks)
+            finally:
+                stored.set()
             assert (await asyncio.wrap_future(answer)).status_code == 200
 
         asyncio.run(story())
 
-    def test_a_lookup_that_began_before_an_invalidation_is_not_joined(self, pair: Pair) -> None:
+    def test_a_lookup_that_began_before_an_invalidation_is_not_joined(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         old = pair.post("from before").json()["id"]
         responses = pair.app.gateway.cache.responses
         key = next(reversed(responses._memory._entries))
         wait_until(lambda: responses._store.get(key) is not None)
         responses._memory._drop(key)
+        cache, looks = pair.app.gateway.cache, []
+        look_up = cache._look_up
+        monkeypatch.setattr(cache, "_look_up", lambda *given: looks.append(given) or look_up(*given))
         with Held(responses, "lookup", after=True) as held:  # the reply of a shared store is on its way
             early = pair.soon("from before")
             wait_until(held.waiting.is_set)
             assert pair.admin("invalidate", {"prefix": "from before", "dry_run": False}).json()["count"] == 1
-            running = len(pair.app.gateway.cache._running)
             late = pair.soon("from before")
-            wait_until(lambda: len(pair.app.gateway.cache._running) > running)
+            wait_until(lambda: len(looks) == 2)
         early.result()
         assert late.result().json()["id"] != old
 
