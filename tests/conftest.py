@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 import tiny_models
 import vllm_forks
 
-for _name, _value in vllm_forks.SHARED_MACHINE.items():
+for _name, _value in vllm_forks.ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 # On a busy machine an example or an answer may take any time. A run draws what every other run draws;
