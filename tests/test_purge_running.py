@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from block_helpers import file_ids, files, lose_index, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
-from semkv.stores import block_file
+from semkv.stores import block_file, blocks
 from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
 
@@ -31,6 +32,10 @@ def _serve(cache: Path, pipe: Connection) -> None:
         "close": store.close,
     }
     obey(pipe, does)
+
+
+def read_only_disk(root: Path) -> None:
+    raise OSError(errno.EROFS, "read-only")
 
 
 @pytest.fixture
@@ -58,14 +63,22 @@ def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other:
     assert served(open_store(tmp_path / "kv"), [2, 3]) == [2, 3]
 
 
-def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, other: Other) -> None:
+def test_a_purge_empties_what_others_have_open_and_they_go_on(
+    tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path / "kv")
     assert save(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "make_store", read_only_disk)
+        reader = open_store(tmp_path / "kv")
+    assert (reader.writable, served(reader, [1])) == (False, [1])
+    reader_heard = reader.last_purge()
     assert other("served", 1) == [1]
     before, heard = store.last_purge(), other("last_purge")
     purge(tmp_path)
     assert not files(tmp_path / "kv")
     assert other("heard", heard) == [(None, None)]
+    assert [(p.owner, p.namespace) for p in reader.purges_after(reader_heard)] == [(None, None)]
     assert other("served", 1) == []
     assert other("save", 2)
     assert served(store, [1, 2]) == [2]
