@@ -82,7 +82,7 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
     ("arguments", "expected"),
     [
         (["--preset", "gpt-9"], "--preset: 'gpt-9' is not allowed; expected one of internvl3.5-2b, minigqa, opt-125m"),
-        (["--dataset", "coco"], "expected one of a file that ends in .jsonl, gqa, gqa-text, jsonl, minigqa"),
+        (["--dataset", "coco"], "expected one of a file that ends in .jsonl, gqa, jsonl, minigqa"),
         (
             ["--similarity-threshold", "1.5"],
             "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1",

@@ -66,7 +66,7 @@ def test_a_model_without_a_preset_starts_from_nothing() -> None:
     ("flags", "key", "expected"),
     [
         ({"preset": "nope"}, "--preset", "internvl3.5-2b, minigqa, opt-125m, qwen2.5-vl-7b, qwen3-vl-2b"),
-        ({"dataset": "vqa"}, "--dataset", "gqa, gqa-text, jsonl, minigqa"),
+        ({"dataset": "vqa"}, "--dataset", "gqa, jsonl, minigqa"),
         ({"chunk_source": "words"}, "--chunk-source", "'question', 'semantic', 'group', 'combined' or 'full'"),
         ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
         ({"similarity_threshold": -0.1}, "--similarity-threshold", "from 0 to 1"),

@@ -46,7 +46,7 @@ from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import Selector, SteadyClock, open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.tiers.base import Latest
+from semkv.tiers import Latest
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
 
