@@ -170,6 +170,7 @@ class Database:
         self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
         self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
         self.opened, self._closed = 0, False
+        self.connection: sqlite3.Connection
         self._file: FileId | None = None  # the one that is open
         self._name = os.fspath(path)
         try:
