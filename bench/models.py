@@ -1,7 +1,7 @@
 """Models for the benches, made from their configurations with random weights: nothing is downloaded.
 
-`FAMILIES` are small text models, one for each way in which vLLM keeps a context. `SHAPE` is a vision-language model with
-the full layer, head and hidden sizes of the named one.
+`FAMILIES` are small text models, one for each way in which vLLM keeps a context. `SHAPE` is a vision-language model
+with the full layer, head and hidden sizes of the named one.
 """
 
 from __future__ import annotations
