@@ -25,7 +25,7 @@ from semkv.config import CacheConfig
 from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id, segment_key
-from semkv.tiers.policies import FEATURES, Calibration, Decision, Stateless
+from semkv.tiers.policies import FEATURES, Calibration, Decider, Decision
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -273,7 +273,7 @@ def test_each_tier_can_be_turned_off_and_so_can_all(make: Make) -> None:
 def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) -> None:
     asked = []
 
-    class Never(Stateless):
+    class Never(Decider):
         def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
             asked.append(match.tier)
             return Decision(False, "never")
