@@ -100,6 +100,7 @@ def test_a_match_is_accepted_where_each_of_its_scores_would_be(text: float, imag
 def test_calibrated_weighs_the_wording_and_has_a_text_checked_that_is_served_again() -> None:
     policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({}))
     assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
+    assert policy.accept(asking(), DONOR, replace(match(0.6), whole=False)).accept, "fitted on whole prompts"
     assert [policy.accept(asking(text), DONOR, match(0.95)).check for text in "aba"] == [0.0, 0.0, 1.0]
 
 
