@@ -64,13 +64,6 @@ QUESTIONS = {
 }
 
 
-TEXT_ROWS = [
-    {"questionId": "1", "imageId": "n1", "question": "Is it red?", "model": "Yes"},
-    {"questionId": "2", "imageId": "n2", "question": "is it  red?", "model": "No"},
-    {"questionId": "3", "imageId": "n1", "question": "Is  it red?", "model": "Yes."},
-]
-
-
 @pytest.fixture
 def gqa_root(tmp_path: Path) -> Path:
     root = tmp_path / "gqa"
@@ -120,7 +113,7 @@ def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
         load_samples(str(tmp_path / "none.jsonl"), options(tmp_path))
     with pytest.raises(ConfigError, match="--dataset-root"):
         load_samples("jsonl", options(tmp_path))
-    with pytest.raises(ConfigError, match="gqa, gqa-text, jsonl, minigqa, minigqa-text"):
+    with pytest.raises(ConfigError, match="gqa, jsonl, minigqa, minigqa-text"):
         load_samples("coco", options(tmp_path))
 
 
@@ -129,12 +122,8 @@ def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
 
 def test_shuffling_is_repeatable_and_cutting_comes_last(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "many.jsonl", *({"id": str(i), "question": f"q{i}"} for i in range(50)))
-
-    def ids(**flags: Any) -> list[str]:
-        return [s.sample_id for s in load_samples(str(path), options(tmp_path, **flags))]
-
-    assert ids() == [str(i) for i in range(50)]
-    assert ids(shuffle_seed=1, max_samples=9) == ["2", "15", "47", "9", "21", "29", "48", "5", "46"]
+    samples = load_samples(str(path), options(tmp_path, shuffle_seed=1, max_samples=9))
+    assert [s.sample_id for s in samples] == ["2", "15", "47", "9", "21", "29", "48", "5", "46"]
 
 
 # --- GQA
@@ -236,47 +225,16 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load_samples("gqa", options(tmp_path, root=root))
 
 
-def test_gqas_text_has_a_card_for_each_image(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
-    samples = load_samples("gqa-text", options(tmp_path, root=path))
-    assert [(s.sample_id, s.question, s.answer) for s in samples] == [
-        ("1", "Is it red?", "Yes"), ("2", "is it  red?", "No"), ("3", "Is  it red?", "Yes."),
-    ]  # fmt: skip
-    first, second, third = (s.images[0].path for s in samples)
-    assert first is not None
-    assert second is not None
-    assert first == third
-    assert first.read_bytes() != second.read_bytes()
-    for row in ({"questionId": "4", "imageId": "n1", "model": "x"}, TEXT_ROWS[0] | {"imageId": "../up"}):
-        with pytest.raises(DatasetError, match=r"bad\.jsonl, line 1: expected .*a plain file name"):
-            load_samples("gqa-text", options(tmp_path, root=write_lines(tmp_path / "bad.jsonl", row)))
-
-
 def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", *TEXT_ROWS)
+    rows = [("red", "Is it red?", "Yes"), ("blue", "is it  red?", "No"), ("red", "Is  it red?", "Yes.")]
+    for color, _, _ in rows:
+        (tmp_path / color).write_bytes(jpeg(color))
+    path = write_lines(tmp_path / "rows.jsonl", *({"image": i, "question": q, "answer": a} for i, q, a in rows))
+    command = f"run --preset opt-125m --engine labels --dataset {path} --baseline --quiet --disable-semantic-cache"
     for scope, hits, right, wrong in (("media", 1, 1.0, 0.0), ("any", 2, 0.5, 1 / 3)):
-        command = [
-            "run",
-            "--preset",
-            "opt-125m",
-            "--engine",
-            "labels",
-            "--dataset",
-            "gqa-text",
-            "--baseline",
-            "--quiet",
-        ]
-        command += [
-            "--disable-semantic-cache",
-            "--scope",
-            scope,
-            "--dataset-root",
-            path,
-            "--data-dir",
-            tmp_path / "data",
-        ]
-        command += ["--cache-dir", tmp_path / scope, "--summary-out", tmp_path / "summary.json"]
-        assert invoke([str(word) for word in command]).exit_code == 0
+        flags = {"--scope": scope, "--cache-dir": tmp_path / scope, "--summary-out": tmp_path / "summary.json"}
+        words = [f"{flag}={value}" for flag, value in flags.items()]
+        assert invoke([*command.split(), *words]).exit_code == 0
         summary = json.loads((tmp_path / "summary.json").read_text())["summary"]
         assert (summary["hits"], summary["accuracy_on_hits"]["value"]) == (hits, right)
         assert summary["wrong_hit_share"]["value"] == pytest.approx(wrong)
@@ -307,7 +265,6 @@ def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
     load_samples("minigqa", DatasetOptions(tmp_path / "a", max_samples=64))
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
-    assert not list((tmp_path / "a").glob(".minigqa-*"))
 
 
 # --- requests

@@ -44,8 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run([*command, "--samples-dir", folder / "samples"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     failed = {"name": f"fails {HOSTILE}", "status": "failed", "error": HOSTILE, "summary": None, "samples": None}
+    odd = {"name": "odd", "settings": rows(folder)[1]["settings"] | {"preset": HOSTILE + "$x -->"}, "samples": None}
     with (folder / "sweep.jsonl").open("a") as file:
-        file.write(json.dumps(rows(folder)[1] | failed) + "\n")
+        file.writelines(json.dumps(rows(folder)[1] | row) + "\n" for row in (odd, failed))
     return folder
 
 
@@ -93,7 +94,7 @@ def test_groups_and_points(folder: Path) -> None:
     assert experiments[1].thresholds == "prompt 0.8, vision 0.9, semantic 0.92"
     assert experiments[1].tiers == "exact + semantic + embedding + fusion"
     plane = points(experiments)
-    assert [p.experiment.name for p in plane] == [e.name for e in experiments[:3]]
+    assert [p.experiment.name for p in plane] == [e.name for e in experiments[:4]]
     places = [(p.rate.value or 0, p.accuracy.value or 0) for p in plane]
     unbeaten = {a for a in places if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in places)}
     front = {p.front: place for p, place in zip(plane, places, strict=True) if p.front}

@@ -89,16 +89,15 @@ def test_a_wrong_spec_names_experiment_key_and_what_is_allowed(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"experiments": []}', '{"runs": []}', '{"a":' * 99_999])
+@pytest.mark.parametrize("text", ["[]", '{"experiments": []}', '{"runs": []}', '{"a":' * 99_999])
 def test_a_file_that_is_no_spec_is_a_config_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"x\.json"):
         read_spec(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (REPO / "specs").iterdir()))
-def test_the_specs_of_the_repository_are_ones(name: str) -> None:
-    assert read_spec(REPO / "specs" / name)
+def test_the_specs_of_the_repository_are_ones() -> None:
+    assert all(read_spec(path) for path in (REPO / "specs").iterdir())
 
 
 def test_toml_says_the_same_as_json(folder: Path) -> None:
@@ -120,7 +119,7 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
     crashing = {"embedding-hook": "crashing:Hook", "embedding-layer": ["x:2:0.9"]}
     missing = {"dataset": str(folder / "gone.jsonl")}
     names = [{"name": "lost", **missing}, {"name": "crash", **crashing}, {"name": "fine", "baseline": True}]
-    spec(folder, [*names, {"name": "also-fine", "baseline": True}])
+    spec(folder, [*names, {"name": "also-fine", "baseline": True, "cache-mode": "off"}])
     done = apart(folder)
     assert done.exit_code == 1, done.stderr
     found = {row["name"]: row for row in rows(folder)}
@@ -129,18 +128,28 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
         "lost": "failed", "crash": "failed", "fine": "ok", "also-fine": "ok",
     }  # fmt: skip
     assert "gone.jsonl" in found["lost"]["error"]
-    assert "the end is near" in found["crash"]["error"]
+    assert "exit code -11: the end is near" in found["crash"]["error"]
     assert found["fine"]["summary"]["samples"] == 400
     assert found["fine"]["environment"]["python"]
     assert found["fine"]["settings"]["cache"]["exact"] is True
-    for name in ("fine", "also-fine"):
-        lines = (folder / found[name]["samples"]).read_text(encoding="utf-8").splitlines()
-        assert len(lines) == 400
+    assert found["also-fine"]["baseline_from"] == "fine"
     assert found["fine"]["summary"]["baseline_accuracy"] == found["also-fine"]["summary"]["baseline_accuracy"]
     flat = table(folder)
     assert sorted(row["name"] for row in flat) == sorted(found)
     assert all(None not in row and None not in row.values() for row in flat)  # as many cells as columns
     assert "--resume" in sweep(folder).stderr
+    log = semkv_lab.load(folder / "log.csv").set_index("name")
+    assert log.equals(semkv_lab.load(str(folder / "log.jsonl")).set_index("name"))
+    assert log["settings.cache.mode"][["fine", "also-fine"]].tolist() == ["live", "off"]
+    samples = semkv_lab.load(folder / "samples" / "fine.jsonl")
+    assert len(samples) == 400
+    assert samples["hit"].mean() == log["summary.hit_share.value"]["fine"]
+    assert set(samples["statuses.exact_text"]) == {"hit", "miss"}
+    assert samples["latency_s"].dtype == float
+    with pytest.raises(DatasetError, match="line 1: name"):
+        semkv_lab.load(folder / "data.jsonl")
+    with pytest.raises(DatasetError, match="no log of a sweep"):
+        semkv_lab.load(folder / "gone.csv")
 
 
 def test_a_dry_run_writes_nothing(folder: Path) -> None:
@@ -155,10 +164,10 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
     names = [f"e{i}" for i in range(5)]
     spec(folder, [{"name": name, "max-samples": 300} for name in names])
     draws, kills = random.Random(7), 0
-    for _ in range(6):
+    for _ in range(3):
         with subprocess.Popen(command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
             try:
-                run.wait(draws.uniform(0.8, 4.5))
+                run.wait(draws.uniform(1, 4))
                 break
             except subprocess.TimeoutExpired:
                 run.kill()
@@ -225,8 +234,10 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     spec(folder, names, **{"cache-dir": str(folder / "mine")})
     assert sweep(folder).exit_code == 0
     assert [hits(folder, name) for name in "ab"] == [250, 400]
-    (folder / "log.csv").unlink()
-    (folder / "log.jsonl").unlink()
+    other = sweep(folder, "--log-file", str(folder / "other.csv"))
+    assert (other.exit_code, "a folder without a.jsonl" in other.stderr) == (2, True), "another sweep's samples stay"
+    for name in ("log.csv", "log.jsonl"):
+        (folder / name).unlink()
     shutil.rmtree(folder / "samples")
     assert sweep(folder, "--purge-cache-between-runs").exit_code == 0
     assert [hits(folder, name) for name in "ab"] == [250, 250]
@@ -249,29 +260,11 @@ def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
     assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
 
 
-def test_no_other_sweeps_samples_are_overwritten(folder: Path) -> None:
-    spec(folder, [{"name": "a", "max-samples": 5}])
-    assert sweep(folder).exit_code == 0
-    before = (folder / "samples" / "a.jsonl").read_bytes()
-    done = sweep(folder, "--log-file", str(folder / "other.csv"))
-    assert done.exit_code == 2
-    assert "--samples-dir" in done.stderr
-    assert "a folder without a.jsonl" in done.stderr
-    assert (folder / "samples" / "a.jsonl").read_bytes() == before
-
-
 @pytest.mark.engine
 def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    defaults = {
-        "preset": "minigqa",
-        "max-samples": 6,
-        "baseline": True,
-        "embedding-layer": [],
-        "embedding-hook": "none",
-    }
     names = ["first", "second"]
-    document = {"defaults": {**defaults, "disable-semantic-cache": True}, "experiments": [{"name": n} for n in names]}
-    (tmp_path / "spec.json").write_text(json.dumps(document), encoding="utf-8")
+    defaults = {"preset": "minigqa", "engine": "vllm", "dataset": "minigqa", "max-samples": 6, "baseline": True}
+    spec(tmp_path, [{"name": name} for name in names], **defaults, **{"embedding-layer": [], "embedding-hook": "none"})
     done = apart(tmp_path, "--purge-cache-between-runs", python=str(prepare() / "python"))
     assert done.exit_code == 0, done.stdout + done.stderr
     assert [(row["name"], row["status"]) for row in rows(tmp_path)] == [(name, "ok") for name in names]
@@ -291,25 +284,3 @@ def test_ray_logs_the_same_rows(folder: Path) -> None:
     assert {row["name"]: row["status"] for row in rows(folder)} == {"a": "ok", "b": "failed"}
     assert "gone.jsonl" in next(row["error"] for row in rows(folder) if row["name"] == "b")
     assert len((folder / "samples" / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 5
-    again = apart(folder, "--executor", "ray", "--resume")
-    assert [row["name"] for row in rows(folder)].count("a") == 1, again.stderr
-
-
-def test_results_load_as_tables(folder: Path) -> None:
-    spec(folder, [{"name": "exact", "max-samples": 200}, {"name": "off", "max-samples": 20, "cache-mode": "off"}])
-    assert sweep(folder).exit_code == 0
-    log = semkv_lab.load(folder / "log.csv")
-    assert log.equals(semkv_lab.load(str(folder / "log.jsonl")))
-    assert log[["name", "status", "settings.cache.mode"]].values.tolist() == [
-        ["exact", "ok", "live"],
-        ["off", "ok", "off"],
-    ]
-    table = semkv_lab.load(folder / "samples" / "exact.jsonl")
-    assert len(table) == 200
-    assert table["hit"].mean() == log["summary.hit_share.value"][0]
-    assert set(table["statuses.exact_text"]) == {"hit", "miss"}
-    assert table["latency_s"].dtype == float
-    with pytest.raises(DatasetError, match="line 1: name"):
-        semkv_lab.load(folder / "data.jsonl")
-    with pytest.raises(DatasetError, match="no log of a sweep"):
-        semkv_lab.load(folder / "gone.csv")

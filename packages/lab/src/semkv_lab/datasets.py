@@ -1,6 +1,5 @@
 """Data sets by name: ``minigqa`` and ``minigqa-text`` (generated here), ``gqa`` (official files or the Hugging Face
-layout), ``gqa-text`` (its questions with a model's answers, no images), ``jsonl`` (yours), or a function of your own by
-its dotted path.
+layout), ``jsonl`` (yours), or a function of your own by its dotted path.
 """
 
 import json
@@ -8,10 +7,9 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -28,7 +26,6 @@ from semkv_lab.samples import (
     Sample,
     as_row,
     load_jsonl,
-    read_jsonl,
     select,
 )
 
@@ -216,67 +213,15 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
             continue
         found[name] = file = folder / (name + (".png" if data.startswith(b"\x89PNG") else ".jpg"))
         if not file.is_file() or file.stat().st_size != len(data):
-            with _writing(file) as part:
-                part.write(data)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(file, durable=False) as part:  # what a power cut spoils can be made again
+                    part.write(data)
+            except OSError as e:
+                raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
         if len(found) == len(wanted):
             break
     return found
-
-
-@contextmanager
-def _writing(file: Path) -> Iterator[BinaryIO]:
-    """A file that is put in its place when it is whole. What a power cut spoils can be made again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file, durable=False) as part:
-            yield part
-    except OSError as e:
-        raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
-
-
-# -- GQA's text, with a model's answers ------------------------------------------------------------
-
-_TEXT_FIELDS = ("questionId", "imageId", "question")
-
-
-def load_gqa_text(options: DatasetOptions) -> list[Sample]:
-    """GQA's questions, labeled with a model's answers and without images. Measures reuse by text only.
-
-    The file (``options.root``) is ``.jsonl`` or ``.jsonl.gz``, an object a line: ``questionId``, ``imageId``,
-    ``question``, and one more field, whatever its name, with the answer of the model that the labels are from. A small
-    drawn card with its name on it stands in for each image, so that the tiers, the stores and ``--scope`` treat it as
-    an image of its own. Only the text tiers mean something here; `requests.label_answers` makes an engine of them.
-    """
-    if options.root is None:
-        raise ConfigError("--dataset-root", None, "a .jsonl or .jsonl.gz file when --dataset is gqa-text")
-    rows = [_text_row(row, f"{options.root}, line {number}") for number, row in read_jsonl(options.root)]
-    folder = options.data_dir / "gqa-text"
-    return [
-        Sample(name, question, answer, (ImageRef(image, _card(folder, image)),))
-        for name, image, question, answer in select(rows, options)
-    ]
-
-
-def _text_row(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    labels = sorted(set(row) - set(_TEXT_FIELDS))
-    values = tuple(str(row.get(name) or "") for name in (*_TEXT_FIELDS, *labels))
-    if len(labels) != 1 or not all(values[:3]) or not is_safe_name(values[1]):
-        fields = ", ".join(_TEXT_FIELDS)
-        raise DatasetError(f"{where}: expected {fields} (a plain file name for 'imageId') and one field more")
-    return values
-
-
-def _card(folder: Path, name: str) -> Path:
-    """A card with the name on it; the same name gives the same bytes."""
-    from PIL import Image, ImageDraw
-
-    file = folder / f"{name}.png"
-    if not file.is_file():
-        card = Image.new("RGB", (160, 120), (226, 226, 222))
-        ImageDraw.Draw(card).text((80, 60), name, fill=(70, 70, 70), anchor="mm")
-        with _writing(file) as part:
-            card.save(part, "PNG")
-    return file
 
 
 # -- MiniGQA ------------------------------------------------------------
@@ -337,6 +282,5 @@ DATASETS: Mapping[str, Callable[[DatasetOptions], list[Sample]]] = {
     "minigqa": load_minigqa,
     "minigqa-text": load_minigqa_text,
     "gqa": load_gqa,
-    "gqa-text": load_gqa_text,
     "jsonl": load_jsonl,
 }

@@ -190,6 +190,7 @@ STYLE: Any = {
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "svg.hashsalt": "semkv",
+    "text.parse_math": False,
     "font.size": 9.5,
     "axes.facecolor": "none",
     "grid.color": INK,

@@ -161,16 +161,13 @@ def load_table(path: Path) -> "pd.DataFrame":
 def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
     """Log a sweep's log to MLflow: a run for each of its experiments, with settings as parameters, figures as metrics.
 
-    Names have dots, as in `semkv_lab.load`: ``cache.similarity_threshold``, ``hit_share.value``. The machine and its
-    versions are tags. A log that is handed in again makes its runs again.
+    Names have dots, as in `semkv_lab.load`. The machine and its versions are tags. A log that is handed in again makes
+    its runs again. Returns how many.
 
     Args:
-        path: what ``semkv sweep --log`` wrote.
-        uri: of the MLflow server, such as ``http://127.0.0.1:5000``; by default MLFLOW_TRACKING_URI.
+        path: the log.
+        uri: of the MLflow server; by default MLFLOW_TRACKING_URI.
         experiment: in MLflow; made where it is not there.
-
-    Returns:
-        How many runs were logged.
 
     Raises:
         DatasetError: the file is no log of a sweep, or cannot be read.
@@ -185,7 +182,8 @@ def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "se
     logs = read_logs([Path(path)])
     for log in logs:
         run = client.create_run(place, run_name=log.name)
-        figures = [Metric(name, value, 0, 0) for name, value in flatten(log.summary or {}) if _is_figure(value)]
+        leaves = flatten(log.summary or {})
+        figures = [Metric(name, value, 0, 0) for name, value in leaves if type(value) in (int, float)]
         params = [Param(name, _text(value)) for name, value in flatten(log.settings)]
         tags = [RunTag(name, _text(value)) for name, value in flatten({"environment": log.environment})]
         client.log_batch(run.info.run_id, figures, tags=[*tags, RunTag("notes", log.notes), RunTag("error", log.error)])
@@ -197,10 +195,6 @@ def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "se
 
 _MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_LONGEST = 5000  # bytes of a tag
-
-
-def _is_figure(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

@@ -347,9 +347,8 @@ def execute(
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
-        records, summary = run(
-            settings, samples, engine_factory(samples, verbose), lambda s: SemanticCache(s.cache), listener, baseline
-        )
+        make = partial(make_engine, samples=samples, verbose=verbose)
+        records, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
         if summary["interrupted"]:
             listener.rewrite(records)
         else:
@@ -363,38 +362,34 @@ def execute(
     return summary
 
 
-def engine_factory(samples: list[Sample], verbose: bool = False) -> EngineFactory:
-    """Makes engines of the kind that the settings name; one of the user's own as an `EngineFactory` is called."""
+def make_engine(settings: RunSettings, attach: bool, samples: Sequence[Sample], verbose: bool = False) -> Engine:
+    """An engine of the kind that the settings name; one of the user's own gets the settings and ``attach``."""
+    if plug.is_path(settings.engine):
+        engine = plug.load("--engine", settings.engine, settings, attach)
+        own: Engine = plug.require("--engine", engine, Engine, settings.engine)
+        return own
+    if settings.engine in ("scripted", "labels"):
+        from semkv.engines.scripted import ScriptedEngine
 
-    def make(settings: RunSettings, attach: bool) -> Engine:
-        if plug.is_path(settings.engine):
-            engine = plug.load("--engine", settings.engine, settings, attach)
-            own: Engine = plug.require("--engine", engine, Engine, settings.engine)
-            return own
-        if settings.engine in ("scripted", "labels"):
-            from semkv.engines.scripted import ScriptedEngine
+        if settings.engine == "scripted":
+            return ScriptedEngine(name=settings.model)
+        answers = label_answers(samples, settings.instruction)
+        return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+    if settings.engine == "transformers":
+        from semkv_lab.reuse import TransformersEngine
 
-            if settings.engine == "scripted":
-                return ScriptedEngine(name=settings.model)
-            answers = label_answers(samples, settings.instruction)
-            return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
-        if settings.engine == "transformers":
-            from semkv_lab.reuse import TransformersEngine
+        return TransformersEngine(settings, attach)
+    from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 
-            return TransformersEngine(settings, attach)
-        from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
-
-        cache = settings.cache
-        stores = _copied(cache, "cache_dir fusion_cache_dir fusion")
-        options = VllmOptions(
-            **_copied(settings, "model revision trust_remote_code max_model_len"),
-            max_images=max((len(s.images) for s in samples), default=0),
-            connectors=ConnectorOptions(**stores, max_blocks=cache.max_cached_blocks) if attach else None,
-            verbose=verbose,
-        )
-        return VllmEngine(options)
-
-    return make
+    cache = settings.cache
+    stores = _copied(cache, "cache_dir fusion_cache_dir fusion")
+    options = VllmOptions(
+        **_copied(settings, "model revision trust_remote_code max_model_len"),
+        max_images=max((len(s.images) for s in samples), default=0),
+        connectors=ConnectorOptions(**stores, max_blocks=cache.max_cached_blocks) if attach else None,
+        verbose=verbose,
+    )
+    return VllmEngine(options)
 
 
 # -- what `semkv demo` does ------------------------------------------------------------

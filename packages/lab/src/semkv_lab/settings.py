@@ -69,7 +69,7 @@ class RunSettings:
             tokens, a part computed again).
         blend_share: Share of the shared tokens that blend computes again.
         tenant: Partitions every cache; tenants share nothing.
-        dataset: minigqa, minigqa-text, gqa, gqa-text, jsonl, a .jsonl file, or package.module:Factory; by default the
+        dataset: minigqa, minigqa-text, gqa, jsonl, a .jsonl file, or package.module:Factory; by default the
             preset's.
         chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -50,12 +50,14 @@ _OURS = ("samples_out", "summary_out", "purge")  # the sweep's own business
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run of a sweep: ``given`` as the file has it, ``settings`` with everything filled in and checked."""
+    """One run of a sweep: ``given`` as the file has it, ``settings`` with everything filled in and checked, and the
+    samples of an experiment whose cold answers it takes."""
 
     name: str
     notes: str
     given: Mapping[str, Any]
     settings: RunSettings
+    baseline: Path | None = None
 
     @property
     def names_a_cache(self) -> bool:
@@ -193,15 +195,18 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         with progress_bar(console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
 
-            def job(e: Experiment) -> Job:
+            def ready(e: Experiment) -> Experiment:
                 bar.update(task, description=e.name)
                 if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
                     prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
-                return Job(e, _cold_answers(e, log))
+                e.summary.unlink(missing_ok=True)
+                return replace(e, baseline=_cold_answers(e, log))
 
             for some in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
-                for ended, error in execute(map(job, some)) if some else ():
-                    log.rows[ended.experiment.name] = _row(ended, error, log)
+                for ended, error in execute(map(ready, some)) if some else ():
+                    if not error and not ended.summary.is_file():
+                        error = "the process ended before the run did"
+                    log.rows[ended.name] = _row(ended, error, log)
                     log.write()
                     bar.advance(task)
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
@@ -273,9 +278,8 @@ def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
     return None
 
 
-def _row(job: Job, error: str, log: SweepLog) -> dict[str, Any]:
+def _row(e: Experiment, error: str, log: SweepLog) -> dict[str, Any]:
     """A row of the log, from the summary that the run has left."""
-    e = job.experiment
     found = {} if error else json.loads(e.summary.read_text(encoding="utf-8"))
     return {
         "name": e.name,
@@ -288,7 +292,7 @@ def _row(job: Job, error: str, log: SweepLog) -> dict[str, Any]:
         "environment": found.get("environment", {}),
         "summary": found.get("summary"),
         "samples": "" if error else os.path.relpath(e.samples.resolve(), log.path.parent.resolve()),
-        "baseline_from": job.baseline.stem if job.baseline else "",
+        "baseline_from": e.baseline.stem if e.baseline else "",
     }
 
 
@@ -299,27 +303,22 @@ _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm",
 _TAIL = 2_000  # characters of an experiment's output that go into the log where it failed
 
 
-class Job(NamedTuple):
-    """What a process is given; ``baseline`` is the file of an experiment whose cold answers it takes."""
-
-    experiment: Experiment
-    baseline: Path | None
+Ended = tuple[Experiment, str]
+"""An experiment, and why it ended without a summary; empty where it has one."""
 
 
-Ended = tuple[Job, str]
-"""A job, and why it ended without a summary; empty where it has one."""
-
-
-def _run_in_turn(jobs: Iterable[Job]) -> Iterator[Ended]:
-    """One job after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
+def _run_in_turn(experiments: Iterable[Experiment]) -> Iterator[Ended]:
+    """One after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
     context = multiprocessing.get_context("forkserver")
-    for job in jobs:
-        if job.experiment.settings.engine not in ("scripted", "labels"):
+    for e in experiments:
+        preloaded = ["semkv_lab.run"]
+        if e.settings.engine not in ("scripted", "labels"):
             from semkv.engines.vllm import set_environment
 
             set_environment()  # what the libraries read when they are loaded
-            context.set_forkserver_preload(list(_PRELOADED))
-        process = context.Process(target=run_apart, args=(job,), name=job.experiment.name)
+            preloaded += _PRELOADED
+        context.set_forkserver_preload(preloaded)
+        process = context.Process(target=run_apart, args=(e,), name=e.name)
         process.start()
         try:
             process.join()
@@ -328,13 +327,15 @@ def _run_in_turn(jobs: Iterable[Job]) -> Iterator[Ended]:
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
             process.join()
-        output = job.experiment.samples.with_suffix(".log")
+        output = e.samples.with_suffix(".log")
         tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
-        yield job, f"exit code {process.exitcode}: {tail}" if process.exitcode else ""
+        if process.exitcode != 1 or not tail:  # it did not end by itself
+            tail = f"the process ended with exit code {process.exitcode}: {tail}"
+        yield e, tail if process.exitcode else ""
 
 
-def _run_on_ray(jobs: Iterable[Job]) -> Iterator[Ended]:
-    """As many jobs at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
+def _run_on_ray(experiments: Iterable[Experiment]) -> Iterator[Ended]:
+    """As many at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
     try:
         import ray
 
@@ -347,18 +348,18 @@ def _run_on_ray(jobs: Iterable[Job]) -> Iterator[Ended]:
     gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0  # type: ignore[no-untyped-call]
     # A worker ends after one task, so that an engine's memory is really gone; a crash is not tried again.
     task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
-    waiting = {task.remote(job): job for job in jobs}
+    waiting = {task.remote(e): e for e in experiments}
     while waiting:
         (done,), _ = ray.wait(list(waiting))
         why = ""
         try:
-            ray.get(done)
+            waiting[done].summary.write_text(ray.get(done), encoding="utf-8")  # it may come from another machine
         except ray.exceptions.RayError as error:
             why = str(error)[-_TAIL:]
         yield waiting.pop(done), why
 
 
-def run_apart(job: Job) -> None:
+def run_apart(experiment: Experiment) -> None:
     """`run_here` in a process of its own, whose output goes to a file.
 
     It leads a process group, and the group ends when the sweep is gone: a killed sweep that is resumed would meet it in
@@ -372,19 +373,20 @@ def run_apart(job: Job) -> None:
         os.killpg(0, signal.SIGKILL)
 
     os.setsid()
-    with job.experiment.samples.with_suffix(".log").open("wb") as file:
+    with experiment.samples.with_suffix(".log").open("wb") as file:
         for number in (1, 2):  # what libraries print below Python goes there, too
             os.dup2(file.fileno(), number)
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
     try:
-        run_here(job)
+        run_here(experiment)
     except SemkvError as error:
         sys.exit(str(error))
 
 
-def run_here(job: Job) -> None:
-    """Run it in this process; it leaves its summary where the settings say."""
+def run_here(experiment: Experiment) -> str:
+    """Run it in this process. Returns the summary that it leaves where the settings say."""
     from semkv_lab.run import execute
 
-    if execute(job.experiment.settings, quiet=True, baseline=job.baseline)["interrupted"]:
+    if execute(experiment.settings, quiet=True, baseline=experiment.baseline)["interrupted"]:
         raise SemkvError("interrupted")
+    return experiment.summary.read_text(encoding="utf-8")

@@ -391,29 +391,21 @@ def needs(program: Program) -> frozenset[Fact]:
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """One kind of entry: a sentence with slots, and questions with the slot that answers each."""
-
-    sentence: str
-    questions: list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a document: a fact with the words in its slots, and a sentence of filler."""
+    """One entry of a document: a fact of ``documents.toml`` with the words in its slots, and a sentence of filler."""
 
-    fact: Statement
+    fact: Mapping[str, Any]
     slots: Mapping[str, str]
     filler: str
 
     @property
     def sentence(self) -> str:
-        return self.fact.sentence.format(**self.slots)
+        return str(self.fact["sentence"].format(**self.slots))
 
     @property
     def questions(self) -> tuple[tuple[str, str], ...]:
         """Questions, each with the answer that the sentence gives."""
-        return tuple((text.format(**self.slots), self.slots[answer]) for text, answer in self.fact.questions)
+        return tuple((text.format(**self.slots), self.slots[answer]) for text, answer in self.fact["questions"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,7 +465,7 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
 
 def _variants(document: Document, other: Document, rng: Random) -> dict[str, tuple[str, Document]]:
     """The text of each of `VARIANTS`, and the document that it tells of."""
-    at = rng.choice([at for at, entry in enumerate(document.entries) if "{count}" in entry.fact.sentence])
+    at = rng.choice([at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]])
     entry = document.entries[at]
     count = rng.choice([c for c in map(str, range(12, 100)) if c != entry.slots["count"]])
     changed = {
@@ -490,7 +482,7 @@ def _variants(document: Document, other: Document, rng: Random) -> dict[str, tup
 
 
 def _make_entry(rng: Random, topic: Mapping[str, Any], number: int) -> Entry:
-    fact = Statement(**rng.choice(topic["facts"]))
+    fact = rng.choice(topic["facts"])
     slots = {
         "entry": str(number),
         "name": rng.choice(topic["names"]),
