@@ -284,8 +284,10 @@ def verify(
         with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
         if repair and (look.damaged or not (root / INDEX).exists()):
-            _begin_anew(root)
-            found.counts["deleted"], look.unread = found.counts["deleted"] + len(look.damaged), []
+            with _noting(found, name, root / INDEX):
+                _begin_anew(root)
+                found.counts["deleted"] += len(look.damaged)
+                look.unread = []
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
         read(name, _check_files(root, files, damaged), len(files))
         if repair and damaged:
