@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.Checkpoi
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A gateway in front of a scripted upstream, for the tests of one file."""
+    from gateway_helpers import Pair
+
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+        yield running
