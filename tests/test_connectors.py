@@ -84,12 +84,13 @@ class TestEngine:
         assert engine.one(prompt)[1].loaded_tokens > 64
 
     def test_salts_share_nothing(self, engine: CachedEngine) -> None:
+        assert engine.cache_dir is not None
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
         cold, _ = engine.one(a)
         for host in (False, True):
             engine.forget(keep_host=not host)
-            other, outcome = engine.one(b, extra=kv_params(max_offload_tokens=0))
-            assert (other, outcome.loaded_tokens) == (cold, 0)
+            assert engine.one(b, extra=kv_params(max_offload_tokens=0)) == (cold, disk(0, fusion=(0, 1)))
+            purge_from_here(engine.cache_dir, salts=["b"])
         engine.forget()
         assert engine.one(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
         engine.forget()
