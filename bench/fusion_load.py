@@ -36,6 +36,8 @@ COLUMNS = {
     "semkv, page cache": ("semkv", "pages"), "semkv, disk": ("semkv", "disk"),
     "ECExampleConnector, page cache": ("example", "pages"), "ECExampleConnector, disk": ("example", "disk"),
 }  # fmt: skip
+SIDES = [256, 512, 768, 1024]  # pixels
+LIMIT_S = 660  # of one engine
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the process that asks holds the connector's halves
 
 
@@ -140,9 +142,7 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=LEVELS, default=list(LEVELS))
-    parser.add_argument("--sides", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=660, help="seconds of one engine")
     parser.add_argument("--tiny", action="store_true", help="the package's own model, for a CPU")
     parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
     parser.add_argument("--out", type=Path, default=Path("fusion-load.json"))
@@ -155,13 +155,11 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.table.read_text())))
         return
-    settings = {"sides": [96] if options.tiny else options.sides, "repeats": options.repeats, "tiny": options.tiny}
+    settings = {"sides": [96] if options.tiny else SIDES, "repeats": options.repeats, "tiny": options.tiny}
     result: dict[str, Any] = {"settings": settings, "engines": {}}
     for engine in options.engines:
         log = (options.logs or options.out.parent / "logs") / f"fusion-{engine}.log"
-        result["engines"][engine] = found = run_child(
-            engine, settings | {"engine": engine}, log, options.limit, ENVIRONMENT
-        )
+        result["engines"][engine] = found = run_child(engine, settings | {"engine": engine}, log, LIMIT_S, ENVIRONMENT)
         print(engine, found.get("error", "measured"), flush=True)
         write_json(options.out, result)
     print(table(result))

@@ -125,33 +125,44 @@ def milliseconds(text: str) -> float:
     return round(float(number) * {"us": 0.001, "ms": 1.0, "s": 1000.0, "m": 60_000.0}[unit], 3)
 
 
+def figures(name: str) -> dict[str, dict[str, Any]]:
+    """What is measured of a server: the arguments of `wrk` by name."""
+    misses = {"miss": {"connections": 1}, "miss_slow": {"connections": 1, "slow": True}}
+    hits = {"hit_64": {"connections": 64}, "hit_8": {"connections": 8}}
+    if name.endswith("_workers"):
+        return {"hit_64": {"connections": 64, "threads": 4}}
+    return {"litellm": hits, "proxy": misses, "waiting": misses}.get(name, misses | hits)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     up, pass_on = free_port(), free_port()
-    urls = {"bare": f"http://127.0.0.1:{up}", "proxy": f"http://127.0.0.1:{pass_on}"}
+    upstream = f"http://127.0.0.1:{up}"
+    urls: dict[str, str] = {}
+    kinds = KINDS
+    if args.workers:
+        kinds = {f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        servers.enter_context(process(uvicorn("tests", "scripted_upstream:app", up), f"{urls['bare']}/health"))
-        command = uvicorn("bench", "gateway:passthrough", pass_on)
-        servers.enter_context(process(command, f"{urls['proxy']}/health", UPSTREAM=urls["bare"]))
-        for kind in args.kinds:
+        servers.enter_context(process(uvicorn("tests", "scripted_upstream:app", up), f"{upstream}/health"))
+        if not args.workers:
+            urls = {"bare": upstream, "proxy": f"http://127.0.0.1:{pass_on}"}
+            command = uvicorn("bench", "gateway:passthrough", pass_on)
+            servers.enter_context(process(command, f"{urls['proxy']}/health", UPSTREAM=upstream))
+        for kind, flags in kinds.items():
             port = free_port()
             urls[kind] = f"http://127.0.0.1:{port}"
-            command = gateway(Path(folder) / kind, port, urls["bare"], *KINDS[kind])
+            command = gateway(Path(folder) / kind, port, upstream, *flags)
             servers.enter_context(process(command, f"{urls[kind]}/healthz"))
             wrk(urls[kind], 1, 5, new="warm")  # until lookups are known to find little
         if args.litellm_python:
-            urls["litellm"] = servers.enter_context(litellm(args.litellm_python, Path(folder), urls["bare"]))
+            urls["litellm"] = servers.enter_context(litellm(args.litellm_python, Path(folder), upstream))
         for name in urls.keys() - {"bare", "proxy"}:
             wrk(urls[name], 8, 2)
         for number in range(args.rounds):
             for name, url in urls.items():
-                if name != "litellm":
-                    for kind, slow in (("miss", False), ("miss_slow", True)):
-                        new = f"{kind} {number}"
-                        rounds[f"{name}_{kind}"].append(wrk(url, 1, args.seconds, new=new, slow=slow))
-                if name not in ("proxy", "waiting"):
-                    for connections in (64, 8):
-                        rounds[f"{name}_hit_{connections}"].append(wrk(url, connections, args.seconds))
+                for figure, given in figures(name).items():
+                    new = f"{figure} {number}" if "miss" in figure else ""
+                    rounds[f"{name}_{figure}"].append(wrk(url, seconds=args.seconds, new=new, **given))
             print(f"  round {number + 1} of {args.rounds}", flush=True)
     found: dict[str, Any] = {
         name: {figure: round(median(row[figure] for row in rows), 3) for figure in FIGURES}
@@ -163,30 +174,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             bare = "bare" + name[name.index("_miss") :]
             row["adds_p50_ms"] = round(row["p50_ms"] - found[bare]["p50_ms"], 3)
     return found
-
-
-def measure_workers(args: argparse.Namespace) -> dict[str, Any]:
-    """Exact hits at 64 connections by number of workers, in turns; ``times`` compares with the first number."""
-    up = free_port()
-    rates: dict[int, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        upstream = f"http://127.0.0.1:{up}"
-        servers.enter_context(process(uvicorn("tests", "scripted_upstream:app", up), f"{upstream}/health"))
-        urls = {}
-        for count in args.workers:
-            port = free_port()
-            urls[count] = f"http://127.0.0.1:{port}"
-            command = gateway(Path(folder) / str(count), port, upstream, "--no-semantic", "--workers", str(count))
-            servers.enter_context(process(command, f"{urls[count]}/healthz"))
-            wrk(urls[count], 64, 2)
-        for _ in range(args.rounds):
-            for count, url in urls.items():
-                rates[count].append(wrk(url, 64, args.seconds, threads=4)["requests_per_s"])
-    first = median(rates[args.workers[0]])
-    return {
-        f"{count}_workers": {"requests_per_s": median(each), "times": round(median(each) / first, 2)}
-        for count, each in rates.items()
-    }
 
 
 @contextmanager
@@ -234,14 +221,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of gateways")
     parser.add_argument("--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers")
     args = parser.parse_args()
     before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
     if args.litellm_python:
         ask = "import importlib.metadata as m; print(m.version('litellm'))"
         before["versions"]["litellm"] = subprocess.check_output([args.litellm_python, "-c", ask], text=True).strip()
-    found = measure_workers(args) if args.workers else measure(args)
+    found = measure(args)
     for name, row in found.items():
         print(name, row)
     if args.out:

@@ -1,59 +1,57 @@
 """Thousands of random requests under every disturbance that the KV connector must stand: how many answers are wrong?
 
-    python bench/kv_stress.py                           (2,000 answers, about half an hour on two cores)
+    python bench/kv_stress.py --out bench/results/cpu/kv-stress.json      (2,000 answers, half an hour on two cores)
     python bench/kv_stress.py --answers 200 --only tenants,drafts --seed 7
 
 Greedy answers of tiny random models, compared with those of an engine without the connector; see tests/random_load.py
-for what a load is. Each load runs in a process of its own. Prints one line of JSON: counts over all loads, by load,
-and what was wrong, which should be nothing. Ends with status 1 if there is anything.
+for what a load is. Each load runs in a process of its own, whose log lies beside the result. Ends with status 1 if an
+answer is wrong, an engine ends, or something is left in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from common import ROOT, Answer, run_child, serve, stop_on_signals, write_json
 
-import random_load
+sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
-from kv_engines import HYBRID, NOTHING, in_child
+from kv_engines import HYBRID, NOTHING
+from random_load import RandomLoad
 
-TIGHT = {"tokens": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+LIMIT_S = 36000
 SMALL = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
+TIGHT = {"longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+STATES = {"longest": 600, "blocks": 40, "args": HYBRID}
+DECODE = {"settings": {"capture_decode": True}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
 
+# name: its share of the answers, the family, the fields of `RandomLoad`
 LOADS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "tenants": (5, "llama", {"tenants": 0.8, "prompts": 40}),
-    "preemptions": (3, "llama", {**TIGHT, "connector": {"capture_decode": True}}),
-    "small": (3, "llama", {**TIGHT, "connector": SMALL}),
-    "purges": (2, "llama", {"purges": 0.008, "connector": {"capture_decode": True}}),
-    "killed": (3, "llama", {**TIGHT, "kills": 0.1, "connector": SMALL}),
-    "drafts": (1, "llama", {"connector": {"capture_decode": True}, "args": {"speculative_config": DRAFTS}}),
+    "tenants": (5, "llama", {"prompts": 40}),
+    "preemptions": (3, "llama", TIGHT | DECODE),
+    "small": (3, "llama", TIGHT | {"settings": SMALL}),
+    "purges": (2, "llama", DECODE | {"purges": 0.008}),
+    "killed": (3, "llama", TIGHT | {"kills": 0.1, "settings": SMALL}),
+    "drafts": (1, "llama", DECODE | {"args": {"speculative_config": DRAFTS}}),
     "windows": (1, "gemma3", {"longest": 600, "blocks": 150}),
-    "states": (1, "granite4", {"longest": 600, "blocks": 40, "args": HYBRID}),
-    "parallel states": (1, "falcon-h1", {"longest": 600, "blocks": 40, "args": HYBRID}),
+    "states": (1, "granite4", STATES),
+    "parallel states": (1, "falcon-h1", STATES),
 }
-"""By name: its share of the answers, the family, the fields of `random_load.Load`."""
 
 
-def one(name: str, answers: int, seed: int, folder: Path) -> dict[str, Any]:
-    """One load on an empty directory. An engine that ends is a wrong answer as well."""
-    _, family, fields = LOADS[name]
-    model = folder / "models" / family
-    if not model.exists():
-        tiny_models.make(family, model)
-    job = {"answers": answers, "seed": seed, **fields}
-    try:
-        return dict(in_child(random_load.run, model, folder / name, job, timeout=36000))
-    except AssertionError as error:
-        return {"wrong": 1, "examples": [str(error)[-2000:]], "left": NOTHING}
+def one(spec: dict[str, Any], answer: Answer) -> None:
+    """One load on an empty directory."""
+    _, family, fields = LOADS[spec["name"]]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        model = tiny_models.make(family, Path(folder) / family)
+        load = RandomLoad(str(model), f"{folder}/cache", answers=spec["answers"], seed=spec["seed"], **fields)
+        answer(load.run())
 
 
 def main() -> None:
@@ -61,24 +59,26 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2000, help="how many answers are compared, over all loads")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(LOADS), help=f"loads, of {', '.join(LOADS)}")
-    args = parser.parse_args()
-    names = args.only.split(",")
+    parser.add_argument("--out", type=Path, default=Path("kv-stress.json"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        serve(options.child, one)
+        return
+    names = options.only.split(",")
     if unknown := set(names) - set(LOADS):
         parser.error(f"unknown loads: {', '.join(sorted(unknown))}")
-    shares, start = sum(LOADS[name][0] for name in names), time.monotonic()
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            answers = -(-args.answers * LOADS[name][0] // shares)
-            found[name] = one(name, answers, args.seed, Path(folder))
-            print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
-    total: Counter[str] = Counter()
-    for counts in found.values():
-        total.update({key: value for key, value in counts.items() if isinstance(value, int)})
-    left = {name: counts["left"] for name, counts in found.items() if counts["left"] != NOTHING}
-    seconds = round(time.monotonic() - start)
-    print(json.dumps({"seed": args.seed, "seconds": seconds, **total, "left": left, "loads": found}))
-    sys.exit(1 if total["wrong"] or left else 0)
+    stop_on_signals()
+    shares, total, loads = sum(LOADS[name][0] for name in names), Counter[str](), {}
+    for name in names:
+        spec = {"name": name, "answers": -(-options.answers * LOADS[name][0] // shares), "seed": options.seed}
+        log = options.out.parent / "logs" / f"kv-stress-{name}.log"
+        found = loads[name] = run_child(name, spec, log, LIMIT_S, {})
+        total.update({key: value for key, value in found.items() if isinstance(value, int)})
+        total["bad loads"] += bool(found.get("wrong")) or found.get("left") != NOTHING
+        print(name, found, flush=True)
+        write_json(options.out, {"seed": options.seed, **total, "loads": loads})
+    sys.exit(1 if total["bad loads"] else 0)
 
 
 if __name__ == "__main__":

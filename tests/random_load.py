@@ -46,12 +46,13 @@ class RandomLoad:
         longest: int = 400,
         purges: float = 0.0,
         kills: float = 0.0,
+        seed: int = 1,
         args: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.beside = model, cache, args or {}, settings or {}
         self.answers, self.purges, self.kills, self.cache = answers, purges, kills, Path(cache)
-        self.rng = random.Random(1)
+        self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.wrong: list[Any] = []
         self.seen: dict[str | None, set[bytes]] = {}  # by tenant: beginnings that anybody of it has asked
