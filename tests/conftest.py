@@ -38,8 +38,8 @@ ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lo
 """Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
 
 LONGEST = (
-    "test_docs", "test_kv_load", "test_server_vllm", "test_families", "test_demo", "test_store_safety",
-    "test_near_repeats", "test_sweep", "test_semantic", "test_gateway_redis", "test_serve",
+    "test_docs", "test_near_repeats", "test_store_safety", "test_semantic", "test_sweep", "test_server_vllm",
+    "test_kv_load", "test_families", "test_demo", "test_gateway_redis", "test_serve",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
