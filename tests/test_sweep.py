@@ -232,8 +232,10 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     spec(folder, names, **{"cache-dir": str(folder / "mine")})
     assert sweep(folder).exit_code == 0
     assert [hits(folder, name) for name in "ab"] == [250, 400]
-    other = sweep(folder, "--log-file", str(folder / "other.csv"))
-    assert (other.exit_code, "a folder without a.jsonl" in other.stderr) == (2, True), "another sweep's samples stay"
+    for lacks in ("a.jsonl", "a.json"):
+        other = sweep(folder, "--log-file", str(folder / "other.csv"))
+        assert (other.exit_code, f"a folder without {lacks}\n" in other.stderr) == (2, True), "another sweep's stay"
+        (folder / "samples" / lacks).unlink()
     for name in ("log.csv", "log.jsonl"):
         (folder / name).unlink()
     shutil.rmtree(folder / "samples")
