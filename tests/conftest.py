@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 import tiny_models
 import vllm_forks
 
-for _name, _value in vllm_forks.SHARED_MACHINE.items():
+for _name, _value in vllm_forks.ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 # On a busy machine an example or an answer may take any time. A run draws what every other run draws;
@@ -34,8 +35,8 @@ ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lo
 """Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
 
 LONGEST = (
-    "test_docs", "test_kv_load", "test_server_vllm", "test_families", "test_demo", "test_store_safety", "test_turns",
-    "test_sweep", "test_semantic", "test_gateway_redis", "test_serve",
+    "test_docs", "test_kv_load", "test_server_vllm", "test_families", "test_demo", "test_store_safety",
+    "test_near_repeats", "test_sweep", "test_semantic", "test_gateway_redis", "test_serve",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
@@ -76,3 +77,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tiny_models.Checkpoi
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A gateway in front of a scripted upstream, for the tests of one file."""
+    from gateway_helpers import Pair
+
+    with Pair(tmp_path_factory.mktemp("gateway")) as running:
+        yield running

@@ -240,6 +240,11 @@ def words(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+def kind(answer: httpx.Response) -> str:
+    """``hit``, ``miss``, ``joined`` or ``pass``."""
+    return str(answer.headers["x-semkv"]).split()[0]
+
+
 def said(answer: httpx.Response) -> str:
     """The text of an answer, streamed or not."""
     if not answer.text.startswith("data:"):

@@ -7,19 +7,17 @@ behind in one (threads, imports, a crash) does not reach the next test. Argument
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tiny_models
 import vllm_forks
 from semkv.connectors import ConnectorOutcome, disk_process, read_outcome
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, report, token_ids
-from vllm_forks import Job
 
 __all__ = ["BLOCK", "Answer", "answered", "differs", "prompt", "report", "token_ids"]  # for tests
 
@@ -45,25 +43,17 @@ os._exit(status)  # what threads and native code do at an exit is not tested
 """
 
 
-def started(function: Callable[..., Any], args: Sequence[Any], output: IO[Any], errors: IO[Any]) -> Job:
-    """A function of a test module, running in a new process; its result is the last line that begins with RESULT."""
-    command = ["-c", _CHILD, function.__module__, function.__name__, json.dumps(args, default=str)]
-    return Job(command, {1: output.fileno(), 2: errors.fileno()}, os.environ | vllm_forks.ENVIRONMENT)
+def command(function: Callable[..., Any], *args: Any) -> list[str]:
+    """Runs a function of a test module; its result is the last line that begins with RESULT."""
+    names = [function.__module__, function.__name__, json.dumps(args, default=str)]
+    return [str(vllm_forks.prepare() / "python"), "-c", _CHILD, *names]
 
 
-def in_child(function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        with started(function, args, output, errors) as job:
-            status = job.wait(timeout)
-        said, complained = (_text(file) for file in (output, errors))
-    assert status == 0, f"exit status {status}\n{said[-2000:]}\n{complained[-6000:]}"
-    return json.loads(said.rpartition("RESULT ")[2].splitlines()[0])
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
+    done = subprocess.run(command(function, *args), capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.rpartition("RESULT ")[2].splitlines()[0])
 
 
 def gap_change(answer: Answer, reference: Answer) -> float:

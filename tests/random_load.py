@@ -7,103 +7,106 @@ another engine on the same directory may be killed at any moment.
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import random
+import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kv_engines import BLOCK, Answer, Engine, answered, connector, differs, prompt, started, token_ids
+from kv_engines import BLOCK, Answer, Engine, answered, command, connector, differs, prompt, token_ids
+from semkv.stores.maintenance import purge_directory
 
-TENANTS = ("a", "b", "c")
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is asked of an engine, and how it is disturbed. Shares are of steps, unless they are of something else."""
-
-    answers: int = 100
-    seed: int = 1
-    prompts: int = 24
-    longest: int = 400
-    tokens: int = 24
-    blocks: int = 60
-    tenants: float = 0.5  # of requests
-    aborts: float = 0.03
-    purges: float = 0.0
-    forgets: float = 0.3  # of rounds
-    kills: float = 0.0  # of rounds, of another engine beside this one
-    tie: float = 1e-3
-    args: dict[str, Any] = field(default_factory=dict)
-    connector: dict[str, Any] = field(default_factory=dict)
+TOKENS = 24
+SMALL = {"max_num_batched_tokens": 160, "max_model_len": 768}
 
 
-def asked(load: Load) -> list[list[int]]:
-    """Prompts that share beginnings of one of three trunks."""
-    rng = random.Random(load.seed)
-    trunks = [token_ids(rng, load.longest * part // 4) for part in (1, 2, 3)]
-    found = []
-    for _ in range(load.prompts):
-        trunk = rng.choice(trunks)
-        found.append(trunk[: rng.randrange(len(trunk) + 1)] + token_ids(rng, rng.randrange(1, load.longest // 4)))
-    return found
+class RandomLoad:
+    """An engine under a load.
 
+    Args:
+        model, cache: the checkpoint's folder and the connector's.
+        answers: after how many it ends.
+        blocks: of the engine's own cache.
+        prompts, longest: how many different ones, and the tokens of the longest.
+        purges: share of steps after which the store is purged.
+        kills: share of rounds after which another engine, which runs beside this one, is killed and another started.
+        args: of both engines.
+        settings: of the connector.
+    """
 
-def run(model: str, cache: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """In a child: the whole load. The counts say what happened; the wrong answers come with the reason."""
-    load = Load(**fields)
-    prompts = asked(load)
-    common = {name: value for name, value in load.args.items() if name != "speculative_config"}
-    plain = Engine(model, **common)
-    first = plain.ask([prompt(p) for p in prompts], load.tokens)
-    rng = random.Random(load.seed + 2)
-    follow = [prompts[n] + first[n]["tokens"] + token_ids(rng, 40) for n in range(len(prompts) // 4)]
-    prompts += follow
-    references = first + plain.ask([prompt(p) for p in follow], load.tokens)
-    plain.close()
-    return Under(load, model, cache, prompts, references).run()
-
-
-class Under:
-    """An engine under a load."""
-
-    def __init__(self, load: Load, model: str, cache: str, prompts: list[list[int]], references: list[Answer]) -> None:
-        self.load, self.cache, self.model = load, cache, model
-        self.prompts, self.references = prompts, references
-        self.rng = random.Random(load.seed + 1)
+    def __init__(
+        self,
+        model: str,
+        cache: str,
+        *,
+        answers: int = 24,
+        blocks: int = 40,
+        prompts: int = 24,
+        longest: int = 400,
+        purges: float = 0.0,
+        kills: float = 0.0,
+        args: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.beside = model, cache, args or {}, settings or {}
+        self.answers, self.purges, self.kills, self.cache = answers, purges, kills, Path(cache)
+        self.rng = random.Random(1)
         self.counts: Counter[str] = Counter()
         self.wrong: list[Any] = []
         self.seen: dict[str | None, set[bytes]] = {}  # by tenant: beginnings that anybody of it has asked
         self.live: dict[str, tuple[int, str | None, int]] = {}
-        small: dict[str, Any] = {"num_gpu_blocks_override": load.blocks, "max_num_batched_tokens": 160}
-        self.engine = Engine(model, connector(cache, **load.connector), **(small | {"max_model_len": 768} | load.args))
+        self.prompts = self.trunks(prompts, longest)
+        self.engine = Engine(model, **(args or {}))
+        self.references = self.asked_alone()
+        self.engine.close()
+        small = {**SMALL, "num_gpu_blocks_override": blocks, **(args or {})}
+        self.engine = Engine(model, connector(cache, **(settings or {})), **self.media(), **small)
         self.preempted = self.engine.count_preemptions()
-        self.beside = Other(self.model, self.cache, load, prompts) if load.kills else None
+        self.other = self.another() if kills else None
+
+    def trunks(self, count: int, longest: int) -> list[list[int]]:
+        """Prompts that share beginnings of one of three trunks."""
+        trunks, found = [token_ids(self.rng, longest * part // 4) for part in (1, 2, 3)], []
+        for _ in range(count):
+            trunk = self.rng.choice(trunks)
+            end = token_ids(self.rng, self.rng.randrange(1, longest // 4))
+            found.append(trunk[: self.rng.randrange(len(trunk) + 1)] + end)
+        return found
+
+    def asked_alone(self) -> list[Answer]:
+        """The right answers; a quarter of the prompts comes again with its answer and more behind it."""
+        first = self.engine.ask(map(prompt, self.prompts), TOKENS)
+        pairs = list(zip(self.prompts, first, strict=True))[: len(first) // 4]
+        follow = [asked + answer["tokens"] + token_ids(self.rng, 40) for asked, answer in pairs]
+        self.prompts += follow
+        return first + self.engine.ask(map(prompt, follow), TOKENS)
+
+    def media(self) -> dict[str, Any]:
+        """What the engine with the connector gets beyond the other one's arguments."""
+        return {}
 
     def run(self) -> dict[str, Any]:
-        while self.counts["answers"] < self.load.answers:
+        """What happened, by kind; wrong answers come with the reason."""
+        while self.counts["answers"] < self.answers:
             self.one_round()
-        if self.beside is not None:
+        if self.other is not None:
             self.end_other()
         left = self.engine.left()
         self.engine.forget()
         for which, reference in enumerate(self.references):
-            (answer,) = self.engine.ask([self.made(which)], self.load.tokens)
+            (answer,) = self.engine.ask([self.made(which)], TOKENS)
             self.compare("afterwards", answer, reference)
         self.engine.close()
-        counts = {"preemptions": len(self.preempted), **self.counts}
-        return {"wrong": len(self.wrong), "examples": self.wrong[:5], "left": left, **counts}
+        return {"wrong": self.wrong[:5], "left": left, "preemptions": len(self.preempted), **self.counts}
 
     def one_round(self) -> None:
         """Some requests at once, stepped to their end."""
         for _ in range(self.rng.randrange(1, 12)):
             self.add()
-        idle_since = time.monotonic()
-        while self.engine.llm.llm_engine.has_unfinished_requests():
-            outputs = self.engine.llm.llm_engine.step()
+        core, idle_since = self.engine.llm.llm_engine, time.monotonic()
+        while core.has_unfinished_requests():
+            outputs = core.step()
             idle_since = time.monotonic() if outputs else idle_since
             assert time.monotonic() < idle_since + 300, "no request goes on"
             for output in outputs:
@@ -113,35 +116,30 @@ class Under:
         assert not self.live, "a request ended without an answer"
         if self.rng.random() < 0.5:
             self.engine.llm.reset_prefix_cache()
-        if self.rng.random() < self.load.forgets:
+        if self.rng.random() < 0.3:
             self.engine.forget()
-        if self.beside is not None and self.rng.random() < self.load.kills:
+        if self.other is not None and self.rng.random() < self.kills:
             self.end_other()
-            self.beside = Other(self.model, self.cache, self.load, self.prompts)
+            self.other = self.another()
 
     def add(self) -> None:
         from vllm import SamplingParams
 
-        which = self.rng.randrange(len(self.prompts))
-        salt = self.rng.choice(TENANTS) if self.rng.random() < self.load.tenants else None
-        name = f"r{self.counts['asked']}"
-        params = SamplingParams(max_tokens=self.load.tokens, temperature=0, ignore_eos=True, logprobs=2)
-        self.engine.llm.llm_engine.add_request(name, self.rendered(self.made(which, salt)), params)
-        self.live[name] = (which, salt, self.loadable(which, salt))
+        which, name = self.rng.randrange(len(self.prompts)), f"r{self.counts['asked']}"
+        salt = self.rng.choice("abc") if self.rng.random() < 0.5 else None
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=2)
+        (rendered,) = self.engine.llm.renderer.render_cmpl([self.made(which, salt)])
+        self.engine.llm.llm_engine.add_request(name, rendered, params)
+        self.live[name] = which, salt, self.loadable(which, salt)
         self.counts["asked"] += 1
 
     def made(self, which: int, salt: str | None = None) -> Any:
         """A prompt as a client gives it."""
         return prompt(self.prompts[which], salt)
 
-    def rendered(self, asked: Any) -> Any:
-        """The same as the engine's queue takes it."""
-        return asked
-
     def loadable(self, which: int, salt: str | None) -> int:
         """How many tokens of a prompt can have been stored for a tenant before this request."""
-        known = self.seen.setdefault(salt, set())
-        asked = self.prompts[which]
+        known, asked = self.seen.setdefault(salt, set()), self.prompts[which]
         found = next((n for n, one in enumerate(beginnings(asked)) if one not in known), len(asked) // BLOCK)
         # An answer's tokens may be stored too, and come back when they stand in a later prompt.
         known.update(beginnings(asked + self.references[which]["tokens"]))
@@ -152,59 +150,40 @@ class Under:
         answer = answered(output)
         self.compare(output.request_id, answer, self.references[which])
         self.counts["answers"] += 1
-        loaded = answer["loaded"] or 0
-        reused = max(loaded, answer["cached"] or 0)
-        self.counts["loaded tokens"] += loaded
-        for source, tokens in (answer["sources"] or {}).items():
-            self.counts[f"from {source}"] += tokens
+        self.counts["loaded tokens"] += answer["loaded"] or 0
+        reused = max(answer["loaded"] or 0, answer["cached"] or 0)
         # A request that was preempted finds its own blocks; another engine beside this one asks without a salt.
         preempted = any(output.request_id in name for name in self.preempted)
-        if reused > loadable and not preempted and not (salt is None and self.load.kills):
+        if reused > loadable and not preempted and not (salt is None and self.kills):
             self.wrong.append((output.request_id, f"{reused} tokens reused for {salt}, which had {loadable}"))
 
     def compare(self, name: str, answer: Answer, reference: Answer) -> None:
-        if reason := differs(answer, reference, self.load.tie):
+        if reason := differs(answer, reference):
             self.wrong.append((name, reason, answer["loaded"], answer["sources"], answer["ended"]))
-        self.counts["ties"] += not reason and answer["tokens"] != reference["tokens"]
 
     def disturb(self) -> None:
         """Now and then, between two steps: abort a request, purge the store."""
-        if self.live and self.rng.random() < self.load.aborts:
+        if self.live and self.rng.random() < 0.03:
             name = self.rng.choice(sorted(self.live))
             self.engine.llm.llm_engine.abort_request([name])
             del self.live[name]
             self.counts["aborted"] += 1
-        if self.rng.random() < self.load.purges:
-            from semkv.stores.maintenance import purge_directory
-
-            purge_directory(Path(self.cache))
+        if self.rng.random() < self.purges:
+            purge_directory(self.cache)
             self.counts["purges"] += 1
 
+    def another(self) -> subprocess.Popen[str]:
+        asks = command(ask_without_end, *self.beside, self.prompts)
+        return subprocess.Popen(asks, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
     def end_other(self) -> None:
-        """Kill it with no chance to tidy up; not before it has begun."""
-        assert self.beside is not None
-        self.counts["began"] += self.beside.has_begun()
-        self.beside.kill()
+        """Kill the other engine with no chance to tidy up; not before it has answered."""
+        assert self.other is not None
+        with self.other as process:
+            assert process.stdout is not None
+            self.counts["began"] += any(line == "asked\n" for line in process.stdout)
+            process.kill()
         self.counts["kills"] += 1
-
-
-class Other:
-    """Another engine on the directory, which asks the same prompts without end."""
-
-    def __init__(self, model: str, cache: str, load: Load, prompts: list[list[int]]) -> None:
-        reading, writing = os.pipe()
-        self._said = os.fdopen(reading)
-        with os.fdopen(writing, "w") as output, Path(os.devnull).open("w") as nowhere:
-            arguments = [model, cache, dataclasses.asdict(load), prompts]
-            self._job = started(beside, arguments, output, nowhere)
-
-    def has_begun(self) -> bool:
-        """Wait for its first answers; False if it ended without any."""
-        return any(line == "asked\n" for line in self._said)
-
-    def kill(self) -> None:
-        self._job.close()
-        self._said.close()
 
 
 def beginnings(ids: list[int]) -> list[bytes]:
@@ -212,11 +191,12 @@ def beginnings(ids: list[int]) -> list[bytes]:
     return [str(ids[: n * BLOCK]).encode() for n in range(1, len(ids) // BLOCK + 1)]
 
 
-def beside(model: str, cache: str, fields: dict[str, Any], prompts: list[list[int]]) -> None:
+def ask_without_end(
+    model: str, cache: str, args: dict[str, Any], settings: dict[str, Any], prompts: list[list[int]]
+) -> None:
     """In another child, until it is killed: some of the prompts again and again, nothing kept on the way."""
-    load, rng = Load(**fields), random.Random(time.time_ns())
-    engine = Engine(model, connector(cache, **load.connector), **load.args)
+    rng, engine = random.Random(time.time_ns()), Engine(model, connector(cache, **settings), **args)
     while True:
-        engine.outputs([prompt(p) for p in rng.sample(prompts, 4)], load.tokens)
+        engine.outputs([prompt(p) for p in rng.sample(prompts, 4)], TOKENS)
         engine.forget()
         print("asked", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -56,16 +57,20 @@ class RedisServer:
 
     def freeze(self) -> None:
         """It holds its connections and answers nothing."""
-        import signal
-
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        import signal
+        self._signal(signal.SIGCONT)
 
+    def _signal(self, number: int) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._process.send_signal(number)
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 def _answers(client: Any) -> bool:

@@ -5,6 +5,7 @@ Each function takes the body, the text of its last turn, and the directives in i
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ def _pieces(text: str, parts: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def _text(text: str, said: Said) -> str:
+def text_of(text: str, said: Said) -> str:
     return "x" * int(said["big"]) if "big" in said else f"You said: {text}"
 
 
@@ -34,58 +35,41 @@ def _items(text: str, said: Said) -> list[dict[str, Any]]:
     if "tool" in said:
         call = {"name": "look", "arguments": json.dumps({"text": text}), "call_id": f"call_{time.time_ns()}"}
         return [*items, {"id": "fc_1", "type": "function_call", "status": "completed", **call}]
-    part = {"type": "output_text", "text": _text(text, said), "annotations": [], "logprobs": []}
+    part = {"type": "output_text", "text": text_of(text, said), "annotations": [], "logprobs": []}
     return [*items, {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}]
 
 
 def response(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
     """``[length]``, ``[fail]`` and ``[cancel]`` end it early."""
-    status = (
-        "incomplete" if "length" in said else "failed" if "fail" in said else "cancelled" if "cancel" in said else ""
-    )
-    error = {"code": "server_error", "message": "scripted"} if "fail" in said else None
-    usage = {
-        "input_tokens": 7, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": len(text),
-        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 7 + len(text),
-    }  # fmt: skip
-    details = {"reason": "max_output_tokens"} if "length" in said else None
-    repeated = ("temperature", "metadata", "user", "previous_response_id", "instructions", "store")
+    early = {"length": "incomplete", "fail": "failed", "cancel": "cancelled"}
+    status = next((status for word, status in early.items() if word in said), "completed")
+    usage = {"input_tokens": 7, "output_tokens": len(text), "total_tokens": 7 + len(text)}
     return {
-        "id": f"resp_{time.time_ns()}", "object": "response", "created_at": CREATED, "error": error,
-        "status": status or "completed", "incomplete_details": details,
-        "model": body.get("model", "scripted"), "output": _items(text, said), "parallel_tool_calls": True,
-        "tool_choice": "auto", "tools": body.get("tools") or [], "top_p": 1.0, "usage": usage,
-        **{name: body.get(name) for name in repeated},
+        "id": f"resp_{time.time_ns()}", "object": "response", "created_at": CREATED, "status": status,
+        "error": {"code": "server_error", "message": "scripted"} if "fail" in said else None,
+        "model": body.get("model", "scripted"), "output": _items(text, said), "usage": usage,
     }  # fmt: skip
 
 
 def response_events(body: dict[str, Any], text: str, said: Said) -> Iterator[dict[str, Any]]:
-    whole, number = response(body, text, said), 0
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "error": None, "incomplete_details": None}
+    whole = response(body, text, said)
+    numbers = itertools.count()
 
     def event(kind: str, **fields: Any) -> dict[str, Any]:
-        nonlocal number
-        number += 1
-        return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
+        return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
-    yield event("created", response=begun)
-    yield event("in_progress", response=begun)
+    for kind in ("created", "in_progress"):
+        yield event(kind, response={**whole, "status": "in_progress", "output": [], "usage": None, "error": None})
     for index, item in enumerate(whole["output"]):
-        at = {"item_id": item["id"], "output_index": index}
-        bare = {**item, "status": "in_progress", **({"content": []} if "content" in item else {"arguments": ""})}
-        yield event("output_item.added", output_index=index, item=bare)
-        if item["type"] == "function_call":
-            for piece in _pieces(item["arguments"], 3):
-                yield event("function_call_arguments.delta", delta=piece, **at)
-            yield event("function_call_arguments.done", arguments=item["arguments"], name=item["name"], **at)
+        at, calls = {"item_id": item["id"], "output_index": index}, item["type"] == "function_call"
+        empty = {"arguments": ""} if calls else {"content": []}
+        yield event("output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
+        if calls:
+            kind, content = "function_call_arguments", item["arguments"]
         else:
-            (part,) = item["content"]
-            name = part["type"]
-            yield event("content_part.added", content_index=0, part={**part, "text": ""}, **at)
-            for piece in _pieces(part["text"], int(said.get("events", 3))):
-                yield event(f"{name}.delta", content_index=0, delta=piece, logprobs=[], **at)
-            yield event(f"{name}.done", content_index=0, text=part["text"], logprobs=[], **at)
-            yield event("content_part.done", content_index=0, part=part, **at)
+            kind, content = item["content"][0]["type"], item["content"][0]["text"]
+        for piece in _pieces(content, int(said.get("events", 3))):
+            yield event(f"{kind}.delta", content_index=0, delta=piece, logprobs=[], **at)
         yield event("output_item.done", output_index=index, item=item)
     yield event(whole["status"], response=whole)
 
@@ -100,13 +84,12 @@ def message(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
     if "tool" in said:
         content.append({"type": "tool_use", "id": f"toolu_{time.time_ns()}", "name": "look", "input": {"text": text}})
     else:
-        content.append({"type": "text", "text": _text(text, said)})
-    reason = (
-        "max_tokens" if "length" in said else "pause_turn" if "cancel" in said else "refusal" if "fail" in said else ""
-    )
+        content.append({"type": "text", "text": text_of(text, said)})
+    early = {"length": "max_tokens", "cancel": "pause_turn", "fail": "refusal", "tool": "tool_use"}
+    reason = next((reason for word, reason in early.items() if word in said), "end_turn")
     return {
         "id": f"msg_{time.time_ns()}", "type": "message", "role": "assistant", "model": body.get("model", "scripted"),
-        "content": content, "stop_reason": reason or ("tool_use" if "tool" in said else "end_turn"),
+        "content": content, "stop_reason": reason,
         "stop_sequence": None, "usage": {"input_tokens": 7, "output_tokens": len(text)},
     }  # fmt: skip
 

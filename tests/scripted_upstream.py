@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that does what the prompt says, for tests and benches of the gateway.
 
 The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer,
-``[together=9]`` to wait until so many requests are running, ``[status=500]``,
+``[status=500]``,
 ``[length]`` for an answer cut off, ``[cut]`` for a stream that breaks, ``[error]`` for an error event in the stream,
 ``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from scripted_routes import ROUTES
+from scripted_routes import CREATED, ROUTES, text_of
 
 _DIRECTIVE = re.compile(r"\[(\w+)(?:=([\d.]+))?\]")
-CREATED = 1_700_000_000
 _ANSWERS = 128  # to one request; a fuzzer asks for milliards
 EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -43,10 +42,9 @@ class Scripted:
         self.says: Callable[[Any], list[tuple[bytes, bytes]]] = lambda _: []
         self.gate, self.hold_at = threading.Event(), 0
         self.gate.set()
-        self._together = asyncio.Event()
         self.calls: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.keep, self.total, self.running, self.most_running, self.aborted = keep, 0, 0, 0, 0
+        self.keep, self.total, self.running, self.aborted = keep, 0, 0, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -64,8 +62,6 @@ class Scripted:
         path = scope["path"]
         if path == "/health":
             await self._json(send, 200, {})
-        elif path == "/count":
-            await self._json(send, 200, {"total": self.total, "running": self.running, "most": self.most_running})
         elif path == "/v1/models":
             await self._json(send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
         else:
@@ -103,7 +99,6 @@ class Scripted:
             return
         self._note(scope, body)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
         gone = asyncio.ensure_future(self._gone(receive))
         work = asyncio.ensure_future(self._work(content, said, send))
         try:
@@ -122,10 +117,6 @@ class Scripted:
     async def _work(self, content: Any, said: dict[str, str], send: Any) -> None:
         if "delay" in said:
             await asyncio.sleep(float(said["delay"]))
-        if "together" in said:
-            if self.running >= int(said["together"]):
-                self._together.set()
-            await self._together.wait()
         if not (self.hold_at and isinstance(content, list)):
             await self._opened()
         if "status" in said:
@@ -174,10 +165,6 @@ def prompt_of(body: dict[str, Any]) -> str:
     return " ".join(part["text"] for part in content if part["type"] in ("text", "input_text"))
 
 
-def _text(text: str, said: dict[str, str]) -> str:
-    return "x" * int(said["big"]) if "big" in said else f"You said: {text}"
-
-
 def _usage(text: str) -> dict[str, int]:
     return {"prompt_tokens": 7, "completion_tokens": len(text), "total_tokens": 7 + len(text)}
 
@@ -195,7 +182,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 
 def answer(body: dict[str, Any], text: str, said: dict[str, str]) -> dict[str, Any]:
-    out = _text(text, said)
+    out = text_of(text, said)
     top: dict[str, Any] = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted")}
     choices: list[dict[str, Any]] = []
     for index in range(body.get("n") or 1):
@@ -218,7 +205,7 @@ def _logprobs(text: str) -> dict[str, Any]:
 
 
 def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[dict[str, Any]]:
-    out = _text(text, said)
+    out = text_of(text, said)
     chat = "messages" in body
     kind = "chat.completion.chunk" if chat else "text_completion"
     top = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted"), "object": kind}

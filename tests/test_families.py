@@ -8,8 +8,7 @@ and from where, is what is expected to the token.
 from __future__ import annotations
 
 import random
-import traceback
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def media(family: str, cache: str) -> dict[str, Any]:
 
 
 def levels(family: str, model: str, cache: str) -> dict[str, Any]:
-    """In a child: without a connector, with an empty store, from host memory, from the disk."""
+    """Without a connector, with an empty store, from host memory, from the disk."""
     asked, found = prompts(family), {}
     plain = Engine(model, **ARGS.get(family, {}))
     found["plain"] = plain.ask(asked)
@@ -87,70 +86,54 @@ def levels(family: str, model: str, cache: str) -> dict[str, Any]:
 
 
 def again(family: str, model: str, cache: str) -> dict[str, Any]:
-    """In another child: from what the first one left on the disk."""
+    """From what another process left on the disk."""
     engine = Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache))
-    found = {"new": engine.ask(prompts(family)), "left again": engine.left()}
+    found = {"new": engine.ask(prompts(family)), "left": engine.left()}
     engine.close()
     return found
 
 
-def all_of(step: str, folders: dict[str, list[str]]) -> dict[str, Any]:
-    """In a child: a step for some families; one that fails does not stop the others."""
-    found: dict[str, Any] = {}
-    for family, (model, cache) in folders.items():
-        try:
-            found[family] = globals()[step](family, model, cache)
-        except Exception:
-            found[family] = {"error": traceback.format_exc()}
-    return found
-
-
-@pytest.fixture(scope="session")
-def found(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What was found for a family, after the processes of the families beside it."""
-    known: dict[str, dict[str, Any]] = {}
-
-    def of(family: str) -> dict[str, Any]:
-        if family not in known:
-            root = tmp_path_factory.mktemp("families")
-            beside = next(group for group in TOGETHER if family in group)
-            folders = {name: [str(checkpoint(name)), str(root / f"{name}-cache")] for name in beside}
-            known.update(in_child(all_of, "levels", folders))
-            known[beside[0]] |= in_child(all_of, "again", {beside[0]: folders[beside[0]]})[beside[0]]
-        assert "error" not in known[family], known[family]["error"]
-        return known[family]
-
-    return of
+def all_levels(folders: list[list[str]]) -> list[dict[str, Any]]:
+    return [levels(*folder) for folder in folders]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", [family for group in TOGETHER for family in group])
+@pytest.mark.parametrize("families", TOGETHER, ids="+".join)
 def test_every_level_gives_the_same_answers_and_loads_what_can_be_loaded(
-    found: Callable[[str], dict[str, Any]], family: str
+    checkpoint: Checkpoint, tmp_path: Path, families: tuple[str, ...]
 ) -> None:
-    seen, tie = found(family), TIES.get(family, 1e-3)
+    folders = [[family, str(checkpoint(family)), str(tmp_path / family)] for family in families]
+    found = in_child(all_levels, folders)
+    found[0]["new"] = in_child(again, *folders[0])["new"]
+    for family, seen in zip(families, found, strict=True):
+        assert_same(family, seen)
+        assert_loaded(family, seen)
+
+
+def assert_same(family: str, seen: dict[str, Any]) -> None:
+    tie = TIES.get(family, 1e-3)
     for level in {"cold", "host", "disk", "new", "skipped"} & seen.keys():
         for number, (answer, plain) in enumerate(zip(seen[level], seen["plain"], strict=True)):
-            assert not differs(answer, plain, tie), (level, number)
-            assert gap_change(answer, plain) < tie, (level, number)
+            assert not differs(answer, plain, tie), (family, level, number)
+            assert gap_change(answer, plain) < tie, (family, level, number)
     assert len({tuple(answer["tokens"]) for answer in seen["plain"]}) == 3  # the model does look at its prompt
     assert seen["blocks"] == seen["plain_blocks"]  # vLLM's hybrid manager stays on: the same memory, the same blocks
-    assert seen["left"] == seen.get("left again", NOTHING) == NOTHING
-    assert ("new" in seen) == any(family == group[0] for group in TOGETHER)
+    assert seen["left"] == NOTHING
+
+
+def assert_loaded(family: str, seen: dict[str, Any]) -> None:
     assert [answer["loaded"] for answer in seen["cold"]] == [0, 0, 0]
-    levels = {"host": "host", "disk": "disk"} | ({"new": "disk"} if "new" in seen else {})
-    for level, source in levels.items():
-        for number in (0, 2):
-            answer = seen[level][number]
+    for level, source in {"host": "host", "disk": "disk", "new": "disk"}.items():
+        first, beside, other = seen.get(level, [None] * 3)
+        for answer in filter(None, (first, other)):
             usable = (answer["length"] - 1) // seen["page"] * seen["page"]  # one token is always computed
             assert usable > 0
-            assert (answer["loaded"], answer["cached"]) == (usable, usable), (level, number)
+            assert (answer["loaded"], answer["cached"]) == (usable, usable), (family, level)
             assert sum(answer["sources"].values()) == usable
             # Where every layer has a window, vLLM loads the window's blocks and counts the others as of no source.
-            assert set(answer["sources"]) - {"external_unspecified"} == {source}, (level, number)
-        beside = seen[level][1]  # begins as the first, of which vLLM has something itself
-        assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]
-
+            assert set(answer["sources"]) - {"external_unspecified"} == {source}, (family, level)
+        if beside:  # begins as the first, of which vLLM has something itself
+            assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]
     if family in WITH_PICTURES:  # encoder outputs are loaded where the KV is not
         first, _, other = seen["skipped"]  # vLLM itself has the second one's picture
         assert [(answer["loaded"], answer["encoded"]) for answer in (first, other)] == [(0, [1, 0])] * 2

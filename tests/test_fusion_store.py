@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from semkv.errors import CorruptValue
-from semkv.stores.blocks import Bounds
 from semkv.stores.fusion import FusionState, FusionStore
 
 
@@ -60,13 +59,6 @@ def test_a_damaged_head_is_a_counted_miss(tmp_path: Path, right: bytes, wrong: b
     got = store.load("picture")
     assert got is not None
     assert np.array_equal(got.to_array(), state().to_array())
-
-
-def test_bound_on_items(tmp_path: Path) -> None:
-    store = FusionStore.open(tmp_path, "ns", Bounds(max_bytes=0, max_blocks=3))
-    for i in range(5):
-        store.save(state(str(i), seed=i))
-    assert [str(i) in store for i in range(5)] == [False, False, True, True, True]
 
 
 def test_a_state_must_fit_its_shape() -> None:

@@ -1,6 +1,6 @@
-"""A change of any one thing that shapes a value is a miss, and the same thing again is a hit: for KV and for fusion.
+"""A change of any one thing that shapes a value gives it another name: KV blocks and encoder outputs.
 
-The names come from the functions that a running engine uses, over configurations and requests of a real vLLM.
+The names come from the functions that a running engine uses, over configurations of a real vLLM.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tiny_models
-from block_helpers import totals
-from semkv.connectors import KVSettings, identity
+from semkv.connectors import identity
 from semkv.connectors.identity import Adapters
-from semkv.stores.blocks import BlockStore
-from semkv.stores.fusion import FusionState, FusionStore
 
 pytestmark = pytest.mark.engine
 BLOCK = 32
-ROW = 4096
 
 
 @pytest.fixture
@@ -105,190 +100,79 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
     return kv, identity.namespace_digest(facts)
 
 
-def test_another_engine_finds_nothing(model: Path, tmp_path: Path) -> None:
-    base = names({"model": str(model)}, tmp_path)
-    hashes, row = [b"h" * 36], np.ones(ROW, np.uint8)
-    kv = BlockStore(tmp_path / "kv", "kv")
-    assert kv.write(base[0], {}, hashes, [row])
-    FusionStore.open(tmp_path / "fusion", base[1]).save(FusionState.from_array("key", np.ones((2, 2), np.float32)))
-
-    def found(kv_name: str, fusion_name: str) -> tuple[bool, bool]:
-        return kv.find(kv_name, hashes) != [None], "key" in FusionStore.open(tmp_path / "fusion", fusion_name)
-
-    assert found(*names({"model": str(model)}, tmp_path)) == (True, True)  # started anew
-    seen = {}
-    for number, (change, made) in enumerate((BOTH | KV_ONLY).items()):
-        (folder := tmp_path / str(number)).mkdir()
-        changed = made(model, folder) if callable(made) else made
-        name = names({"model": str(model)} | changed, folder)
-        assert found(*name) == (False, change in KV_ONLY), change
-        seen[change] = name[0]
-    assert len(set(seen.values())) == len(seen), seen
-
-
-def test_the_seed_of_the_hashes_is_part_of_the_name(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_engine_finds_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since another name never finds what lies under this one (`test_blocks`, `test_fusion_store`)."""
     from vllm.v1.core import kv_cache_utils
 
-    base = names({"model": str(model)}, tmp_path)
+    kv, fusion = names({"model": str(model)}, tmp_path)
+    assert names({"model": str(model)}, tmp_path) == (kv, fusion)  # started anew
+    seen = {kv}
+    for number, (change, made) in enumerate((BOTH | KV_ONLY).items(), 1):
+        (folder := tmp_path / str(number)).mkdir()
+        name = names({"model": str(model)} | (made(model, folder) if callable(made) else made), folder)
+        assert (name[1] == fusion) == (change in KV_ONLY), change
+        seen.add(name[0])
+        assert len(seen) == 1 + number, change
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"another seed", raising=False)
     other = names({"model": str(model)}, tmp_path)
-    assert other[0] != base[0]
-    assert other[1] == base[1]
+    assert (other[0] in seen, other[1]) == (False, fusion)
 
 
-# -- what a request brings ------------------------------------------------------------------------------------------
+# -- LoRA adapters --------------------------------------------------------------------------------------------------
 
 
-def adapter(path: Path, weights: bytes = b"weights", name: str = "sql", number: int = 1) -> Any:
-    from vllm.lora.request import LoRARequest
-
+def adapter(path: Path, weights: bytes = b"weights") -> Any:
     path.mkdir(parents=True, exist_ok=True)
     (path / "adapter_model.safetensors").write_bytes(weights)
-    return LoRARequest(name, number, str(path))
+    return named(path)
 
 
-def request(name: str, **fields: Any) -> Any:
-    """A request of vLLM's with two full blocks, an image and its block hashes."""
-    from vllm import SamplingParams
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.utils.hashing import sha256_cbor
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.request import Request
+def named(path: object) -> Any:
+    from vllm.lora.request import LoRARequest
 
-    kv_cache_utils.init_none_hash(sha256_cbor)
-    place = PlaceholderRange(offset=4, length=2)
-    image = MultiModalFeatureSpec(None, "image", fields.pop("image", "cat.jpg"), place)
-    tokens = fields.pop("tokens", list(range(3, 3 + 2 * BLOCK + 1)))
-    hasher = kv_cache_utils.get_request_block_hasher(BLOCK, sha256_cbor)
-    params = SamplingParams(max_tokens=1)
-    return Request(name, tokens, params, None, mm_features=[image], block_hasher=hasher, **fields)
+    return LoRARequest("sql", 1, str(path))
 
 
-class Halves:
-    """What both connectors ask their stores for, as an engine that starts ``later`` seconds from now."""
+def test_an_adapter_is_its_weights_whatever_it_is_called(tmp_path: Path) -> None:
+    def identity_of(path: Path) -> str | None:
+        return Adapters(tmp_path / "cache", time.time() + 60.0).identity(named(path))
 
-    def __init__(self, folder: Path, *, later: float = 60.0) -> None:
-        from semkv.connectors.ec import ECScheduler
-        from semkv.connectors.shared import KVShared
-
-        self.kv = BlockStore(folder / "kv", "kv")
-        self.shared = KVShared(KVSettings(folder), self.kv, {}, lambda: {"the same": "engine"})
-        self.fusion = FusionStore.open(folder / "fusion", "ns")
-        self.ec = ECScheduler(self.fusion.blocks, "ns", folder)
-        self.adapters = self.ec._adapters = Adapters(folder, time.time() + later)
-        self.skipped = 0
-
-    def serve(self, one: Any) -> tuple[int, bool]:
-        """What is found for a request; what is not is stored, as an engine would."""
-        from vllm.v1.kv_offload.base import make_offload_key
-
-        from semkv.connectors.kv import describe
-
-        found, facts = 0, describe(one, self.adapters)
-        self.skipped += facts is None
-        if facts is not None:
-            keys = [make_offload_key(h, 0) for h in one.block_hashes]
-            name = self.shared.namespace(facts["adapter"])
-            found = next((i for i, ref in enumerate(self.kv.find(name, keys)) if ref is None), len(keys))
-            new = [np.ones(ROW, np.uint8)] * (len(keys) - found)
-            assert not new or self.kv.write(name, {}, keys[found:], new, owner=facts["owner"])
-        self.ec.observe(one)
-        encoded = self.ec.has(one.mm_features[0].identifier)
-        self.ec.allocated(one, 0)
-        for key, _ in self.ec.build_step().saves.values():
-            self.fusion.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
-        self.ec.finished(one)
-        return found * BLOCK, encoded
-
-
-FOUND, MISSED = (2 * BLOCK, True), (0, False)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({}, FOUND),
-        ({"cache_salt": "tenant"}, MISSED),
-        ({"image": "dog.jpg"}, MISSED),
-        ({"tokens": list(range(4, 4 + 2 * BLOCK + 1))}, (0, True)),  # the same image under another text
-        ({"tokens": [*range(3, 3 + BLOCK), *range(BLOCK + 1)]}, (BLOCK, True)),  # its first block is the same
-    ],
-)
-def test_another_request_finds_nothing_of_the_first(
-    tmp_path: Path, change: dict[str, Any], expected: tuple[int, bool]
-) -> None:
-    halves = Halves(tmp_path)
-    assert halves.serve(request("1")) == MISSED
-    assert halves.serve(request("2", **change)) == expected
-    assert halves.serve(request("3", **change)) == FOUND  # and is found itself
-    assert halves.serve(request("4")) == FOUND
-
-
-def test_an_adapter_is_its_weights(tmp_path: Path) -> None:
-    halves = Halves(tmp_path / "cache")
-    first = adapter(tmp_path / "a")
-    assert halves.serve(request("1")) == MISSED
-    assert halves.serve(request("2", lora_request=first)) == MISSED
-    assert halves.serve(request("3", lora_request=first)) == FOUND
-    assert halves.serve(request("4")) == FOUND
-    # Another path, or another name: vLLM's hashes differ. Another salt as well.
-    assert halves.serve(request("5", lora_request=adapter(tmp_path / "b", number=2))) != FOUND
-    assert halves.serve(request("6", lora_request=adapter(tmp_path / "a", name="chat", number=3)))[0] == 0
-    assert halves.serve(request("7", lora_request=first, cache_salt="tenant")) == MISSED
-    # The same name and path with other weights, in the next engine.
+    adapter(tmp_path / "a")
+    first = identity_of(tmp_path / "a")
+    assert first
+    adapter(tmp_path / "b")
+    assert identity_of(tmp_path / "b") == first
     shutil.rmtree(tmp_path / "a")
-    second = Halves(tmp_path / "cache")
-    assert second.serve(request("8", lora_request=adapter(tmp_path / "a", b"WEIGHTS"))) == MISSED
-    assert second.serve(request("9", lora_request=first)) == FOUND
-    shutil.rmtree(tmp_path / "a")
-    third = Halves(tmp_path / "cache")
-    assert third.serve(request("10", lora_request=adapter(tmp_path / "a"))) == FOUND  # what the first one stored
+    adapter(tmp_path / "a", b"WEIGHTS")  # as large as before
+    assert identity_of(tmp_path / "a") not in (first, "", None)
+    for nothing in ("someone/adapter-on-a-hub", tmp_path / "missing"):
+        assert identity_of(nothing) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["rewritten", "replaced with its old times", "linked elsewhere", "grown"])
 def test_an_adapter_changed_under_a_running_engine_is_left_alone(tmp_path: Path, how: str) -> None:
-    """The engine may still hold the old weights: nothing is loaded or stored for the name any more."""
+    """The engine may still hold the old weights, also when the old bytes come back."""
     real, link = tmp_path / "real", tmp_path / "adapter"
     adapter(real)
     link.symlink_to(real)
-    one = adapter(link)
+    one, weights = named(link), real / "adapter_model.safetensors"
     time.sleep(0.05)
-    halves = Halves(tmp_path / "cache", later=Adapters.__init__.__globals__["_CLOCK_S"] + 0.01)
-    assert halves.serve(request("1", lora_request=one)) == MISSED
-    assert halves.serve(request("2", lora_request=one)) == FOUND
-    weights = real / "adapter_model.safetensors"
-    while time.time() < halves.adapters._before + 0.1:
+    adapters = Adapters(tmp_path / "cache", time.time() + identity._CLOCK_S + 0.01)
+    assert adapters.identity(one)
+    while time.time() < adapters._before + 0.1:
         time.sleep(0.02)
-    if how == "rewritten":
-        weights.write_bytes(b"WEIGHTS")
-    elif how == "grown":
+    status = weights.stat()
+    if how == "grown":
         (real / "more.safetensors").write_bytes(b"more")
     elif how == "linked elsewhere":
-        other = tmp_path / "other"
-        adapter(other, b"WEIGHTS")
+        adapter(tmp_path / "other", b"WEIGHTS")
         link.unlink()
-        link.symlink_to(other)
+        link.symlink_to(tmp_path / "other")
     else:
-        status = weights.stat()
         weights.write_bytes(b"WEIGHTS")
+    if how == "replaced with its old times":
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
-    stored = totals(halves.kv)[1]
-    assert halves.serve(request("3", lora_request=one)) == MISSED
-    assert totals(halves.kv)[1] == stored
-    assert halves.skipped == 1
-    weights.write_bytes(b"weights")  # nor when the old bytes come back
-    assert halves.serve(request("4", lora_request=one)) == MISSED
-    assert halves.serve(request("5")) == MISSED  # others go on
-    assert halves.serve(request("6")) == FOUND
-
-
-def test_adapters_that_are_no_directory_are_left_alone(tmp_path: Path) -> None:
-    from vllm.lora.request import LoRARequest
-
-    halves = Halves(tmp_path / "cache")
-    for i, path in enumerate(["someone/adapter-on-a-hub", str(tmp_path / "missing")], 1):
-        for number in range(2):
-            one = request(f"{path}{number}", lora_request=LoRARequest(str(i), i, path))
-            assert halves.serve(one) == MISSED
+    assert adapters.identity(one) is None
+    weights.write_bytes(b"weights")
+    assert adapters.identity(one) is None
+    assert adapters.identity(None) == "", "requests without an adapter go on"

@@ -71,10 +71,3 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert MediaStore(tmp_path).nbytes == store.nbytes <= 3000
     assert not old.exists()
     assert (tmp_path / name[:2] / "mine.txt").exists()
-
-
-def test_what_is_opened_with_a_smaller_bound_is_only_counted(tmp_path: Path) -> None:
-    names = [MediaStore(tmp_path / "media").put(bytes([i]) * 1000) for i in range(3)]
-    store = MediaStore(tmp_path / "media", max_bytes=1000)
-    assert store.nbytes == 3000
-    assert all(store.path(name) is not None for name in names)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, direction, line
-from semkv.tiers.base import Candidate
+from semkv.tiers import Candidate
 from semkv.tiers.policies import Decision, FixedThreshold
-from semkv.types import CacheMode, Request, ReuseReport, Scope
+from semkv.types import CacheMode, Request, ReuseReport
 
 
 def two(bench: Bench, first: Request, second: Request) -> tuple[ReuseReport, Candidate | None]:
@@ -48,53 +48,38 @@ def test_a_similar_question_joins_and_counts_as_a_hit(plain: Bench) -> None:
     assert not plain.look("color~0.95", system="s").hit, "barred"
 
 
-def test_the_same_text_folded(plain: Bench) -> None:
+def test_the_same_text_folded_unless_byte_equal_texts_alone_are_taken(plain: Bench) -> None:
     report = joined(plain, plain.request("The color"), plain.request("the  color"))
     assert report is not None
     assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
+    first, similar = plain.request("color", system="in english"), plain.request("color~0.95", system="IN ENGLISH")
+    assert joined(plain, first, similar) is not None
+    plain.reopen(normalised=False)
+    assert joined(plain, first, similar) is None
+    assert joined(plain, first, plain.request("color~0.95", system="in english")) is not None
 
 
-@pytest.mark.parametrize("scope", Scope)
-def test_around_a_similar_question_byte_equal_texts_alone(plain: Bench, scope: Scope) -> None:
-    plain.reopen(normalised=False, scope=scope)
-    first = plain.request("color", system="answer in english")
-    for system in ("answer in  english", "ANSWER IN ENGLISH"):
-        assert joined(plain, first, plain.request("color~0.95", system=system)) is None
-    report = joined(plain, first, plain.request("color~0.95", system="answer in english"))
-    assert report is not None
-    assert report.provenance == "text:semantic"
-    plain.reopen(normalised=True)
-    assert joined(plain, first, plain.request("color~0.95", system="answer in  english")) is not None
+def test_what_differs_in_more_than_the_question_is_no_candidate(plain: Bench) -> None:
+    mine = plain.request("color")
+    for theirs in (
+        plain.request("color~0.85"),
+        plain.request("color~0.95", system="another"),
+        plain.request("color~0.95", tenant="another"),
+        plain.request("color~0.95", "car"),
+        plain.request("color~0.95", context="A document."),
+        plain.request("Color", tenant="another"),
+        plain.request("Color", "car"),
+        plain.request("word " * 21),
+        plain.request(None, system="s"),
+    ):
+        assert two(plain, mine, theirs)[1] is two(plain, theirs, mine)[1] is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"question": "color~0.85"},
-        {"question": "color~0.95", "system": "another"},
-        {"question": "color~0.95", "tenant": "another"},
-        {"question": "color~0.95", "image": "car"},
-        {"question": "color~0.95", "context": "A document."},
-        {"question": "Color", "tenant": "another"},
-        {"question": "Color", "image": "car"},
-        {"question": "word " * 21},
-        {"question": None, "system": "s"},
-    ],
-)
-def test_what_differs_is_no_candidate(plain: Bench, other: dict[str, Any]) -> None:
-    request = plain.request(other.pop("question"), **other)
-    for order in ((plain.request("color"), request), (request, plain.request("color"))):
-        assert two(plain, *order)[1] is None
-
-
-def test_the_guards_and_what_was_found_wrong(tmp_path: Path) -> None:
+def test_the_guards_veto(tmp_path: Path) -> None:
     settings = {"embedding_layers": (), "embedding_hook": "none", "similarity_threshold": 0.0, "guards": True}
     bench = Bench(tmp_path, **settings)
     bench.encoder.encode = lambda texts: np.stack([direction("all alike")] * len(texts))  # type: ignore[method-assign]
-    first, second = bench.request("is it red?"), bench.request("is it not red?")
-    report, candidate = two(bench, first, second)
-    assert candidate is not None
-    assert bench.cache.pending.try_reuse(report, candidate) is None
+    assert joined(bench, bench.request("is it red?"), bench.request("is it not red?")) is None
     assert bench.cache.stats().vetoes == {"negation": 1}
 
 
@@ -105,12 +90,11 @@ def test_a_fault_is_no_hit(plain: Bench) -> None:
 
     plain.cache._planner._decider = Broken({})
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
-    assert plain.cache.stats().faults == {"join": 1}
     plain.reopen()
     plain.cache._checking.open = Broken.accept  # type: ignore[method-assign]
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
-    assert plain.cache.stats().faults == {"join": 1}
-    assert not plain.cache.stats().hits
+    stats = plain.cache.stats()
+    assert (stats.faults, stats.hits) == ({"join": 1}, {})
 
 
 def test_only_what_goes_as_it_is_and_only_live(plain: Bench) -> None:

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from semkv.encoders import vision
-from semkv.encoders.hooks import VisionHook
+from semkv.encoders import VisionHook, vision
 from semkv.encoders.vision import read_picture
 from semkv.engines import MediaError, load_image
 from semkv.guards.pictures import LIMIT, difference

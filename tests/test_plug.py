@@ -14,7 +14,7 @@ import pytest
 
 import tiny_models
 from cache_helpers import Bench, line
-from command_line import invoke
+from command_line import Result, invoke
 from gateway_helpers import Pair, said
 from semkv import (
     CacheConfig,
@@ -45,8 +45,18 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-def samples(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def run(folder: Path, *words: object) -> tuple[Result, list[dict[str, Any]]]:
+    """``semkv run`` with these words, and the samples it writes."""
+    out = folder / "samples.jsonl"
+    command = ["run", "--preset", "opt-125m", "--cache-dir", folder / "cache", "--samples-out", out, *words]
+    result = invoke([str(word) for word in command], columns=500)
+    return result, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def prompts(folder: Path, *questions: str) -> Path:
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), encoding="utf-8")
+    return data
 
 
 def request(question: str, tenant: str = "", *media: MediaSegment) -> Request:
@@ -57,14 +67,10 @@ def request(question: str, tenant: str = "", *media: MediaSegment) -> Request:
 
 
 def test_a_data_set_and_a_policy_of_ones_own_run_from_the_command_line(tmp_path: Path) -> None:
-    arguments = ["--dataset", "numbers_dataset:load", "--policy", "word_order_policy:SameWords", "--engine", "labels"]
-    out = tmp_path / "samples.jsonl"
-    more = ["--cache-dir", tmp_path / "cache", "--samples-out", out, "--max-samples", "12", "--similarity-threshold"]
+    own = ["--dataset", "numbers_dataset:load", "--policy", "word_order_policy:SameWords", "--engine", "labels"]
     for least, hits in (("1", {"text:normalised"}), ("0.4", {"text:normalised", "text:semantic"})):
-        command = ["run", *arguments, *more, least, "--purge", "--preset", "opt-125m"]
-        result = invoke([str(word) for word in command])
+        result, rows = run(tmp_path, *own, "--max-samples", 12, "--similarity-threshold", least, "--purge")
         assert result.exit_code == 0, result.output
-        rows = samples(out)
         assert [row["sample_id"] for row in rows[:4]] == ["2+2-0", "2+2-1", "2+2-2", "2+3-0"]
         assert {row["provenance"] for row in rows} - {""} == hits
         assert all(row["match"] for row in rows)
@@ -76,29 +82,24 @@ def test_a_data_set_and_a_policy_of_ones_own_run_from_the_command_line(tmp_path:
 def test_transformers_as_an_engine(tmp_path: Path, checkpoint: tiny_models.Checkpoint) -> None:
     from transformers_engine import TransformersEngine
 
-    model = checkpoint("llama")
+    model, engine = checkpoint("llama"), "transformers_engine:TransformersEngine"
     beginning = "The tree stands left of the car, and the dog lies right of it. "
     questions = [beginning + end for end in ("What color is the car?", "What color is the dog?", "Is there a tree?")]
-    data, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
-    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in [*questions, questions[0]]), encoding="utf-8")
-    arguments = ["--model", model, "--dataset", data, "--samples-out", out, "--disable-semantic-cache", "--max-tokens"]
-    engine = ["run", "--engine", "transformers_engine:TransformersEngine", "--cache-dir", tmp_path / "cache"]
-    result = invoke([str(word) for word in (*engine, *arguments, "6")])
+    data = prompts(tmp_path, *questions, questions[0])
+    more = ["--disable-semantic-cache", "--max-tokens", 6, "--model", model]
+    result, rows = run(tmp_path, "--engine", engine, "--dataset", data, *more)
     assert result.exit_code == 0, result.output
-    rows = samples(out)
-    settings = resolve(model=str(model), engine="transformers_engine:TransformersEngine")
+    settings = resolve(model=str(model), engine=engine)
     for row in rows:
-        fresh = TransformersEngine(settings, False).generate(
-            EnginePrompt((TextSegment(row["question"]),), max_tokens=6)
-        )
-        assert fresh.cached_tokens == 0
-        assert row["text"] == fresh.text
+        prompt = EnginePrompt((TextSegment(row["question"]),), max_tokens=6)
+        fresh = TransformersEngine(settings, False).generate(prompt)
+        assert (fresh.cached_tokens, fresh.text) == (0, row["text"])
     assert rows[0]["cached_tokens"] == 0
     assert all(row["prefix_tokens"] > 10 for row in rows[1:])
     assert rows[3]["provenance"] == "text:exact"
     shared = TransformersEngine(settings, True)
-    prompts = [EnginePrompt((TextSegment(questions[0]),), tenant) for tenant in ("one", "two", "one")]
-    assert [shared.generate(prompt).cached_tokens > 0 for prompt in prompts] == [False, False, True]
+    asked = [EnginePrompt((TextSegment(questions[0]),), tenant) for tenant in ("one", "two", "one")]
+    assert [shared.generate(prompt).cached_tokens > 0 for prompt in asked] == [False, False, True]
 
 
 class Moody(ScriptedEngine):
@@ -112,15 +113,11 @@ class Moody(ScriptedEngine):
 
 
 def test_an_engine_that_raises_anything_fails_that_sample(tmp_path: Path) -> None:
-    data, out = tmp_path / "prompts.jsonl", tmp_path / "samples.jsonl"
-    arguments = ["run", "--engine", f"{__name__}:Moody", "--dataset", data, "--cache-dir", tmp_path / "cache"]
-    command = [str(word) for word in (*arguments, "--disable-semantic-cache", "--samples-out", out)]
-    questions = ["Is it a cat?", "Is it a dog?", "Is it a bird?"]
-    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), encoding="utf-8")
-    result = invoke([*command, "--preset", "opt-125m"])
+    data = prompts(tmp_path, "Is it a cat?", "Is it a dog?", "Is it a bird?")
+    result, rows = run(tmp_path, "--engine", f"{__name__}:Moody", "--dataset", data, "--disable-semantic-cache")
     assert result.exit_code == 0, result.output
     assert "no mood" in result.output
-    assert [row["question"] for row in samples(out)] == [questions[0], questions[2]]
+    assert [row["question"] for row in rows] == ["Is it a cat?", "Is it a bird?"]
 
 
 def seen(folder: Path, seed: int) -> MediaSegment:
@@ -190,10 +187,13 @@ def test_a_fusion_provider_of_ones_own(
 # -- index --------------------------------------------------------------------------------------------------------
 
 
-class Told(Bench):
+class Indexed(Bench):
     """A cache with an index of one's own."""
 
-    index: Any = None
+    def __init__(self, folder: Path, index: Any) -> None:
+        self.index = index
+        folder.mkdir()
+        super().__init__(folder)
 
     def open(self) -> SemanticCache:
         config = CacheConfig(self.root / "cache", **{"guards": False, **self.settings})
@@ -206,30 +206,24 @@ def story(bench: Bench) -> list[str]:
     bench.ask("color", "car")
     bench.ask("shape", "car")
     first = bench.entry
-    found = [
-        line(bench.look(*asked)) for asked in (("color~0.95", "car"), ("shape~0.95", "car"), ("color", "car~0.95"))
-    ]
+    asked = [("color~0.95", "car"), ("shape~0.95", "car"), ("color", "car~0.95")]
+    found = [line(bench.look(*words)) for words in asked]
     bench.reopen()
     found.append(line(bench.look("color~0.95", "car", tenant="other")))
     found.append(line(bench.look("color~0.95", "car")))
     bench.cache.invalidate(entry_id=first)
     found.append(line(bench.look("shape~0.95", "car")))
+    assert bench.cache.stats().faults == {}
+    bench.cache.close()
     return found
 
 
 def test_an_index_of_ones_own_finds_what_the_built_in_one_finds(tmp_path: Path) -> None:
     from numpy_index import NumpyIndex
 
-    found = {}
-    for index in (None, NumpyIndex):
-        Told.index = index
-        (folder := tmp_path / str(index)).mkdir()
-        bench = Told(folder)
-        found[index] = story(bench)
-        assert bench.cache.stats().faults == {}
-        bench.cache.close()
-    assert found[NumpyIndex] == found[None]
-    assert sum("hit" in one for one in found[None]) == 4
+    own, built_in = story(Indexed(tmp_path / "own", NumpyIndex)), story(Indexed(tmp_path / "built in", None))
+    assert own == built_in
+    assert sum("hit" in one for one in own) == 4
 
 
 class Liar:
@@ -261,9 +255,7 @@ class Broken(Liar):
 
 def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in (Liar, Broken):
-        Told.index = index
-        (folder := tmp_path / index.__name__).mkdir()
-        bench = Told(folder)
+        bench = Indexed(tmp_path / index.__name__, index)
         bench.ask("color", "car")
         assert not bench.look("color~0.95", "car").hit
         assert bench.look("color", "car").provenance == "text:exact"
@@ -273,11 +265,8 @@ def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatc
             assert bench.look("color~0.95", "car").plan.match.score == 1.0  # type: ignore[union-attr]
             assert not bench.look("color~0.95", "car", tenant="other").hit
         bench.cache.close()
-    Told.index = staticmethod(nothing)
-    with pytest.raises(
-        ConfigError, match=r"index: 'object' is not allowed; expected a semkv.Index with extend, remove"
-    ):
-        Told(tmp_path)
+    with pytest.raises(ConfigError, match=r"index: 'object' is not allowed; expected a semkv.Index with extend, rem"):
+        Indexed(tmp_path / "nothing", nothing)
 
 
 # -- tiers --------------------------------------------------------------------------------------------------------
@@ -337,9 +326,7 @@ def test_a_tier_that_breaks_costs_hits_only(tmp_path: Path) -> None:
         assert cache.stats().faults == {"failing": 3}
     with pytest.raises(ConfigError, match=r"tiers: 'word_set' is not allowed; expected names that differ"):
         SemanticCache(config, tiers=[WordSet(), WordSet()])
-    with pytest.raises(
-        ConfigError, match=r"tiers: 'object' is not allowed; expected a semkv.Tier with name, keys, score"
-    ):
+    with pytest.raises(ConfigError, match=r"tiers: 'object' is not allowed; expected a semkv.Tier with name, keys, s"):
         SemanticCache(config, tiers=[object()])  # type: ignore[list-item]
 
 
@@ -413,22 +400,18 @@ def leaving(*_: Any) -> None:
         ("--policy", "fixd", "'fixd' is not allowed; expected one of fixed, calibrated, bounded, or package.module:F"),
         ("--policy", "no_such:Policy", "No module named 'no_such'); PYTHONPATH=. finds modules of this folder"),
         ("--policy", f"{__name__}:nothing", "expected a semkv.Decider with learns, floor"),
-        ("--engine", "hugging", "one of labels, scripted, transformers, vllm, or package.module:Factory"),
         ("--engine", f"{__name__}:gone", "has no attribute 'gone'"),
         ("--engine", f"{__name__}:nothing", "expected a semkv.Engine with accepts_images, generate"),
         ("--engine", f"{__name__}:broken", "a factory that takes the RunSettings, bool (RuntimeError('no license'))"),
         ("--engine", f"{__name__}:leaving", "a factory that takes the RunSettings, bool (SystemExit(0))"),
-        ("--dataset", "coco", "package.module:Factory"),
         ("--dataset", f"{__name__}:nothing", "a function that returns a list of semkv_lab.samples.Sample"),
         ("--embedding-hook", "nothing", "or package.module:Factory"),
     ],
 )
 def test_a_wrong_part_is_named_with_key_and_value(tmp_path: Path, flag: str, path: str, said: str) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text('{"question": "What?"}', encoding="utf-8")
-    usual = {"--dataset": data, "--engine": "scripted", "--embedding-layer": "prompt:384", "--embedding-hook": "prompt"}
-    chosen = [str(word) for pair in {**usual, flag: path}.items() for word in pair]
-    result = invoke(["run", "--preset", "opt-125m", "--cache-dir", str(tmp_path / "cache"), *chosen], columns=500)
+    usual: dict[str, Any] = {"--dataset": prompts(tmp_path, "What?"), "--engine": "scripted"}
+    usual |= {"--embedding-layer": "prompt:384", "--embedding-hook": "prompt", flag: path}
+    result, _ = run(tmp_path, *(word for pair in usual.items() for word in pair))
     assert result.exit_code == 2
     assert f"{flag}: '{path}' is not allowed" in result.stderr
     assert said in result.stderr

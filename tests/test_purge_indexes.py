@@ -92,7 +92,7 @@ def _serve(folder: Path, pipe: Connection) -> None:
     """A process that has a cache open and does what it is told."""
     cache = opened(folder)
     does: dict[str, Callable[..., Any]] = {
-        "record": lambda tenant: record(cache, tenant),
+        "record": lambda *which: record(cache, *which),
         "settle": lambda: settled(cache),
         "known": lambda: [len(index) for index in indexes(cache)],
         "in memory": lambda *which: in_memory(cache, *which),
@@ -133,22 +133,14 @@ def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, oth
     purge(tmp_path, "--tag", "secret")
     wait_until(lambda: other("known") == [COUNT - len(TAGGED)] * 2)
     wait_until(lambda: (other("settle"), other("in memory", "bob", TAGGED))[1] == 0)
-    other("close")
-    assert other("faults") == {"catalog": 1}, "which is closed now"
-
-
-def test_an_emptied_cache_leaves_nothing_in_a_running_process(tmp_path: Path, other: Other) -> None:
-    """It hears of it, and goes on with a new catalog."""
-    config = CacheConfig(tmp_path)
-    prepare(config)
-    other("record", "bob"), other("settle")
     purge(tmp_path)
     wait_until(lambda: other("known") == [0, 0])
     assert other("in memory", "bob", range(COUNT)) == 0
-    other("record", "alice")
-    assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", COUNT)]
+    other("record", "alice", 3)
+    assert [(use.tenant, use.entries) for use in inspect(tmp_path).entries] == [("alice", 3)]
     other("close")
-    prepare(config, purge=True)
+    assert other("faults") == {"catalog": 1}, "which is closed now"
+    prepare(CacheConfig(tmp_path), purge=True)
     assert (left(tmp_path), inspect(tmp_path).entries) == ([], ())
 
 

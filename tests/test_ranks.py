@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from kv_engines import NOTHING, CachedEngine, in_child
-from maintenance_helpers import purge
+from kv_engines import NOTHING, CachedEngine, answer, in_child
+from semkv.connectors import read_outcome
+from semkv.stores.maintenance import purge_directory
 from tiny_models import Checkpoint
 
 
@@ -19,21 +20,18 @@ def ranks(model: str, cache: str) -> dict[str, Any]:
 
     def ask(what: str, *, keep_host: bool) -> None:
         engine.forget(keep_host=keep_host)
-        tokens, outcome = engine.one(prompt)
-        found[what] = [tokens, outcome.loaded_tokens, outcome.sources]
+        (output,) = engine.run(prompt, tokens=4)  # few: ranks that wait for each other spin
+        outcome = read_outcome(output)
+        found[what] = [answer(output), outcome.loaded_tokens, outcome.sources]
 
     ask("computed", keep_host=True)
     ask("from host", keep_host=True)
     ask("from disk", keep_host=False)
     engine.settle()
-    purge(Path(cache))
+    purge_directory(Path(cache))
     ask("after a purge", keep_host=True)
-    engine.settle()
-    counts = dict(engine.counts())
-    if not engine.files():  # a store that did not happen is counted; the next one does
-        ask("computed again", keep_host=False)
     ask("loaded again", keep_host=False)
-    return {"seen": found, "left": engine.left(), "counts": counts, "at the end": engine.counts()}
+    return {"seen": found, "left": engine.left(), "counts": engine.counts()}
 
 
 @pytest.mark.engine
@@ -46,7 +44,5 @@ def test_two_ranks_load_and_forget_alike(checkpoint: Checkpoint, tmp_path: Path)
     assert n >= 96
     assert loads["from host"] == [n, {"host": n}]
     assert loads["computed"][0] == loads["after a purge"][0] == 0, found
-    if "computed again" in loads:
-        assert any(found["counts"].get(name) for name in ("dropped", "rejected", "errors")), found
     assert loads["from disk"] == loads["loaded again"] == [n, {"disk": n}], found
     assert found["left"] == NOTHING

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway_helpers import wait_until
+from gateway_helpers import Held, wait_until
 from semkv.errors import StoreError
 from semkv.stores.responses import Selector, StoredResponse, ahead
 from semkv.stores.responses.ahead import AheadLog, records
@@ -48,57 +46,18 @@ def answer(key: str, created: float = 1.0, content: bytes = GOOD) -> StoredRespo
     return StoredResponse(key, "", "model", content, created)
 
 
-@pytest.fixture
-def end() -> Iterator[Callable[[Gate, AheadLog], None]]:
-    made: list[tuple[Gate, AheadLog]] = []
-    yield lambda gate, log: made.append((gate, log))
-    for gate, log in made:
+@contextmanager
+def opened(folder: Path, gate: Gate, **more: int) -> Iterator[AheadLog]:
+    log = AheadLog(folder, gate, **more)
+    try:
+        yield log
+    finally:
         gate.open()
         log.close()
 
 
 def logs(folder: Path) -> list[Path]:
     return sorted(folder.glob(ahead.PATTERN))
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.response import ResponseCache
-sys.path.insert(0, sys.argv[2])
-from test_responses import Asked, payload
-
-class Slow(SqliteStore):
-    def put(self, response, since=""):
-        time.sleep(0.05)
-        return super().put(response, since)
-
-folder = Path(sys.argv[1])
-cache = ResponseCache(Slow(folder / "a"), ahead=folder / "ahead")
-for number in range(1000):
-    assert cache.try_keep(Asked(str(number)), payload("stop", number=number), since=cache.begin())
-    print(number, flush=True)
-"""
-
-
-def test_what_was_kept_is_served_after_kill_9(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        kept = [int(process.stdout.readline()) for _ in range(200)]
-        process.send_signal(signal.SIGKILL)
-        kept += [int(line) for line in process.stdout]
-    store = SqliteStore(tmp_path / "a")
-    assert store.usage()[0] < len(kept)  # the rest is in the log alone
-    store.close()
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path / "ahead")
-    for number in kept:
-        found = cache.lookup(str(number))
-        assert found is not None
-        assert found.response.payload == payload("stop", number=number)
-    cache.close()
-    assert not logs(tmp_path / "ahead")
 
 
 @given(st.lists(st.tuples(st.text(), st.binary(max_size=60)), max_size=6), st.data())
@@ -116,20 +75,17 @@ def test_a_torn_or_damaged_log_gives_what_comes_before(given: list[tuple[str, by
         assert list(records(bytes(flipped))) == written[:before]
 
 
-def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path, end: Callable[[Gate, AheadLog], None]) -> None:
+def test_the_log_of_a_running_process_is_left_to_it(tmp_path: Path) -> None:
     busy, other = Gate(is_open=False), Gate()
-    first = AheadLog(tmp_path, busy)
-    end(busy, first)
-    assert first.append(answer("a"), "1")
-    held = logs(tmp_path)
-    second = AheadLog(tmp_path, other)
-    end(other, second)
-    assert other.brought == []
-    assert set(held) < set(logs(tmp_path))
-    second.close()
-    assert logs(tmp_path) == held
-    busy.open()
-    wait_until(lambda: busy.brought == ["a"])
+    with opened(tmp_path, busy) as first:
+        assert first.append(answer("a"), "1")
+        held = logs(tmp_path)
+        with opened(tmp_path, other):
+            assert set(held) < set(logs(tmp_path))
+        assert other.brought == []
+        assert logs(tmp_path) == held
+        busy.open()
+        wait_until(lambda: busy.brought == ["a"])
 
 
 def left_behind(folder: Path, *left: tuple[StoredResponse, str]) -> None:
@@ -137,17 +93,6 @@ def left_behind(folder: Path, *left: tuple[StoredResponse, str]) -> None:
     folder.mkdir(exist_ok=True)
     for number, record in enumerate(left):
         (folder / f"{number:016x}.log").write_bytes(ahead._record(*record))
-
-
-def test_what_was_left_behind_stays_until_the_store_has_it(tmp_path: Path) -> None:
-    left_behind(tmp_path, (answer("a", 1.0), "1"), (answer("b", 2.0), "1"))
-    down = Gate(reached=False)
-    AheadLog(tmp_path, down).close()
-    assert len(logs(tmp_path)) == 2
-    there = Gate()
-    AheadLog(tmp_path, there).close()
-    assert there.brought == ["a", "b"]
-    assert not logs(tmp_path)
 
 
 @pytest.mark.parametrize("stuck", [True, False])
@@ -160,10 +105,11 @@ def test_what_a_store_does_not_take_by_the_end_is_left_for_the_next(tmp_path: Pa
     assert not log.append(answer("late"), "1")
     gate.open()
     wait_until(lambda: not log._thread.is_alive())
-    there = Gate()
-    AheadLog(tmp_path, there).close()
-    assert there.brought == list("01234")
-    assert not logs(tmp_path)
+    for left in (1, 0):
+        there = Gate(reached=not left)
+        AheadLog(tmp_path, there).close()
+        assert there.brought == [] if left else list("01234")
+        assert len(logs(tmp_path)) == left
 
 
 def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
@@ -181,14 +127,16 @@ def test_what_is_late_gives_way_to_a_newer_answer(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_what_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
-    cache = ResponseCache(SqliteStore(tmp_path / "a"))
-    cursor = cache.begin().partition(" ")[2]
-    cache.close()
-    left_behind(tmp_path, (answer("0", time.time()), "1700000000000-0"), (answer("1", time.time()), cursor))
-    cache = ResponseCache(SqliteStore(tmp_path / "a"), ahead=tmp_path)
-    assert cache.lookup("0") is None
-    assert cache.lookup("1") is not None
+def test_what_was_invalidated_since_or_was_on_its_way_to_another_store_is_not_kept(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    store.invalidate(Selector(key="another"))
+    cursor = store.news("").cursor
+    left_behind(
+        tmp_path, (answer("0", time.time()), "1700000000000-0"), *((answer(key, time.time()), cursor) for key in "12")
+    )
+    store.invalidate(Selector(key="1"))
+    cache = ResponseCache(store, ahead=tmp_path)
+    assert [cache.lookup(key) is None for key in "012"] == [True, True, False]
     assert len(logs(tmp_path)) == 1  # its own
     cache.close()
 
@@ -207,58 +155,37 @@ def test_what_is_no_log_is_left_alone(tmp_path: Path) -> None:
     assert not gate.brought
 
 
-def test_a_full_log_refuses_and_goes_on_when_the_store_does(
-    tmp_path: Path, end: Callable[[Gate, AheadLog], None]
-) -> None:
+def test_a_full_log_refuses_and_goes_on_when_the_store_does(tmp_path: Path) -> None:
     gate = Gate(is_open=False)
-    log = AheadLog(tmp_path, gate, max_bytes=2000)
-    end(gate, log)
-    kept = [str(n) for n in range(20) if log.append(answer(str(n)), "1")]
-    assert 1 < len(kept) < 20
-    assert sum(file.stat().st_size for file in logs(tmp_path)) <= 2000
-    gate.open()
-    wait_until(lambda: gate.brought == kept)
-    wait_until(lambda: log.append(answer("x"), "1"))
-    wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
+    with opened(tmp_path, gate, max_bytes=2000) as log:
+        kept = [str(n) for n in range(20) if log.append(answer(str(n)), "1")]
+        assert 1 < len(kept) < 20
+        assert sum(file.stat().st_size for file in logs(tmp_path)) <= 2000
+        gate.open()
+        wait_until(lambda: gate.brought == kept)
+        wait_until(lambda: log.append(answer("x"), "1"))
+        wait_until(lambda: sum(file.stat().st_size for file in logs(tmp_path)) == 0)
 
 
-def test_a_disk_that_is_full_costs_the_log_and_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Gate, AheadLog], None]
-) -> None:
-    gate = Gate(is_open=False)
-    log = AheadLog(tmp_path, gate)
-    end(gate, log)
-    assert log.append(answer("a"), "1")
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:10], at))
-    assert not log.append(answer("b"), "1")
-    assert sum(file.stat().st_size for file in logs(tmp_path)) > len(ahead._record(answer("a"), "1"))
-    monkeypatch.setattr(os, "pwrite", real)
-    assert log.append(answer("c"), "1")
-    (content,) = [data for file in logs(tmp_path) if (data := file.read_bytes())]
-    assert [response.key for response, _ in records(content)] == ["a", "c"]
-
-
-class Held(SqliteStore):
-    """Waits before it takes an answer."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.may = threading.Event()
-
-    def put(self, response: StoredResponse, since: str = "") -> bool:
-        self.may.wait(120)
-        return super().put(response, since)
+def test_a_disk_that_is_full_costs_the_log_and_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, Gate(is_open=False)) as log:
+        assert log.append(answer("a"), "1")
+        real = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:10], at))
+        assert not log.append(answer("b"), "1")
+        monkeypatch.setattr(os, "pwrite", real)
+        assert log.append(answer("c"), "1")
+        (content,) = [file.read_bytes() for file in logs(tmp_path)]
+        assert [response.key for response, _ in records(content)] == ["a", "c"]
 
 
 def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path) -> None:
-    store = Held(tmp_path / "a")
+    store, other = SqliteStore(tmp_path / "a"), SqliteStore(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead", poll_s=300.0, unheard_s=300.0)
-    other = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    other.invalidate(Selector(model="model"))
-    assert cache.peek("a") is not None  # not heard of yet
-    store.may.set()
+    with Held(store, "put"):
+        assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+        other.invalidate(Selector(model="model"))
+        assert cache.peek("a") is not None  # not heard of yet
     wait_until(lambda: cache.peek("a") is None)
     assert store.get("a") is None
     cache.close()
@@ -266,14 +193,14 @@ def test_what_another_replica_invalidates_meanwhile_is_not_served(tmp_path: Path
 
 
 def test_an_invalidation_counts_what_is_on_its_way_and_does_not_wait_for_it(tmp_path: Path) -> None:
-    store = Held(tmp_path / "a")
+    store = SqliteStore(tmp_path / "a")
     cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.try_keep(Asked(), GOOD, since=cache.begin())
-    assert cache.invalidate(Selector(), dry_run=True) == 1
-    assert cache.invalidate(Selector(tag="other")) == 0
-    assert cache.invalidate(Selector()) == 1
-    assert cache.peek("a") is None
-    store.may.set()
+    with Held(store, "put"):
+        assert cache.try_keep(Asked(), GOOD, since=cache.begin())
+        assert cache.invalidate(Selector(), dry_run=True) == 1
+        assert cache.invalidate(Selector(tag="other")) == 0
+        assert cache.invalidate(Selector()) == 1
+        assert cache.peek("a") is None
     cache.close()
     assert SqliteStore(tmp_path / "a").get("a") is None
 
@@ -297,15 +224,4 @@ def test_a_store_that_is_down_or_broken_costs_no_answer_of_the_log(tmp_path: Pat
     assert cache.try_keep(Asked("b"), GOOD, since=cache.begin())
     wait_until(lambda: store.get("b") is not None)
     assert (store.get("a") is not None) == isinstance(fault, StoreError), "what broke the store is not tried again"
-    cache.close()
-
-
-def test_what_was_left_behind_and_invalidated_since_is_not_kept(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "a")
-    cursor = store.news("").cursor
-    left_behind(tmp_path / "ahead", (answer("a"), cursor), (answer("b"), cursor))
-    store.invalidate(Selector(key="a"))
-    cache = ResponseCache(store, ahead=tmp_path / "ahead")
-    assert cache.lookup("a") is None
-    assert cache.lookup("b") is not None
     cache.close()

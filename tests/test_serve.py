@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,26 @@ import httpx
 import pytest
 
 from command_line import invoke
-from gateway_helpers import ADMIN, Served, Started, chat, wait_until
+from gateway_helpers import ADMIN, Served, Started, chat, kind, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.server import serve
 from semkv.server.metrics import FOLDER
 from semkv.server.serve import listening
 
-ADMITTED = {"Authorization": f"Bearer {ADMIN}"}
-KEY = {"SEMKV_ADMIN_KEY": "an admin key of sufficient length"}
+KEY = {"Authorization": f"Bearer {ADMIN}"}
 
 
 def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "semkv", *map(str, arguments)], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-m", "semkv", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "", "::1"])
+def ask(running: Started, text: str) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/chat/completions", json=chat(text), timeout=120)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "", "::1"])
 def test_an_address_is_listened_on(host: str) -> None:
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("needs IPv6 on the loopback interface")
@@ -46,97 +49,80 @@ def test_an_address_is_listened_on(host: str) -> None:
         assert sock.getsockname()[1]
 
 
+def said(gateway: Started) -> list[str]:
+    """The messages in its log."""
+    return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
+
+
 def test_operators_may_have_a_port_of_their_own(tmp_path: Path) -> None:
     port = free_port()
-    with Served(Scripted()) as behind, Started(behind.url, tmp_path, f"--admin-port={port}", **KEY) as gateway:
-        admin, own = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {KEY['SEMKV_ADMIN_KEY']}"}
+    flags, admin = f"--admin-port={port}", f"http://127.0.0.1:{port}"
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path, flags, SEMKV_ADMIN_KEY=ADMIN) as gateway:
         for path in ("/metrics", "/semkv/metrics", "/semkv/", "/semkv/app.js", "/semkv/api/stats", "/openapi.json"):
-            assert httpx.get(admin + path, headers=own).status_code == 200, path
-            assert httpx.get(gateway.url + path, headers=own).status_code == 404, path
+            assert httpx.get(admin + path, headers=KEY).status_code == 200, path
+            assert httpx.get(gateway.url + path, headers=KEY).status_code == 404, path
         for path in ("/healthz", "/readyz", "/semkv/readyz"):
             assert httpx.get(admin + path).status_code == httpx.get(gateway.url + path).status_code == 200
         for path in ("/v1/chat/completions", "/v1/other", "/"):
             assert httpx.post(admin + path, json=chat("hello")).status_code == 404, "it answers no clients"
         assert behind.app.total == 0
-        assert httpx.post(f"{gateway.url}/v1/chat/completions", json=chat("hello")).status_code == 200
-        said = gateway.log.read_text()
-        assert f"dashboard at port {port}, /semkv" in said
-        out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
-        assert re.match(f"semkv: --admin-port {port}, .* in use", out.stderr.splitlines()[-1])
-    out = semkv("serve", "--port", port, "--admin-port", port, "--cache-dir", tmp_path / "other")
-    assert out.stderr == f"semkv: --admin-port: {port} is not allowed; expected another port than --port\n"
-
-
-def test_the_start_says_step_by_step_what_it_does(tmp_path: Path) -> None:
-    def said(gateway: Started) -> list[str]:
-        return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
-
-    with Served(Scripted()) as behind, Started(behind.url, tmp_path) as gateway:
+        assert ask(gateway, "hello").status_code == 200
+        # The start says step by step what it does.
         wait_until(lambda: "the upstream answers" in said(gateway))
         assert said(gateway)[0].endswith(f": responses are kept in {tmp_path / 'cache' / 'catalog.sqlite'}")
-    nobody = f"http://127.0.0.1:{free_port()}"
-    with Started(nobody, tmp_path, "--store", "redis://:pass@word@127.0.0.1:1/0") as gateway:
-        wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
-        assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
-        assert "pass" not in gateway.log.read_text()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz").status_code == 200
-    except httpx.HTTPError:
-        return False
+        assert f"dashboard at port {port}, /semkv" in gateway.log.read_text()
+        out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
+        assert re.match(f"semkv: --admin-port {port}, .* in use", out.stderr.splitlines()[-1])
 
 
 def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        running = subprocess.Popen(
-            [sys.executable, "-m", "semkv", "serve", "--port=0", f"--cache-dir={tmp_path / 'cache'}", "--no-semantic"],
-            stderr=out,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (300, 400)),
-        )
-    lines: list[socket.socket] = []
+    """With an upstream that is not there, and a store with a password in its name."""
+    store, nobody = "--store=redis://:pass@word@127.0.0.1:1/0", f"http://127.0.0.1:{free_port()}"
+    with Started(nobody, tmp_path, store, files=(300, 400)) as gateway, ExitStack() as lines:
+        wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
+        assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
+        assert "pass" not in gateway.log.read_text()
+        assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (400, 400)
+        address = ("127.0.0.1", httpx.URL(gateway.url).port or 0)
 
-    def ask() -> int:
-        return httpx.post(f"{url}/v1/chat/completions", content=b"{}", timeout=60).status_code
+        def connect(number: int) -> None:
+            for _ in range(number):
+                lines.enter_context(socket.create_connection(address, timeout=60))
 
-    try:
-        wait_until(lambda: "startup complete" in log.read_text() or running.poll() is not None, 300)
-        (url,) = re.findall(r"http://127.0.0.1:\d+(?=: upstream)", log.read_text())
-        wait_until(lambda: answers(url))
-        assert resource.prlimit(running.pid, resource.RLIMIT_NOFILE) == (400, 400)
-        address = ("127.0.0.1", httpx.URL(url).port or 0)
-        most = (400 - 256) // 2 - 32
-        lines += [socket.create_connection(address, timeout=60) for _ in range(most)]
-        wait_until(lambda: ask() == 503)
-        assert answers(url)
-        text = httpx.get(f"{url}/metrics").text
-        assert 'semkv_turned_away_total{what="connections"} 1.0' in text
-        lines += [socket.create_connection(address, timeout=60) for _ in range(32)]
+        def answers() -> bool:
+            try:
+                return httpx.get(f"{gateway.url}/healthz").status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        connect((400 - 256) // 2 - 32)
+        wait_until(lambda: ask(gateway, "full").status_code == 503)
+        assert answers()
+        assert 'semkv_turned_away_total{what="connections"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
+        connect(32)
         with socket.create_connection(address, timeout=60) as turned:
             assert turned.recv(4096)[9:12] == b"503"
-        for line in lines:
-            line.close()
-        wait_until(lambda: answers(url) and ask() != 503)
-    finally:
-        for line in lines:
-            line.close()
-        running.kill()
-        running.wait()
+        lines.close()
+        wait_until(lambda: answers() and ask(gateway, "no more").status_code == 502)
 
 
-def test_what_it_cannot_start_with_is_one_line(tmp_path: Path) -> None:
+def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "set_up_logs", lambda *_: None)  # this process's own
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     folder = tmp_path / "file" / "cache"
-    for command in (["serve", "--port", 0], ["run", "--engine", "scripted", "--max-samples", 1]):
-        out = semkv(*command, "--cache-dir", folder)
-        assert out.returncode == 2
+    for command in (["serve", "--port", "0"], ["run", "--engine", "scripted", "--max-samples", "1"]):
+        out = invoke([*command, "--cache-dir", str(folder)])
+        assert out.exit_code == 2
         assert out.stderr == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
-    said = invoke(["serve", "--trusted-proxy", "foo"])
-    assert said.exit_code == 2
-    assert said.stderr.startswith("semkv: --trusted-proxy: 'foo' is not allowed; expected networks")
-    assert "--port" in invoke(["serve", "--port", "99999"]).stderr
+    for flags, named in (
+        (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
+        (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
+        (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
+        (["--admin-port", "5", "--port", "5"], "--admin-port: 5 is not allowed; expected another port than --port"),
+    ):
+        out = invoke(["serve", *flags])
+        assert out.exit_code == 2
+        assert out.stderr.startswith(f"semkv: {named}")
 
 
 class TestWorkers:
@@ -145,30 +131,32 @@ class TestWorkers:
     @pytest.fixture
     def started(self, tmp_path: Path) -> Iterator[tuple[Started, Scripted]]:
         upstream = Scripted()
-        with Served(upstream) as behind:
-            running = Started(behind.url, tmp_path, "--workers=2", SEMKV_ADMIN_KEY=ADMIN)
-            with running:
-                wait_until(lambda: running.log.read_text().count("startup complete") == 2)
-                yield running, upstream
+        with Served(upstream) as behind, Started(behind.url, tmp_path, "--workers=2", SEMKV_ADMIN_KEY=ADMIN) as running:
+            wait_until(lambda: running.log.read_text().count("startup complete") == 2)
+            yield running, upstream
 
     def test_they_share_answers_figures_and_invalidations(self, started: tuple[Started, Scripted]) -> None:
         running, upstream = started
-        both = workers_of(running)
-        assert len(both) == 2
         for number in range(40):  # each on a connection of its own, so that both take some
             assert ask(running, f"question {number % 4}").status_code == 200
         assert upstream.total <= 4 * 2
         wait_until(lambda: figure(running, "semkv_requests_total") >= 40)
-        stats = httpx.get(f"{running.url}/semkv/api/stats", headers=ADMITTED).json()
-        assert stats["workers"] == 2
+        stats = httpx.get(f"{running.url}/semkv/api/stats", headers=KEY).json()
+        assert stats["workers"] == len(workers_of(running)) == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
         assert figure(running, "semkv_response_entries") == 4
-        wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=ADMITTED, json={"id": "another worker's"})
+        wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"})
         assert (wrong.status_code, wrong.headers["connection"]) == (404, "close")  # the next try reaches either worker
         gone = {"prefix": "question", "dry_run": False}
-        assert httpx.post(f"{running.url}/semkv/api/invalidate", headers=ADMITTED, json=gone).json()["count"] == 4
+        assert httpx.post(f"{running.url}/semkv/api/invalidate", headers=KEY, json=gone).json()["count"] == 4
         upstream.script["question 1"] = {"status": "418"}  # so that what is old is told from what is new
         wait_until(lambda: {ask(running, "question 1").status_code for _ in range(20)} == {418})
+        both = workers_of(running)
+        (figures,) = re.findall(rf"{FOLDER}=([^\0]+)", Path(f"/proc/{both[0]}/environ").read_text())
+        assert Path(figures).is_dir()
+        running.kill()  # they end with their parent
+        wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
+        assert not Path(figures).exists()
 
     def test_one_that_is_killed_is_started_again_and_nothing_is_lost(self, started: tuple[Started, Scripted]) -> None:
         running, _ = started
@@ -176,38 +164,29 @@ class TestWorkers:
         stop = threading.Event()
 
         def traffic() -> None:
-            number = 0
-            while not stop.is_set():
-                number += 1
+            for number in itertools.count():
+                if stop.is_set():
+                    return
                 with suppress(httpx.HTTPError):  # on its way at the killed worker
                     assert ask(running, f"traffic {number}").status_code == 200
                     whole.append(f"traffic {number}")
 
         asking = threading.Thread(target=traffic)
         asking.start()
-        for _ in range(3):
+        for _ in range(2):
             before, so_far = workers_of(running), len(whole)
             wait_until(lambda so_far=so_far: len(whole) > so_far + 5)
             os.kill(before[0], signal.SIGKILL)
             wait_until(lambda before=before: len(set(workers_of(running)) - set(before)) == 1)
-        wait_until(lambda: running.log.read_text().count("startup complete") == 5)
+        wait_until(lambda: running.log.read_text().count("startup complete") == 4)
         stop.set()
         asking.join()
-        wait_until(lambda: all(ask(running, text).headers["x-semkv"].startswith("hit") for text in whole))
+        wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))
+        both = workers_of(running)
         assert running.stop() == 0
-        assert all(not Path(f"/proc/{pid}").exists() for pid in before)
+        assert all(not Path(f"/proc/{pid}").exists() for pid in both)
         with sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite") as db:
             assert db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole)
-
-    def test_they_end_with_their_parent(self, started: tuple[Started, Scripted]) -> None:
-        running, _ = started
-        both = workers_of(running)
-        environment = Path(f"/proc/{both[0]}/environ").read_text()
-        (figures,) = re.findall(rf"{FOLDER}=([^\0]+)", environment)
-        assert Path(figures).is_dir()
-        running.kill()
-        wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
-        assert not Path(figures).exists()
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -237,12 +216,6 @@ def test_a_worker_that_cannot_start_ends_the_others_only_where_none_serves(
     assert [worker.started for worker in workers.processes] == [False, serves]
 
 
-def test_workers_without_a_store_are_refused(tmp_path: Path) -> None:
-    out = semkv("serve", "--workers", 2, "--port", 0, "--store", "memory", "--cache-dir", tmp_path)
-    assert out.returncode == 2
-    assert "--workers: 2 is not allowed" in out.stderr
-
-
 def workers_of(running: Started) -> list[int]:
     """The processes that answer."""
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
@@ -252,10 +225,6 @@ def workers_of(running: Started) -> list[int]:
             if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
-
-
-def ask(running: Started, text: str) -> httpx.Response:
-    return httpx.post(f"{running.url}/v1/chat/completions", json=chat(text), timeout=120)
 
 
 def figure(running: Started, name: str) -> float:

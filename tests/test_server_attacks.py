@@ -6,7 +6,7 @@ import gzip
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,6 @@ import pytest
 from gateway_helpers import Pair, chat, wait_until
 
 CHAT = "/v1/chat/completions"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("gateway")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def semantic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("semantic"), semantic=True) as running:
-        yield running
 
 
 class Line:
@@ -92,73 +80,61 @@ class TestBodies:
         assert status == 200
         assert b"x-semkv: miss" in answer
         assert "content-encoding" not in pair.upstream.headers[-1]
-        assert pair.post("packed").headers["x-semkv"].startswith("hit tier=exact")
         assert b"x-semkv: hit" in ask(pair, request(raw, "Content-Encoding: GZIP"))[1]
-        plain = request(chat("packed"), "Content-Encoding: identity")
-        assert b"x-semkv: hit" in ask(pair, plain)[1]
-        assert ask(pair, request(raw, "Content-Encoding: gzip", target="/classify"))[0] != 400, (
-            "it has a place for a salt"
-        )
+        assert b"x-semkv: hit" in ask(pair, request(chat("packed"), "Content-Encoding: identity"))[1]
+        salted = request(raw, "Content-Encoding: gzip", target="/classify")
+        assert ask(pair, salted)[0] != 400, "it has a place for a salt"
 
     @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + raw, lambda _: b"{}"])
     def test_what_is_no_gzip_is_refused(self, pair: Pair, damage: Callable[[bytes], bytes]) -> None:
-        asked = pair.upstream.total
-        raw = damage(gzip.compress(json.dumps(chat("packed")).encode()))
-        assert ask(pair, request(raw, "Content-Encoding: gzip"))[0] == 400
+        asked, raw = pair.upstream.total, gzip.compress(json.dumps(chat("packed")).encode())
+        assert ask(pair, request(damage(raw), "Content-Encoding: gzip"))[0] == 400
         assert pair.upstream.total == asked
 
-    @pytest.mark.parametrize("encoding", ["br", "zstd", "deflate", "gzip, gzip"])
+    @pytest.mark.parametrize("encoding", ["br", "gzip, gzip"])
     def test_another_encoding_is_refused_by_name(self, pair: Pair, encoding: str) -> None:
         status, answer = ask(pair, request(chat("packed"), f"Content-Encoding: {encoding}"))
         assert status == 415
         assert b"accept-encoding: gzip" in answer
         assert f"the content encoding '{encoding}' is not read".encode() in answer
 
-    def test_a_body_that_is_large_when_unpacked(self, tmp_path: Path) -> None:
-        with Pair(tmp_path, max_body_mib=1) as small:
+    def test_bodies_that_are_large_when_unpacked_have_so_much_room(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, max_body_mib=1) as small, ThreadPoolExecutor(12) as pool:
             bomb = gzip.compress(b" " * 50_000_000)
             assert ask(small, request(bomb, "Content-Encoding: gzip"))[0] == 413
-            raw = gzip.compress(json.dumps(chat("x" * 900_000)).encode())
+            packed = request(gzip.compress(json.dumps(chat("x" * 900_000)).encode()), "Content-Encoding: gzip")
             small.upstream.gate.clear()
-            held = [
-                ThreadPoolExecutor(16).submit(ask, small, request(raw, "Content-Encoding: gzip")) for _ in range(12)
-            ]
+            held = [pool.submit(ask, small, packed) for _ in range(12)]
             wait_until(lambda: sum(one.done() for one in held) >= 3)
             small.upstream.gate.set()
             statuses = [one.result(120)[0] for one in held]
             assert statuses.count(503) >= 3, "they take room until there is an answer"
             assert statuses.count(200) >= 1
-            assert ask(small, request(raw, "Content-Encoding: gzip"))[0] == 200
+            assert ask(small, packed)[0] == 200
 
-    def test_a_body_that_comes_too_slowly(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_body_that_comes_too_slowly(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("semkv.server.http._BODY_S", 0.2)
-        head = request(b"{" + b" " * 99).removesuffix(b" " * 99)
-        with Pair(tmp_path) as hasty, Line(hasty) as line, Line(hasty) as trickle:
-            assert line.send(head).until(b"\r\n\r\n")[9:12] == b"408"
+        asked, head = pair.upstream.total, request(b"{" + b" " * 99).removesuffix(b" " * 99)
+        with Line(pair) as line, Line(pair) as trickle:
             trickle.send(head)
-            for _ in range(90):  # a byte now and then buys no time
-                time.sleep(0.01)
-                try:
-                    trickle.send(b" ")
-                except OSError:
-                    break
+            assert line.send(head).until(b"\r\n\r\n")[9:12] == b"408"
+            trickle.flood(b" ", 90, pause=0.01)  # a byte now and then buys no time
             assert trickle.until(b"\r\n\r\n")[9:12] == b"408"
-            assert hasty.upstream.total == 0
-            assert hasty.post("others").status_code == 200
+        assert pair.upstream.total == asked
 
-    def test_unfinished_bodies_have_so_much_room_together(self, tmp_path: Path) -> None:
-        begun = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000)
-        with Pair(tmp_path) as pair, Line(pair) as first, Line(pair) as second:
-            pair.app._room.most = 300_000
+    def test_unfinished_bodies_have_so_much_room_together(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        begun, room = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000), pair.app._room
+        monkeypatch.setattr(room, "most", 300_000)
+        with Line(pair) as first, Line(pair) as second:
             first.send(begun)
-            wait_until(lambda: pair.app._room.used > 190_000)
+            wait_until(lambda: room.used > 190_000)
             second.send(begun)
             assert second.until(b"\r\n\r\n")[9:12] == b"503"
-            assert pair.metric("semkv_turned_away_total") == 1
+            assert pair.metric('semkv_turned_away_total{what="bodies"}') == 1
             assert pair.post("others").status_code == 200
             first.send(b" " * 80_000)
             assert first.until(b"\r\n\r\n")[9:12] == b"400"
-            assert pair.app._room.used == 0
+            assert room.used == 0
 
 
 class TestHeads:
@@ -199,13 +175,13 @@ class TestHeads:
 
     @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost:", b"\r\n"])
     def test_a_connection_without_a_head_ends(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.3)
+        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
+        monkeypatch.setattr(pair.front.server.config, "timeout_keep_alive", 0.2)
         with Line(pair) as line:
             assert line.send(begun).rest() == b""
         with Line(pair) as line:
-            line.send(request(chat("slow [delay=1]"))).until(b"}]")
+            assert b"}]" in line.send(request(chat("slow [delay=0.6]"))).until(b"}]"), "an answer may take longer"
             line.send(begun).rest()
-        assert pair.upstream.calls[-1]["messages"][0]["content"] == "slow [delay=1]"
 
     @pytest.mark.parametrize("value", ["ü", "漢字", "a\tb"])
     def test_header_values_go_on_byte_for_byte(self, pair: Pair, value: str) -> None:
@@ -213,33 +189,24 @@ class TestHeads:
         assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
 
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
-        upgrade = (
-            "Upgrade: websocket",
-            "Connection: Upgrade",
-            "Sec-WebSocket-Version: 13",
-            f"Sec-WebSocket-Key: {'a' * 22}==",
-        )
+        key = f"Sec-WebSocket-Key: {'a' * 22}=="
+        upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", key)
         with Line(pair) as line:
-            assert (
-                line.send(request(b"", *upgrade, method="GET", target="/v1/realtime")).until(b"\r\n\r\n")[9:12]
-                == b"403"
-            )
-        assert pair.post("still there").status_code == 200
+            line.send(request(b"", *upgrade, method="GET", target="/v1/realtime"))
+            assert line.until(b"\r\n\r\n")[9:12] == b"403"
 
 
-class TestConnections:
-    def test_a_client_that_does_not_read_does_not_fill_memory(self, tmp_path: Path) -> None:
-        with Pair(tmp_path) as small:
-            flights = small.app.gateway.flights
-            flights.max_answer_bytes = 1 << 20
-            with Line(small) as line:
-                line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                line.send(request(chat("[big=60000000][events=600]", stream=True)))
-                wait_until(lambda: flights.held_bytes > 0)
-                most = last = still = 0
-                while still < 100:  # for a second nothing comes in
-                    held = flights.held_bytes
-                    still, last, most = still + 1 if held == last else 0, held, max(most, held)
-                    time.sleep(0.01)
-                assert 0 < last <= most < 4 << 20
-            wait_until(lambda: flights.held_bytes == 0 and small.upstream.running == 0)
+def test_a_client_that_does_not_read_does_not_fill_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    flights = pair.app.gateway.flights
+    monkeypatch.setattr(flights, "max_answer_bytes", 1 << 20)
+    with Line(pair) as line:
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.send(request(chat("[big=60000000][events=600]", stream=True)))
+        wait_until(lambda: flights.held_bytes > 0)
+        most = last = still = 0
+        while still < 100:  # for a second nothing comes in
+            held = flights.held_bytes
+            still, last, most = still + 1 if held == last else 0, held, max(most, held)
+            time.sleep(0.01)
+        assert 0 < last <= most < 4 << 20
+    wait_until(lambda: flights.held_bytes == 0 and pair.upstream.running == 0)

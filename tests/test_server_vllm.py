@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = "minigqa-vlm"
 COMMAND = [str(prepare() / "python"), *MODULE, "--model", str(ROOT / "src/semkv/assets/minigqa-vlm")]
 COMMAND += ["--served-model-name", MODEL, "--max-model-len", "512"]
+QUESTIONS = ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?")
 Servers = tuple[VllmServer, VllmServer]
 
 
@@ -94,38 +95,37 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses_and_messages_are_kept_where_the_server_holds_no_state(gateway: Served, stream: bool) -> None:
+@pytest.mark.parametrize("route", ["responses", "messages"])
+def test_answers_of_other_routes_are_kept_where_the_server_holds_no_state(
+    gateway: Served, route: str, stream: bool
+) -> None:
     """The model says few words of its own accord, so most answers to a few questions are whole."""
     openais = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="k", max_retries=0, timeout=120)
     anthropics = anthropic.Anthropic(base_url=gateway.url, api_key="k", max_retries=0, timeout=120)
-    kept = {"responses": 0, "messages": 0}
-    for question in ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?"):
-        said = [{"role": "user", "content": question}]
-        ways = {
-            "responses": lambda q=question: openais.responses.with_raw_response.create(
-                model=MODEL, input=q, store=False, temperature=0, max_output_tokens=16, stream=stream
-            ),
-            "messages": lambda said=said: anthropics.messages.with_raw_response.create(
-                model=MODEL, messages=said, max_tokens=16, stream=stream, extra_body={"temperature": 0}
-            ),
-        }
-        for name, ask_it in ways.items():
-            answers, headers = [], []
-            for _ in range(2):
-                raw = ask_it()
-                answers.append(list(raw.parse()) if stream else [raw.parse()])
-                headers.append(raw.headers["x-semkv"])
-            last = answers[0][-1]
-            if name == "responses":
-                whole = (last.response if stream else last).status == "completed"
-            else:
-                ends = [event.delta.stop_reason for event in answers[0] if event.type == "message_delta"]
-                whole = (ends[0] if stream else last.stop_reason) == "end_turn"
-            assert headers[0] == "miss"
-            assert headers[1].startswith("hit tier=exact" if whole else "miss")
-            kept[name] += whole
-            assert not whole or answers[0] == answers[1]
-    assert all(kept.values())
+
+    def ask_it(question: str) -> tuple[list[Any], str]:
+        if route == "responses":
+            more: dict[str, Any] = {"input": question, "store": False, "temperature": 0, "max_output_tokens": 16}
+            raw: Any = openais.responses.with_raw_response.create(model=MODEL, stream=stream, **more)
+        else:
+            more = {"messages": [{"role": "user", "content": question}], "extra_body": {"temperature": 0}}
+            raw = anthropics.messages.with_raw_response.create(model=MODEL, max_tokens=16, stream=stream, **more)
+        return list(raw.parse()) if stream else [raw.parse()], raw.headers["x-semkv"]
+
+    kept = 0
+    for question in QUESTIONS:
+        (first, said), (again, repeated) = ask_it(question), ask_it(question)
+        last = first[-1]
+        if route == "responses":
+            whole = (last.response if stream else last).status == "completed"
+        else:
+            ends = [event.delta.stop_reason for event in first if event.type == "message_delta"]
+            whole = (ends[0] if stream else last.stop_reason) == "end_turn"
+        assert said == "miss"
+        assert repeated.startswith("hit tier=exact" if whole else "miss")
+        assert not whole or first == again
+        kept += whole
+    assert kept
 
 
 def test_what_is_not_cached_does_not_share_the_servers_prefixes_either(gateway: Served) -> None:
@@ -191,9 +191,6 @@ def test_embeddings_ranks_and_scores_are_kept(tmp_path: Path) -> None:
             client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
             first, again = (client.embeddings.create(model="mini", input="a bird").data[0].embedding for _ in range(2))
             assert first == again
-
-
-QUESTIONS = ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?")
 
 
 def test_nodes_clients(gateway: Served, tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """A Python in which vLLM is imported already.
 
 Importing vLLM takes far longer than starting a tiny engine. So one process of a test run imports it, and forks for
-every `Job`: a command line of Python's (``-m module`` or ``-c program``) with arguments, folder, environment and open
-files of its own. What it leaves behind in its process (threads, imports, a crash) does not reach the next one.
+every program (``-m module`` or ``-c program``) that is run with ``python`` or ``semkv`` in the folder of `prepare`;
+in such a program, ``sys.executable`` is that ``python`` too. What it leaves behind in its process (threads, imports, a
+crash) does not reach the next one.
 
-In a job, ``sys.executable`` is such a Python too, and so are ``python`` and ``semkv`` in the folder of `prepare`.
-
-A `Job` speaks to a keeper that was forked from that process, and the keeper forks the job. The keeper kills the job,
-with all that it started, when its `Job` is closed or the test ends, however that ends.
+A program runs in a fork of its own, below a keeper, which is a fork too. The keeper kills it, with all that it
+started, when the process that stands in for it has ended, or the test run has.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import gc
 import importlib.util
 import json
-import multiprocessing.context
-import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -31,91 +27,34 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _FOLDER = "SEMKV_TEST_FORKS"
 _RUN = "SEMKV_TEST_RUN"
-_NUMBER = struct.Struct("i")
+_NUMBER = struct.Struct("i")  # a signal, or an exit status
 _IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
     "compressed_tensors", "sentence_transformers", "faiss",
 )  # fmt: skip
-SHARED_MACHINE = {
-    "OMP_NUM_THREADS": "1",
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # two workers share the machine: no engine takes all processors, or binds itself to one
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-}
-"""Two workers share it: an engine that takes all processors, or that binds itself to one, disturbs the other."""
-
-ENVIRONMENT = {
-    **SHARED_MACHINE,
-    "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-    "NUMBA_DISABLE_JIT": "1",  # of tiny drafts, compiling takes far longer than running
+    "NUMBA_DISABLE_JIT": "1",  # of what is tiny, compiling takes far longer than running
+    "TORCHDYNAMO_DISABLE": "1",
 }
+"""Of all tests, unless the user sets another value."""
+
 _REAL = sys.executable
-
-
-class Job:
-    """A running program.
-
-    Args:
-        command: what follows ``python``: ``-m module`` or ``-c program``, and arguments.
-        files: its open files, by the numbers that they have there.
-        environment: its variables; those of this process where there are none.
-        folder: its working directory.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        files: Mapping[int, int],
-        environment: Mapping[str, str] | None = None,
-        folder: Path | str = ".",
-    ) -> None:
-        order = {
-            "command": list(command),
-            "files": list(files),
-            "environment": dict(os.environ if environment is None else environment),
-            "folder": os.path.abspath(folder),  # noqa: PTH100
-        }
-        self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(_address())
-        with tempfile.TemporaryFile("w+") as text:
-            json.dump(order, text)
-            text.seek(0)
-            socket.send_fds(self._line, [b"job"], [text.fileno(), *files.values()])
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status; TimeoutError if it takes longer."""
-        self._line.settimeout(timeout)
-        status = self._line.recv(_NUMBER.size, socket.MSG_WAITALL)
-        assert status, "the process that keeps the job has ended"
-        return int(_NUMBER.unpack(status)[0])
-
-    def signal(self, number: int) -> None:
-        self._line.sendall(_NUMBER.pack(number))
-
-    def close(self) -> None:
-        """Kill it, if it still runs; on return it is gone."""
-        with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_WR)
-            self._line.settimeout(None)
-            self._line.recv(_NUMBER.size)
-        self._line.close()
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def prepare() -> Path:
@@ -126,20 +65,20 @@ def prepare() -> Path:
         os.environ |= {_FOLDER: folder, _RUN: str(os.getpid())}
         for name, more in (("python", ""), ("semkv", "-m semkv")):
             program = Path(folder, name)
-            program.write_text(f"#!/bin/sh\nexec '{_REAL}' '{Path(__file__).resolve()}' {more} \"$@\"\n")
+            program.write_text(f"#!/bin/sh\nexec '{_REAL}' -S '{Path(__file__).resolve()}' {more} \"$@\"\n")
             program.chmod(0o700)
     return Path(os.environ[_FOLDER])
 
 
 def _address() -> str:
-    """Where the process that forks listens; the first job of a run starts it."""
+    """Where the process that forks listens; the first program of a run starts it."""
     folder = prepare()
     address, log = folder / "socket", folder / "log"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-            variables = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+            variables = {**ENVIRONMENT, **os.environ, "PYTHONPATH": path}
             with log.open("w") as printed:
                 server = subprocess.Popen(
                     [_REAL, __file__, "--serve"], env=variables, stdin=subprocess.DEVNULL, stdout=printed,
@@ -155,12 +94,16 @@ def _address() -> str:
 def quicken() -> None:
     """Do once in a process, and for its forks, what vLLM does for every engine though nothing has changed.
 
-    It sets the levels of all loggers, and looks through all modules for kernels that have a CPU's version.
+    It collects garbage among all modules, sets the levels of all loggers, and looks for kernels that have a CPU's
+    version.
     """
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
     from vllm.platforms import current_platform
 
+    from semkv_lab.local_engine import spare_modules
+
+    spare_modules()
     configure_logging(LoggingConfig())
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
@@ -176,13 +119,13 @@ def _serve(folder: Path) -> None:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     if importlib.util.find_spec("vllm"):
-        importlib.import_module(Path(__file__).stem).quicken()  # the module that jobs know
+        importlib.import_module(Path(__file__).stem).quicken()  # the module that programs know
+    import multiprocessing
+
     fork = multiprocessing.get_context("fork")
     for name in ("spawn", "forkserver"):  # a new interpreter would import it all again
         multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
     sys.executable = str(folder / "python")
-    gc.collect()
-    gc.freeze()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "new"))
         server.listen(64)
@@ -197,41 +140,42 @@ def _serve(folder: Path) -> None:
                     pass
             if os.fork() == 0:
                 server.close()
-                os.close(run)
-                _keep(line)
+                _keep(line, run)
                 break
             line.close()
 
 
-def _keep(line: socket.socket) -> None:
-    """In a fork: run the job in another, pass signals on, kill it when the line is closed, and tell its exit status."""
+def _keep(line: socket.socket, run: int) -> None:
+    """In a fork: run the program in another, pass signals on, kill it when ``line`` or the test run ends, and answer
+    with its exit status."""
     _, (text, *files), *_ = socket.recv_fds(line, 16, 250)
     with os.fdopen(text) as file:
         order = json.load(file)
-    job = os.fork()
-    if job == 0:
+    program = os.fork()
+    if program == 0:
         line.close()
+        os.close(run)
         _run(order, files)
         return
     for number in files:
         os.close(number)
-    ended = os.pidfd_open(job)
-    while ended not in select.select([ended, line], [], [])[0]:
-        told = line.recv(_NUMBER.size, socket.MSG_WAITALL)
+    ended = os.pidfd_open(program)
+    while ended not in (ready := select.select([ended, line, run], [], [])[0]):
+        told = b"" if run in ready else line.recv(_NUMBER.size, socket.MSG_WAITALL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(job, _NUMBER.unpack(told)[0] if told else signal.SIGKILL)
+            os.kill(program, _NUMBER.unpack(told)[0] if told else signal.SIGKILL)
         if not told:
             break
-    status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(job, signal.SIGKILL)
+        os.killpg(program, signal.SIGKILL)
     with contextlib.suppress(OSError):
         line.sendall(_NUMBER.pack(status))
     os._exit(0)
 
 
 def _run(order: dict[str, Any], files: list[int]) -> None:
-    """The program, as Python runs it; with this function the process ends, as Python does."""
+    """The program, as Python runs it; the process ends here, or as Python ends it after an exception."""
     os.setsid()
     high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 500) for number in files]
     for number in files:
@@ -249,23 +193,42 @@ def _run(order: dict[str, Any], files: list[int]) -> None:
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # noqa: PTH109
     sys.argv = [how, *rest]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if how == "-m":
-        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    try:
+        if how == "-m":
+            runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+        else:
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
     else:
-        exec(compile(what, "<string>", "exec"), main.__dict__)
+        status = 0
+    # As Python ends, but for taking all those libraries apart, which takes half a second.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _stand_in(arguments: list[str]) -> int:
-    """For a program that starts Python: a job with the open files of this process, which gets its signals."""
+    """Run a program in a fork that has this process's open files and gets its signals."""
     if not {"-c", "-m"} & set(arguments[:2]):
         os.execv(_REAL, [_REAL, *arguments])
     files = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if _inherited(int(entry.name))]
-    job = Job(arguments, dict(zip(files, files, strict=True)))
+    order = {"command": arguments, "files": files, "environment": dict(os.environ), "folder": str(Path.cwd())}
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(_address())
+    with tempfile.TemporaryFile("w+") as text:
+        json.dump(order, text)
+        text.seek(0)
+        socket.send_fds(line, [b"order"], [text.fileno(), *files])
     for number in files:
         os.close(number)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, lambda number, _: job.signal(number))
-    status = job.wait()
+        signal.signal(name, lambda number, _: line.sendall(_NUMBER.pack(number)))
+    (status,) = _NUMBER.unpack(line.recv(_NUMBER.size, socket.MSG_WAITALL))
     if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from semkv.cache import CacheStats, SemanticCache
     from semkv.config import CacheConfig
-    from semkv.encoders.hooks import EmbeddingHook
+    from semkv.encoders import EmbeddingHook
     from semkv.encoders.text import TextEncoder
-    from semkv.engines import Engine, EnginePrompt, EngineResult
-    from semkv.engines.fusion import FusionEngine, FusionProvider
+    from semkv.engines import Engine, EnginePrompt, EngineResult, FusionEngine, FusionProvider
     from semkv.errors import ConfigError, SemkvError, StoreError
     from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.fusion import FusionStore
     from semkv.stores.responses import ResponseStore
-    from semkv.tiers.base import Tier
+    from semkv.tiers import Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
         CacheMode,
@@ -87,16 +86,15 @@ __all__ = [
 _MODULES = {
     "cache": "CacheStats SemanticCache",
     "config": "CacheConfig",
-    "encoders.hooks": "EmbeddingHook",
+    "encoders": "EmbeddingHook",
     "encoders.text": "TextEncoder",
-    "engines": "Engine EnginePrompt EngineResult",
-    "engines.fusion": "FusionEngine FusionProvider",
+    "engines": "Engine EnginePrompt EngineResult FusionEngine FusionProvider",
     "errors": "ConfigError SemkvError StoreError",
     "keys": "media_id model_fingerprint",
     "stores.fusion": "FusionStore",
     "stores.responses": "ResponseStore",
     "index": "Index",
-    "tiers.base": "Tier",
+    "tiers": "Tier",
     "tiers.policies": "Decider Decision",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`

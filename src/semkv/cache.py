@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
+from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import StoreError
 from semkv.guards import forget
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import Tally, Tier
+from semkv.tiers import Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy

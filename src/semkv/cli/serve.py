@@ -34,6 +34,7 @@ serve = command_line(
 ```""",
 )
 warm = command_line()
+_AT_ONCE = 8  # requests that `warm` has under way
 
 
 @contextmanager
@@ -92,7 +93,6 @@ def _warm(
     *,
     url: str = "http://127.0.0.1:8080",
     model: str = "",
-    concurrency: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 8,
     max_tokens: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 512,
 ) -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
@@ -103,13 +103,12 @@ def _warm(
         prompts: JSON lines: a prompt as a string, or a whole request body.
         url: The gateway.
         model: For lines that name none.
-        concurrency: Requests at once.
         max_tokens: For lines that are prompts.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
     todo = list(_requests_of(prompts, model=model, max_tokens=max_tokens))
     with _extra():
-        there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), concurrency, key))
+        there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
     print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
     if failures:
         print(f"first failure: {failures[0]}", file=sys.stderr)
@@ -149,9 +148,7 @@ def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[s
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
-async def _send_all(
-    todo: list[tuple[str, dict[str, Any]]], url: str, concurrency: int, key: str
-) -> tuple[int, list[str]]:
+async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> tuple[int, list[str]]:
     """How many answers were there already, and why requests failed."""
     import aiohttp
     from rich.console import Console
@@ -159,7 +156,7 @@ async def _send_all(
 
     there, failures = 0, list[str]()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    pool, timeout = aiohttp.TCPConnector(limit=concurrency), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    pool, timeout = aiohttp.TCPConnector(limit=_AT_ONCE), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
 
         async def send(path: str, body: dict[str, Any]) -> bool:

@@ -26,6 +26,8 @@ from semkv.stores.database import CATALOG
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from cyclopts import App
+
     from semkv.stores.maintenance import CacheUse
 
 EXIT_DAMAGED = 1
@@ -53,49 +55,24 @@ AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.
 DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
 
 
-stats = command_line(
-    help_epilogue="""\
-Examples:
+def _command(examples: str, **options: Any) -> App:
+    return command_line(help_epilogue=f"Examples:\n\n```\n{examples}\n```", **options)
 
-```
-  semkv stats --cache-dir runs/demo/cache
+
+stats = _command("""\
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
   semkv stats --tenant alice
       what purge --tenant would find. The tenant is named as in stats; with the deployment's secret, also by the name
-      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats
-```"""
-)
-
-verify = command_line(
-    help_epilogue="""\
-Examples:
-
-```
-  semkv verify --cache-dir runs/demo/cache
-      exit code 1 where something is damaged, 2 where something could not be read at all
+      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats""")
+verify = _command("""\
   semkv verify --repair
       delete what is damaged, so that it is computed again. A damaged catalog stays: a purge of everything deletes it,
-      and an engine or a gateway that starts puts it aside
-```"""
-)
-
-gc = command_line(
-    help_epilogue="""\
-Examples:
-
-```
-  semkv gc --cache-dir runs/demo/cache
-      delete what crashed writers and deleted entries left
+      and an engine or a gateway that starts puts it aside""")
+gc = _command("""\
   semkv gc --max-age-days 30
-      also what was stored more than 30 days ago, used since or not
-```"""
-)
-
-purge = command_line(
-    help_epilogue="""\
-Examples:
-
-```
+      delete what crashed writers and deleted entries left, and what was stored more than 30 days ago, used since or not
+""")
+purge = _command("""\
   semkv purge --cache-dir runs/demo/cache
       delete everything that semkv stored there, and nothing else; a gateway's secret stays. Engines and gateways that
       run forget what they hold within a second or so. What vLLM itself holds on the device goes with
@@ -105,32 +82,17 @@ Examples:
       latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
       its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
-      count what would go
-```"""
-)
-
-
-export = command_line(
-    help_epilogue="""\
-Examples:
-
-```
+      count what would go""")
+export = _command("""\
   semkv export cache.tar --cache-dir /var/lib/semkv
       answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
-      and encoder outputs, and no answers in Redis
-```"""
-)
-
-import_ = command_line(
-    name="import",
-    help_epilogue="""\
-Examples:
-
-```
+      and encoder outputs, and no answers in Redis""")
+import_ = _command(
+    """\
   semkv import cache.tar --cache-dir /var/lib/semkv
       into a directory that is empty or not there yet. Start the gateway with the SEMKV_SECRET of the old one, or
-      without any where the old one had made its own. What was purged since the export is back
-```""",
+      without any where the old one had made its own. What was purged since the export is back""",
+    name="import",
 )
 
 

@@ -46,7 +46,7 @@ from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import Selector, SteadyClock, open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.tiers.base import Latest
+from semkv.tiers import Latest
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
 
@@ -243,7 +243,7 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = http.HttpUpstream(settings.upstream, settings.upstream_timeout)
+    upstream = http.HttpUpstream(settings.upstream)
     return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
 
 

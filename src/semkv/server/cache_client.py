@@ -25,7 +25,7 @@ from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import text_of
 from semkv.server.tenancy import TagRule, tags_by
 from semkv.stores.responses import Selector
-from semkv.tiers.base import Candidate
+from semkv.tiers import Candidate
 from semkv.tiers.matching import PendingEntry
 from semkv.tiers.response import Found, ResponseCache
 from semkv.types import Exactness, Plan, ReuseReport

@@ -42,6 +42,7 @@ _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x
 _NOT_PASSED_ON = _HOP_BY_HOP | {b"content-length", b"x-semkv"}  # another semkv speaks of its own cache
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _CONNECT_S = 10.0
+_READ_S = 600.0  # until the upstream's next byte
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
 _QUEUED = 16  # pieces between the wrapped application and its reader
@@ -338,9 +339,9 @@ class _HttpReply:
 class HttpUpstream:
     """An OpenAI-compatible server at a URL."""
 
-    def __init__(self, url: str, read_s: float) -> None:
+    def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=read_s)
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:

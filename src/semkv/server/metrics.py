@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 from semkv.server.logs import visible
 from semkv.server.sse import text_of, usage_of
 from semkv.stores.responses import StoredResponse
-from semkv.tiers.base import Every, Latest
+from semkv.tiers import Every, Latest
 from semkv.tiers.response import Found
 from semkv.types import MediaSegment, Request, Segment
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from semkv.encoders.hooks import read_media
+from semkv.encoders import read_media
 from semkv.keys import media_id
 from semkv.server.sse import Assembler, Recorder, read_answer
 from semkv.types import MediaSegment, Role, Segment, TextSegment

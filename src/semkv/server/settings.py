@@ -81,7 +81,6 @@ class ServerSettings(LookupConfig):
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
-        upstream_timeout: Seconds to wait for the upstream's next byte.
         store_timeout: Seconds a request waits for the store.
         store_away: Seconds for which responses in memory are served while the store cannot be reached.
     """
@@ -110,7 +109,6 @@ class ServerSettings(LookupConfig):
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
-    upstream_timeout: Annotated[float, POSITIVE, WAITS] = 600.0
     store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
     store_away: Annotated[float, NOT_NEGATIVE, WAITS] = 600.0
 

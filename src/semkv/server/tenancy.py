@@ -21,7 +21,7 @@ from semkv.errors import ConfigError
 from semkv.keys import media_uuid
 from semkv.server.http import Headers, Scope, header
 from semkv.server.routes import ROUTES, Unkeyable
-from semkv.tiers.base import Latest
+from semkv.tiers import Latest
 from semkv.tiers.response import Pattern
 
 Network = IPv4Network | IPv6Network

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import described, make_folder, matching, remove_strays, replacing
+from semkv.stores.files import described, make_folder, matching, read_bytes, remove_strays, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".tmp"  # ends the name of a file that is being written
@@ -85,9 +85,9 @@ class MediaStore:
         """
         file = self._where(media_id)
         try:
-            data = file.read_bytes()
+            data = read_bytes(file)
             os.utime(file)  # recently used
-        except OSError:
+        except (OSError, StoreError):
             return None
         if digest_of(data) == media_id:
             return data
@@ -115,7 +115,7 @@ class MediaStore:
             if file.name.endswith(_NEW):
                 continue
             try:
-                reason = "" if digest_of(file.read_bytes()) == file.name else f"{file.name} is not what its name says"
+                reason = "" if digest_of(read_bytes(file)) == file.name else f"{file.name} is not what its name says"
             except FileNotFoundError:
                 continue
             except OSError as error:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.stores.files import replace_text
-from semkv.tiers.base import Latest, Tally
+from semkv.tiers import Latest, Tally
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
 

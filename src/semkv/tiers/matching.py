@@ -18,17 +18,16 @@ import numpy as np
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import EmbeddingHook, image_roots, read_media
+from semkv.encoders import EmbeddingHook, image_roots, read_media
 from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import no_veto, pictures, veto, wording
-from semkv.keys import digest
+from semkv.keys import Keyed, context_rows, digest, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
-from semkv.tiers.base import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine, status_of
+from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine, status_of
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.prompt_keys import Keyed, context_rows, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
 from semkv.types import (
     CacheMode,

@@ -24,7 +24,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.guards import MOST_UNMATCHED, Wording
 from semkv.keys import digest
-from semkv.tiers.base import Latest
+from semkv.tiers import Latest
 from semkv.types import Entry, Match, PolicyName, Request
 
 FORMAT = 3  # of calibrations

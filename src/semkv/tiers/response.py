@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.ahead import AheadLog, deliver
-from semkv.tiers.base import Every, Tally
+from semkv.tiers import Every, Tally
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store

@@ -40,7 +40,7 @@ from semkv.stores.catalog import Catalog, Criteria, Record, Removed, dump_segmen
 from semkv.stores.files import lock
 from semkv.stores.responses import is_redis
 from semkv.stores.responses.redis import asking, connect, root_of
-from semkv.tiers.base import Tally
+from semkv.tiers import Tally
 from semkv.types import Entry, MediaSegment, Namespace
 
 FORMAT = 1

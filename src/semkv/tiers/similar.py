@@ -23,20 +23,12 @@ import numpy as np
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.encoders.hooks import wrong_dimension
+from semkv.encoders import wrong_dimension
 from semkv.guards import Guard, forget
 from semkv.index import Index, Neighbour, Row, VectorIndex
-from semkv.keys import segment_key
+from semkv.keys import Keyed, first_context, is_context, segment_key, sentences, sketch, with_media
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
-from semkv.tiers.base import SEMANTIC, Candidate, Every, Layer, Tally, status_of
-from semkv.tiers.prompt_keys import (
-    Keyed,
-    first_context,
-    is_context,
-    sentences,
-    sketch,
-    with_media,
-)
+from semkv.tiers import SEMANTIC, Candidate, Every, Layer, Tally, status_of
 from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score, Segment, TextSegment
 
 if TYPE_CHECKING:

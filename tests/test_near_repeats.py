@@ -1,0 +1,384 @@
+"""Near-repeats at a gateway: who joins a request that is on its way, and when a last turn matches by its words.
+
+A last turn, or a question after a document, is compared only where all before it is equal: without that beginning it
+may mean anything ("And in winter?"), so nothing of another beginning may answer it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from command_line import invoke
+from gateway_helpers import (
+    NEAR,
+    ONE,
+    OTHER,
+    Pair,
+    a_tenant,
+    beside,
+    chat,
+    later,
+    near_pair,
+    picture,
+    said,
+    wait_until,
+    words,
+)
+
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with near_pair(tmp_path_factory.mktemp("near")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(running: Pair) -> Iterator[Pair]:
+    """A gateway whose lookups end before it asks the upstream."""
+    running.app.gateway.cache.found_share = 1.0
+    yield running
+    running.settle()
+
+
+@pytest.fixture
+def all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upstream's answer names everything that it was sent."""
+
+    def everything(body: dict[str, Any]) -> str:
+        return hashlib.sha256(json.dumps(body["messages"]).encode()).hexdigest()
+
+    monkeypatch.setattr("scripted_upstream.prompt_of", everything)
+
+
+# -- while the first is on its way ------------------------------------------------------------------------------------
+
+STARTS = ("How do I", "How can I", "How could I", "How would I", "How should I")
+THINGS = ("sourdough bread", "a sourdough bread", "a loaf of sourdough bread", "my sourdough bread")
+ENDS = ("at home?", "at home", "in my home?", "at my home?", "at home, please?")
+HUNDRED = [f"{a} bake {b} {c}" for a, b, c in itertools.product(STARTS, THINGS, ENDS)]
+NOT = "How do I not bake sourdough bread at home?"
+
+
+async def at_once(pair: Pair, texts: list[str], headers: dict[str, str]) -> list[tuple[str, str]]:
+    """Header and body of each; every second one is a stream."""
+
+    async def post(client: aiohttp.ClientSession, number: int, text: str) -> tuple[str, str]:
+        body = chat(text, stream=number % 2 == 1)
+        async with client.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200
+            return answer.headers["x-semkv"], await answer.text()
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        return list(await asyncio.gather(*(post(client, i, text) for i, text in enumerate(texts))))
+
+
+@pytest.mark.parametrize("delay", ["0", "3"])
+def test_100_paraphrases_at_once_reach_the_upstream_once(pair: Pair, delay: str) -> None:
+    """A quick upstream has answered before the last of them is looked up, a slow one has not."""
+    pair.upstream.script = {text: {"delay": delay} for text in HUNDRED}
+    assert len(set(HUNDRED)) == 100
+    answers = asyncio.run(at_once(pair, HUNDRED, a_tenant()))
+    assert len(pair.asked) == 1
+    own = f"You said: {pair.asked[0]}"
+    assert {said(httpx.Response(200, text=text)) for _, text in answers} == {own}
+    kinds = sorted({header.split(" score=")[0] for header, _ in answers})
+    assert kinds == ["hit tier=text:semantic", "miss"]
+    assert sum(header == "miss" for header, _ in answers) == 1
+
+
+@pytest.mark.parametrize("stream", [(False, False), (True, False), (False, True), (True, True)])
+def test_each_who_joins_gets_the_answer_in_its_own_form(pair: Pair, stream: tuple[bool, bool]) -> None:
+    tenant, joins = a_tenant(), pair.metric("semkv_single_flight_joins_total")
+    with beside(pair, stream=stream[0], headers=tenant) as first:
+        answer = later(pair, OTHER, waits=True, stream=stream[1], headers=tenant)
+    assert pair.asked == [ONE]
+    assert said(answer) == said(first.result()) == f"You said: {ONE}"
+    assert answer.text.startswith("data:") == stream[1]
+    tier, score, *_ = answer.headers["x-semkv"].removeprefix("hit ").split()
+    assert tier == "tier=text:semantic"
+    assert 0.8 <= float(score.removeprefix("score=")) < 1.0
+    assert answer.headers["x-semkv"].endswith(" joined")
+    assert pair.metric("semkv_single_flight_joins_total") == joins + 1
+    text = httpx.get(f"{pair.url}/metrics").text
+    assert 'semkv_single_flight_joins_total{kind="similar"}' in text
+
+
+def test_the_later_text_gets_no_entry_of_its_own(pair: Pair) -> None:
+    tenant = a_tenant()
+    with beside(pair, headers=tenant):
+        later(pair, OTHER, waits=True, headers=tenant)
+    wait_until(lambda: not len(pair.app.gateway.pending))
+    assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=text:semantic")
+    assert pair.post(ONE, headers=tenant).headers["x-semkv"].startswith("hit tier=exact")
+    hits = pair.admin("hits").json()["hits"]
+    shown = [hit for hit in hits if hit["asked"][0]["text"] == OTHER and hit["donor"][0]["text"] == ONE]
+    assert len(shown) >= 2, "the one that joined is among the latest hits"
+
+
+def test_a_joined_answer_is_checked_as_any_approximate_hit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    semantic = pair.semantic
+    monkeypatch.setattr(semantic._checking, "_rate", 1.0)
+    monkeypatch.setattr(semantic, "same_answer", lambda first, second: first == second)
+    for stream in (False, True):
+        tenant, checked = a_tenant(), semantic.stats().checked_wrong
+        pair.upstream.calls.clear()
+        with beside(pair, headers=tenant, stream=stream):
+            later(pair, OTHER, waits=True, headers=tenant, stream=stream)
+        wait_until(lambda before=checked: semantic.stats().checked_wrong == before + 1)
+        assert pair.asked == [ONE, OTHER], "the scripted server says what it was asked, so the answers differ"
+        own = pair.post(OTHER, headers=tenant)
+        assert own.headers["x-semkv"].startswith("hit tier=exact")
+        assert said(own) == f"You said: {OTHER}"
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        (NOT, {}),
+        ("Who was the first emperor of Rome?", {}),
+        (OTHER, {"max_tokens": 7}),
+        (OTHER, {"model": "another"}),
+        (OTHER, {"temperature": 0.7}),
+        (OTHER, {"tools": [{"type": "function", "function": {"name": "look"}}]}),
+        (OTHER, {"headers": {"Cache-Control": "no-cache"}}),
+        (OTHER, {"headers": {"Cache-Control": "no-store"}}),
+        (OTHER, {"headers": {"Authorization": "of a stranger"}}),
+    ],
+)
+def test_what_differs_in_more_than_words_joins_nobody(pair: Pair, text: str, more: dict) -> None:
+    for stream in (False, True):
+        pair.upstream.calls.clear()
+        tenant = a_tenant()
+        headers = a_tenant() if "Authorization" in more.get("headers", {}) else tenant | more.get("headers", {})
+        own: dict[str, Any] = {"stream": stream, **more, "headers": headers}
+        with beside(pair, headers=tenant, stream=stream):
+            answer = later(pair, text, waits=False, **own)
+        assert pair.asked == [ONE, text]
+        assert said(answer) == f"You said: {text}"
+
+
+@pytest.mark.parametrize("text", [ONE, OTHER])
+def test_after_an_invalidation_nobody_joins_what_began_before(pair: Pair, text: str) -> None:
+    tenant = a_tenant()
+    with beside(pair, headers=tenant):
+        pair.admin("invalidate", {"prefix": "How", "dry_run": False})
+        later(pair, text, waits=False, headers=tenant)
+    assert pair.asked == [ONE, text]
+
+
+@pytest.mark.parametrize(
+    ("how", "stream"),
+    [
+        ({"status": "500"}, False),
+        ({"status": "429"}, True),
+        ({"length": ""}, True),
+        ({"big": "9000000", "events": "90"}, False),
+    ],
+)
+def test_where_the_first_fails_who_has_had_nothing_goes_himself(pair: Pair, how: dict[str, str], stream: bool) -> None:
+    """The first is no stream, so nothing of its answer is passed on before it is known to be no good."""
+    tenant = a_tenant()
+    pair.upstream.script = {ONE: how}
+    with beside(pair, headers=tenant):
+        answer = later(pair, OTHER, waits=True, stream=stream, headers=tenant)
+    assert (answer.headers["x-semkv"], answer.status_code) == ("miss", 200)
+    assert said(answer) == f"You said: {OTHER}"
+    assert pair.asked == [ONE, OTHER]
+    assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=exact")
+
+
+def test_no_store_keeps_no_picture(pair: Pair) -> None:
+    """A look for similar pictures would write this one for later donors."""
+    folder = pair.app.gateway.settings.cache_dir / "media"
+
+    def pictures(**headers: str) -> int:
+        content = [picture("red", (8, 9)), words("What color is it?")]  # no other test's
+        assert pair.post(content, headers=headers).headers["x-semkv"] == "miss"
+        return sum(file.is_file() for file in folder.rglob("*"))
+
+    before = sum(file.is_file() for file in folder.rglob("*"))
+    assert pictures(**{"Cache-Control": "no-store"}) == before
+    assert pictures() == before + 1
+
+
+# -- last turns -------------------------------------------------------------------------------------------------------
+
+ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "bench/data/last_turns.jsonl").open()]
+SAME = [(row["a"], row["b"]) for row in ROWS if row["same"]][-12:]  # the last are the longest
+DOCUMENT = "The lease of the flat in Elm Street begins in May. " + "The tenant pays the rent on the first day. " * 40
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def call(name: str, city: str) -> list[dict[str, Any]]:
+    arguments = json.dumps({"city": city})
+    return [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}]
+
+
+def looked_up(city: str = "Oslo", result: str = "4 degrees, rain") -> Messages:
+    tool = {"role": "tool", "tool_call_id": "1", "content": result}
+    return [user("How is it there?"), assistant(None, tool_calls=call("weather", city)), tool, assistant("Cold.")]
+
+
+CHAT = [user("Tell me about Lisbon."), assistant("It is a city by the sea. Do you want to know more?")]
+LONG = [message for n in range(20) for message in (user(f"Tell me about town {n}."), assistant(f"Town {n} is old."))]
+FORMS: dict[str, Callable[[str], Messages]] = {
+    "second turn": lambda text: [*CHAT, user(text)],
+    "turn 21": lambda text: [*LONG, user(text)],
+    "after a tool's result": lambda text: [*looked_up(), user(text)],
+    "document and question": lambda text: [user([words(DOCUMENT), words(text)])],
+    "system prompt, document, question": lambda text: [system("Be brief."), user([words(DOCUMENT), words(text)])],
+    "an image in an earlier turn": lambda text: [user([picture("red"), words("Look.")]), *CHAT[1:], user(text)],
+    "image after the document": lambda text: [user([words(DOCUMENT), picture("red"), words(text)])],
+}
+
+
+def send(pair: Pair, messages: Messages, headers: dict[str, str], **more: Any) -> tuple[str, str]:
+    """``miss``, or the tier of the hit; and the answer."""
+    pair.app.gateway.cache.found_share = 1.0  # so that the lookup ends before the upstream is asked
+    answer = pair.post("", messages=messages, headers=headers, **more)
+    assert answer.status_code == 200
+    return answer.headers["x-semkv"].removeprefix("hit tier=").split(" ")[0], said(answer)
+
+
+def recorded(pair: Pair) -> None:
+    """Wait until what was answered can be found."""
+    wait_until(lambda: not pair.app.gateway.background)
+
+
+def reworded(pair: Pair, form: Callable[[str], Messages], pairs: list[tuple[str, str]]) -> list[str]:
+    """What became of the second text of each pair after the first, each pair in a tenant of its own."""
+    tenants = [a_tenant() for _ in pairs]
+    first = [send(pair, form(a), tenant) for (a, _), tenant in zip(pairs, tenants, strict=True)]
+    assert {tier for tier, _ in first} == {"miss"}
+    recorded(pair)
+    second = [send(pair, form(b), tenant) for (_, b), tenant in zip(pairs, tenants, strict=True)]
+    for (tier, answer), (_, before) in zip(second, first, strict=True):
+        assert (answer == before) == (tier != "miss")
+    return [tier for tier, _ in second]
+
+
+@pytest.mark.usefixtures("all_named")
+def test_after_an_equal_beginning_a_rewording_hits_as_a_single_turn_does(pair: Pair) -> None:
+    alone = reworded(pair, lambda text: [user(text)], SAME)
+    assert alone.count("text:semantic") >= 8
+    for form in FORMS.values():
+        assert reworded(pair, form, SAME) == alone
+
+
+@pytest.mark.usefixtures("all_named")
+def test_300_conversations_with_equal_last_turns_share_nothing(pair: Pair) -> None:
+    tenant = a_tenant()
+    things = [f"{a} {b}" for a, b in itertools.product(("red", "old", "big"), (f"house {n}" for n in range(100)))]
+    histories = [[user(f"Compare the {thing} with another."), assistant("Done.")] for thing in things]
+    last = ("What about the second one?", "How about the second one?")
+    first = [send(pair, [*history, user(last[0])], tenant) for history in histories]
+    assert [tier for tier, _ in first] == ["miss"] * 300
+    assert len({answer for _, answer in first}) == 300
+    recorded(pair)
+    second = [send(pair, [*history, user(last[1])], tenant) for history in histories[::10]]
+    assert [tier for tier, _ in second] == ["text:semantic"] * 30
+    assert [answer for _, answer in second] == [answer for _, answer in first[::10]], "each one's own"
+
+
+BEGINNINGS: dict[str, tuple[Messages, Messages]] = {
+    "document": ([user([words(DOCUMENT), words("")])], [user([words(DOCUMENT + "It ends."), words("")])]),
+    "a number in it": ([user([words(DOCUMENT), words("")])], [user([words(DOCUMENT + "1"), words("")])]),
+    "system prompt": ([system("Be brief."), user("")], [system("Be exact."), user("")]),
+    "none": ([system("Be brief."), user("")], [user("")]),
+    "role": ([system("Be brief."), user("")], [user("Be brief."), user("")]),
+    "image": ([user([picture("red"), words("")])], [user([picture("blue"), words("")])]),
+    "earlier image": (
+        [user([picture("red"), words("Look.")]), *CHAT[1:], user("")],
+        [user([picture("blue"), words("Look.")]), *CHAT[1:], user("")],
+    ),
+    "order of images": (
+        [user([picture("red"), picture("blue"), words("")])],
+        [user([picture("blue"), picture("red"), words("")])],
+    ),
+    "answer": ([*CHAT, user("")], [CHAT[0], assistant("No."), user("")]),
+    "turns": ([*CHAT, user("")], [*CHAT, *CHAT, user("")]),
+    "result": ([*looked_up(), user("")], [*looked_up(result="5 degrees, rain"), user("")]),
+    "arguments": ([*looked_up(), user("")], [*looked_up("Bonn"), user("")]),
+    "parts": ([user([words("one "), words("two"), words("")])], [user([words("one two"), words("")])]),
+    "place of the image": (
+        [user([picture("red"), words("a"), words("")])],
+        [user([words("a"), picture("red"), words("")])],
+    ),
+    "name": ([*CHAT, user("")], [*CHAT, {**user(""), "name": "Ann"}]),
+}
+
+
+@pytest.mark.usefixtures("all_named")
+@pytest.mark.parametrize("which", BEGINNINGS)
+def test_after_another_beginning_neither_the_same_words_nor_similar_ones_hit(pair: Pair, which: str) -> None:
+    def ending(messages: Messages, text: str) -> Messages:
+        content = messages[-1]["content"]
+        content = text if content == "" else [*content[:-1], words(text)]
+        return [*messages[:-1], {**messages[-1], "content": content}]
+
+    own, other = BEGINNINGS[which]
+    for text in (ONE, OTHER):
+        tenant = a_tenant()
+        first = send(pair, ending(own, ONE), tenant)
+        recorded(pair)
+        second = send(pair, ending(other, text), tenant)
+        assert (first[0], second[0]) == ("miss", "miss")
+        assert first[1] != second[1]
+    assert send(pair, ending(own, OTHER), tenant) == ("text:semantic", first[1])
+    assert send(pair, ending(own, OTHER), a_tenant())[0] == "miss", "another tenant"
+
+
+def test_a_rewording_joins_the_turn_that_is_on_its_way(pair: Pair) -> None:
+    tenant = a_tenant()
+    send(pair, FORMS["second turn"]("Where is it?"), tenant)
+    recorded(pair)
+    messages = [FORMS["second turn"](text) for text in (ONE, OTHER)]
+    pair.upstream.calls.clear()
+    with beside(pair, messages=messages[0], headers=tenant) as first:
+        answer = later(pair, "", waits=True, messages=messages[1], headers=tenant)
+    assert said(answer) == said(first.result())
+    assert answer.headers["x-semkv"].endswith("joined")
+    assert len(pair.upstream.calls) == 1
+
+
+def test_turns_are_found_after_a_restart_and_not_after_a_purge(tmp_path: Path) -> None:
+    histories = [[user(f"Describe garden {n}."), assistant("Done.")] for n in range(5)]
+    tenant = a_tenant()
+
+    def tiers(pair: Pair, text: str) -> list[str]:
+        found = [send(pair, [*history, user(text)], tenant)[0] for history in histories]
+        recorded(pair)
+        return found
+
+    with Pair(tmp_path, **NEAR) as pair:
+        assert tiers(pair, ONE) == ["miss"] * 5
+    with Pair(tmp_path, **NEAR) as pair:
+        assert tiers(pair, OTHER) == ["text:semantic"] * 5
+        assert invoke(["purge", "--cache-dir", str(tmp_path)]).exit_code == 0
+        index = pair.semantic._similar.layers["semantic_text"].index
+        wait_until(lambda: len(index) == 0)
+        assert not index._partitions
+        assert tiers(pair, OTHER) == ["miss"] * 5
