@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from block_helpers import file_ids, files, lose_index, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
-from semkv.stores import block_file
+from semkv.stores import block_file, blocks
 from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
 
@@ -31,6 +32,10 @@ def _serve(cache: Path, pipe: Connection) -> None:
         "close": store.close,
     }
     obey(pipe, does)
+
+
+def read_only_disk(root: Path) -> None:
+    raise OSError(errno.EROFS, "read-only")
 
 
 @pytest.fixture
@@ -58,41 +63,48 @@ def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other:
     assert served(open_store(tmp_path / "kv"), [2, 3]) == [2, 3]
 
 
-def test_a_purge_empties_what_others_have_open_and_they_go_on(tmp_path: Path, other: Other) -> None:
+def test_a_purge_empties_what_others_have_open_and_they_go_on(
+    tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path / "kv")
     assert save(store, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "make_store", read_only_disk)
+        reader = open_store(tmp_path / "kv")
+    assert (reader.writable, served(reader, [1])) == (False, [1])
+    reader_heard = reader.last_purge()
     assert other("served", 1) == [1]
-    before, heard, index = store.last_purge(), other("last_purge"), (tmp_path / "kv" / "index.sqlite").stat().st_ino
+    before, heard = store.last_purge(), other("last_purge")
     purge(tmp_path)
     assert not files(tmp_path / "kv")
-    assert (tmp_path / "kv" / "index.sqlite").stat().st_ino == index
     assert other("heard", heard) == [(None, None)]
+    assert [(p.owner, p.namespace) for p in reader.purges_after(reader_heard)] == [(None, None)]
     assert other("served", 1) == []
     assert other("save", 2)
     assert served(store, [1, 2]) == [2]
     assert store.last_purge() != before
 
 
-@pytest.mark.parametrize("how", ["in place", "from outside"])
+@pytest.mark.parametrize("how", ["a tenant", "everything"])
 @pytest.mark.parametrize("moment", ["before the file", "while it is written", "before the commit"])
 def test_what_is_being_written_during_a_purge_is_not_kept(
     tmp_path: Path, moment: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, other = open_store(tmp_path / "kv"), open_store(tmp_path / "kv")
-    assert save(store, 1)
+    assert save(store, 1, owner="x")
     real_reserve, real_write = store._reserve, block_file.write_file
 
-    def everything() -> None:
-        if how == "from outside":
+    def purge() -> None:
+        if how == "everything":
             purge_directory(tmp_path)
             return
-        assert other.purge()
+        assert other.purge("x")
         assert totals(other)[2] > 0, "the room of what is being written is nobody else's"
 
     def reserve(*args: Any) -> bool:
         granted = real_reserve(*args)
         if moment == "before the file":
-            everything()
+            purge()
         return granted
 
     def write(path: Path, head: bytes, rows: Any) -> None:
@@ -100,18 +112,18 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
             rename = Path.rename
 
             def late(part: Path, target: Path) -> Path:
-                everything()
+                purge()
                 return rename(part, target)
 
             monkeypatch.setattr(Path, "rename", late)
         real_write(path, head, rows)
         if moment == "before the commit":
-            everything()
+            purge()
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "_reserve", reserve)
         patch.setattr(block_file, "write_file", write)
-        assert not save(store, 2)
+        assert not save(store, 2, owner="x")
     monkeypatch.undo()
     assert files(tmp_path / "kv") == []
     assert served(store, [1, 2]) == []

@@ -32,7 +32,6 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
-from semkv.stores.database import delete_files
 from semkv.stores.files import check_private, make_folder, open_file
 
 FORMAT_VERSION = 2
@@ -306,18 +305,8 @@ def make_store(root: Path) -> None:
     make_folder(root / FILES)
 
 
-def discard_files(root: Path) -> int:
-    """Delete the index and all block files, of any format, in `database.opening`; how many files that were."""
-    with contextlib.suppress(OSError):
-        delete_files(root / INDEX)
-    return discard_blocks(root)
-
-
-def discard_blocks(root: Path) -> int:
-    """Delete all block files; how many that were."""
-    gone = 0
+def discard_blocks(root: Path) -> None:
+    """Delete all block files, of any format."""
     for path in listed(root):
         with contextlib.suppress(OSError):
             path.unlink()
-            gone += 1
-    return gone

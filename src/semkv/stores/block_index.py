@@ -286,8 +286,6 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     where, values = _where(which)
     query = f"SELECT number, committed=1 OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
     rows = db.execute(query, [_us(time.time() - PENDING_S), *values]).fetchall()
-    if not which:
-        db.execute("DELETE FROM blocks")  # what is left of a damaged index too
     delete(db, root, [_id(number) for number, done in rows if done])
     for number, done in rows:
         if not done:

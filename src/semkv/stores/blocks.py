@@ -366,10 +366,9 @@ class BlockStore:
         self.counters["corrupt"] += 1
         self.drop([file])
 
-    def purge(self, *, owner: str | None = None) -> int:
-        """Delete the files of a tenant, or all; how many went. Running engines hear of it by `purges_after`."""
-        which = {} if owner is None else {"owner": owner}
-        gone = self._ask(lambda db: block_index.purge(db, self.root, which), 0, write_s=BUSY_S)
+    def purge(self, owner: str) -> int:
+        """Delete the files of a tenant; how many went. Running engines hear of it by `purges_after`."""
+        gone = self._ask(lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S)
         self.sweep()  # what a writer that died, or an index that was lost, has left
         return gone
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,8 +145,8 @@ class Database:
         timeout_s: how long to wait for another process's write.
         open_s: how long to wait for another process that opens or replaces the file, the first time.
         raises_store_error: in place of SQLite's errors.
-        replace: do all of that. Without it a file is only looked after: one that is missing, damaged or of another
-            format is refused, and one that this user cannot write is read.
+        replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
+            refused, and one that this user cannot write is read.
 
     Attributes:
         lock: held while the connection is used; reentrant.
@@ -170,6 +170,7 @@ class Database:
         self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
         self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
         self.opened, self._closed = 0, False
+        self.connection: sqlite3.Connection
         self._file: FileId | None = None  # the one that is open
         self._name = os.fspath(path)
         try:
@@ -305,7 +306,7 @@ class Database:
             return not self._replace
         except OSError:  # a disk that does not answer has no other file
             return self._file is not None
-        return not self._replace or (status.st_dev, status.st_ino) == self._file
+        return (status.st_dev, status.st_ino) == self._file
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
         self._file = None  # so that the next use tries again where this fails
@@ -319,10 +320,7 @@ class Database:
 
     def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
-        if not self._replace:
-            self.connection = self._connect(wait_s)
-            return
-        with opening(self.path, wait_s):
+        with opening(self.path, wait_s) if self._replace else nullcontext():
             if self.opened:
                 self.connection.close()
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
@@ -330,6 +328,8 @@ class Database:
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
+                if not self._replace:
+                    raise
                 unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
                 if not unreadable and not (self._schema.discard and (is_useless(error) or _code(error) == _WRONG_SQL)):
                     raise

@@ -12,14 +12,14 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores import block_index, database
-from semkv.stores.block_file import FILES, INDEX, check_file, discard_files, is_store, tenant_tag
+from semkv.stores.block_file import FILES, INDEX, check_file, discard_blocks, is_store, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database
@@ -30,7 +30,6 @@ from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
 
 _STORES = ("kv", "fusion")
-_UNBOUNDED = Bounds(max_bytes=0)
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
@@ -285,8 +284,7 @@ def verify(
         with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
         if repair and (look.damaged or not (root / INDEX).exists()):
-            _discard(root)
-            BlockStore(root, name).close()  # with an empty index
+            _begin_anew(root)
             found.counts["deleted"], look.unread = found.counts["deleted"] + len(look.damaged), []
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
         read(name, _check_files(root, files, damaged), len(files))
@@ -382,7 +380,7 @@ def purge(
                     found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
                 continue
             with _noting(found, name, root / INDEX), closing(BlockStore(root, name)) as store:
-                found.counts["files"] += sum(store.purge(owner=owner) for owner in owners)
+                found.counts["files"] += sum(store.purge(owner) for owner in owners)
                 if store.counters["errors"] or not store.writable:
                     found.unread.append(f"{name}: not all could be read or deleted, purge again")
     return found
@@ -438,7 +436,7 @@ def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_r
 def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone.
 
-    Databases and block stores are emptied in place, so that processes that have them open hear of it and go on.
+    Processes that have a database or a block store open hear of it and go on.
 
     Returns:
         How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
@@ -457,7 +455,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         return len(files | blocks)
     left = _empty_database(root / CATALOG)
     for store in stores:
-        _empty_store(store)
+        _begin_anew(store)
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
     for file in _files(root, *_FORMS):
@@ -467,22 +465,17 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     return len(files | blocks)
 
 
-def _empty_store(root: Path) -> None:
-    """Delete all blocks. A store whose index cannot be written, since the disk is full, goes as a whole: processes that
-    have it open begin a new one."""
-    with closing(BlockStore(root, root.name, _UNBOUNDED)) as store:
-        store.purge()
-        if store.writable and not store.counters["errors"]:
-            return
-    _discard(root)
-
-
-def _discard(root: Path) -> None:
+def _begin_anew(root: Path) -> None:
+    """Delete a block store's index and blocks, and begin another index: who has the old one open goes on with that,
+    and takes everything for purged."""
     try:
         with database.opening(root / INDEX):
-            discard_files(root)
+            database.delete_files(root / INDEX)
+            discard_blocks(root)
     except OSError as error:
         raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
+    with suppress(StoreError):  # a full disk
+        Database(root / INDEX, schema=block_index.SCHEMA).close()
 
 
 def _empty_database(file: Path) -> str:
