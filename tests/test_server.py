@@ -20,6 +20,7 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, chat, kind, reached, said, wait_until
 from semkv.server import Middleware
 from semkv.server.cache_client import Pool
+from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.sse import Assembler
 
 
@@ -280,6 +281,21 @@ class TestSingleFlight:
             wait_until(lambda: len(looks) == 2)
         early.result()
         assert late.result().json()["id"] != old
+
+
+def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
+    async def story() -> None:
+        flights = SingleFlight(print)
+        never: Any = asyncio.Event().wait
+        flight = InFlight(flights, "key", never, never, never, Assembler(chat=True))
+        flights.start(flight)
+        flights.close()
+        async with asyncio.timeout(60):
+            await flight.until(lambda: False)
+            await flight.task
+        assert not flights.running
+
+    asyncio.run(story())
 
 
 class TestFaults:
