@@ -26,7 +26,7 @@ from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
 from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, make_store, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
-from semkv.stores.database import Database, is_transient, is_useless
+from semkv.stores.database import Database, delete_files, is_transient, is_useless, opening
 
 log = logging.getLogger("semkv.stores")
 
@@ -181,7 +181,10 @@ class BlockStore:
         """Close a useless index. The next call begins another one, but not twice in a minute."""
         self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
         self._database = None
-        index.close(discard=not self._read_only)
+        index.close()
+        if not self._read_only:
+            with contextlib.suppress(StoreError):
+                begin_anew(self.root, 0.0)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
 
     def _pause(self, error: Exception) -> None:
@@ -432,6 +435,24 @@ class BlockStore:
             if self._database is not None:
                 self._database.close()
                 self._database = None
+
+
+def begin_anew(root: Path, wait_s: float = _OPEN_S) -> None:
+    """Delete a store's index and blocks, and begin another index: who has the old one open goes on with that, and takes
+    everything for purged.
+
+    Raises:
+        StoreError: not all could be deleted.
+    """
+    file = root / INDEX
+    try:
+        with opening(file, wait_s):
+            delete_files(file)
+            block_file.discard_blocks(root)
+    except OSError as error:
+        raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
+    with contextlib.suppress(StoreError):  # a full disk
+        Database(file, schema=block_index.SCHEMA, open_s=wait_s).close()
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

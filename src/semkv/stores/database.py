@@ -281,20 +281,15 @@ class Database:
                 db.execute("PRAGMA secure_delete=ON")
         return self.truncate_log()
 
-    def close(self, *, discard: bool = False) -> None:
-        """Close the file, and with ``discard`` delete it; later uses raise `sqlite3.ProgrammingError`."""
-        if self._later and not discard and not self._closed:
-            with suppress(sqlite3.Error, StoreError), self.write():
+    def close(self) -> None:
+        """Close the file; later uses raise `sqlite3.ProgrammingError`."""
+        if self._later and not self._closed:
+            with suppress(sqlite3.Error, StoreError, ValueError), self.write():
                 pass  # where it fails only the order of use is lost
         with self.lock:
             self._closed = True
             with suppress(sqlite3.Error):
                 self.connection.close()
-            with suppress(OSError):
-                if discard and self._file is not None:
-                    with opening(self.path, 0.0):
-                        if file_id(self.path) == self._file:
-                            delete_files(self.path)
 
     # -- the file -----------------------------------------------------------------------------------------------
 

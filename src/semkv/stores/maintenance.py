@@ -12,15 +12,15 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores import block_index, database
-from semkv.stores.block_file import FILES, INDEX, check_file, discard_blocks, is_store, tenant_tag
-from semkv.stores.blocks import BlockStore, Bounds
+from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
+from semkv.stores.blocks import BlockStore, Bounds, begin_anew
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database
 from semkv.stores.files import described, make_folder, matching, remove_strays
@@ -284,8 +284,10 @@ def verify(
         with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
         if repair and (look.damaged or not (root / INDEX).exists()):
-            _begin_anew(root)
-            found.counts["deleted"], look.unread = found.counts["deleted"] + len(look.damaged), []
+            with _noting(found, name, root / INDEX):
+                begin_anew(root)
+                found.counts["deleted"] += len(look.damaged)
+                look.unread = []
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
         read(name, _check_files(root, files, damaged), len(files))
         if repair and damaged:
@@ -455,7 +457,7 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         return len(files | blocks)
     left = _empty_database(root / CATALOG)
     for store in stores:
-        _begin_anew(store)
+        begin_anew(store)
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
     for file in _files(root, *_FORMS):
@@ -463,19 +465,6 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     if left:
         raise StoreError(left)
     return len(files | blocks)
-
-
-def _begin_anew(root: Path) -> None:
-    """Delete a block store's index and blocks, and begin another index: who has the old one open goes on with that,
-    and takes everything for purged."""
-    try:
-        with database.opening(root / INDEX):
-            database.delete_files(root / INDEX)
-            discard_blocks(root)
-    except OSError as error:
-        raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
-    with suppress(StoreError):  # a full disk
-        Database(root / INDEX, schema=block_index.SCHEMA).close()
 
 
 def _empty_database(file: Path) -> str:
