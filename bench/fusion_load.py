@@ -4,7 +4,7 @@
     python bench/fusion_load.py --tiny --out /tmp/fusion.json                    (on a CPU, to see that it runs)
     python bench/fusion_load.py --table bench/results/h200/fusion-load-4.json
 
-The shape of a vision-language model (see models.py) with dummy weights, one prompt at a time, the KV always computed.
+Qwen3-VL-2B's shape with dummy weights, one prompt at a time, the KV always computed.
 Each engine runs in a process of its own, one after the other:
 
     plain    ``encoder``: the encoder runs; ``gpu``: its output is still in vLLM's own encoder cache
@@ -25,9 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import engines
-from common import machine, write_json
-from models import SHAPES, draw_picture
+from common import drop_pages, machine, run_child, serve, write_json
+from models import draw_picture, write_shape
 
 STORED = ["gpu", "pages", "disk"]
 LEVELS = {"plain": ["encoder", "gpu"], "semkv": STORED, "example": STORED}
@@ -56,7 +55,7 @@ def checkpoint(spec: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
         small = {"max_model_len": 512, "enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28}
         return {"model": get_preset("minigqa").model, **small}
-    SHAPES[spec["shape"]](Path(folder), None)
+    write_shape(Path(folder))
     return {"model": folder, "load_format": "dummy", "max_model_len": 8192, "gpu_memory_utilization": 0.5}
 
 
@@ -100,7 +99,7 @@ class Bench:
         if level != "gpu":
             self.llm.llm_engine.reset_encoder_cache()
         if level == "disk":
-            engines.drop_pages(self.folder)
+            drop_pages(Path(self.folder))
 
     def measure(self, side: int, repeats: int) -> dict[str, Any]:
         times: dict[str, list[float]] = {}
@@ -141,7 +140,6 @@ def table(result: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=LEVELS, default=list(LEVELS))
-    parser.add_argument("--shape", default="qwen3-vl-2b", choices=SHAPES)
     parser.add_argument("--sides", type=int, nargs="+", default=[256, 512, 768, 1024], help="pixels")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--limit", type=float, default=660, help="seconds of one engine")
@@ -152,18 +150,17 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        engines.child(options.child, run_here)
+        serve(options.child, lambda spec, answer: answer(run_here(spec)))
         return
     if options.table:
         print(table(json.loads(options.table.read_text())))
         return
-    settings = {"shape": options.shape, "sides": [96] if options.tiny else options.sides, "repeats": options.repeats}
-    settings["tiny"] = options.tiny
+    settings = {"sides": [96] if options.tiny else options.sides, "repeats": options.repeats, "tiny": options.tiny}
     result: dict[str, Any] = {"settings": settings, "engines": {}}
     for engine in options.engines:
         log = (options.logs or options.out.parent / "logs") / f"fusion-{engine}.log"
-        result["engines"][engine] = found = engines.run_child(
-            settings | {"engine": engine}, log, options.limit, ENVIRONMENT
+        result["engines"][engine] = found = run_child(
+            engine, settings | {"engine": engine}, log, options.limit, ENVIRONMENT
         )
         print(engine, found.get("error", "measured"), flush=True)
         write_json(options.out, result)

@@ -3,11 +3,8 @@
 # Results and logs go to $OUT (./out by default); every step ends within $STEP_S seconds (540). Python needs vLLM, torch
 # and this folder's packages; semkv itself is taken from ../src. Steps:
 #   check      versions, memory, the connector's import, one tiny engine with and one without the connector
-#   chat       kv_chat: none, offload, semkv once, one after the other      chat-fs   the same with vLLM's files and semkv
-#   chat-20    at 20 requests a second: offload, vLLM's tiering, semkv, semkv without a disk
-#   chat-both  kv_chat: offload and semkv, started together, two runs      chat-tp2  two GPUs, 10 requests a second
-#   load       kv_load: none, offload, semkv, then semkv from disk         load-fs   fs and semkv, then both from disk
-#   hits       kv_hits: host hits, then chats at 20 requests a second, offload and semkv, with the time of each function
+#   kv         kv: hits in memory, decoding, then from disk
+#   kv-6       kv: chats at 6 requests a second       kv-20   at 20, 80 users       kv-tp2   at 10 on two GPUs
 #   fusion     fusion_load: encoder outputs
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
@@ -44,7 +41,7 @@ check() {
 import importlib, importlib.metadata as m, torch, vllm
 print("vllm", vllm.__version__, "torch", torch.__version__, torch.cuda.device_count(), "GPUs")
 print("plugins", [(e.name, e.value) for e in m.entry_points(group="vllm.general_plugins")])
-for name in "numpy xxhash safetensors pydantic rich typer PIL faiss tqdm semkv.connectors".split():
+for name in "numpy xxhash safetensors pydantic rich cyclopts PIL faiss tqdm semkv.connectors".split():
     module = importlib.import_module(name)
     print(name, getattr(module, "__version__", "there"))
 from semkv.connectors import register
@@ -52,17 +49,12 @@ register()
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 print(KVConnectorFactory._registry["SemKVConnector"]())
 P
-    bench check kv_chat.py --tiny --engines none,offload,semkv --together --scratch "$scratch" --out "$out/check.json" "$@"
+    kv check --tiny --engines none,offload,semkv "$@"
 }
 
-chat() { # NAME ARGUMENTS
+kv() { # NAME ARGUMENTS
     local name=$1; shift
-    bench "$name" kv_chat.py --scratch "$scratch" --out "$out/$name.json" "$@"
-}
-
-load() { # NAME ARGUMENTS
-    local name=$1; shift
-    bench "$name" kv_load.py --scratch "$scratch" --out "$out/$name.json" "$@"
+    bench "$name" kv.py --scratch "$scratch" --out "$out/$name.json" "$@"
 }
 
 large=${LARGE:-/tmp/minigqa-vlm-large}
@@ -87,16 +79,11 @@ tiers() {
 
 case $step in
 check) check "$@" ;;
-chat) chat chat --engines none,offload,semkv --host-gib 32 "$@" ;;
-chat-fs) chat chat-fs --engines fs,semkv --host-gib 32 "$@" ;;
-chat-20) chat chat-20 --engines offload,tiering,semkv-host,semkv --rate 20 --users 80 --host-gib 40 --engine-args '{"max_num_seqs": 128}' \
-    --add 'semkv-host={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_bytes": "$HOST", "break_even": false}}' "$@" ;;
-chat-both) chat chat-both --engines offload,semkv --together --repeats 2 --host-gib 32 "$@" ;;
-chat-tp2) chat chat-tp2 --tp 2 --rate 10 --engines offload,semkv --together --host-gib 32 "$@" ;;
-load) load load --engines none,offload,semkv,semkv-disk "$@" ;;
-hits) SEMKV_STAMPS="$scratch/stamps" bench hits kv_hits.py --engine-args '{"max_num_seqs": 128}' --scratch "$scratch" --out "$out/kv-hits.json" --profile "$@" ;;
+kv) kv kv --rounds-of-chats 0 "$@" ;;
+kv-6) kv kv-6 --repeats 0 --rounds-of-chats 1 --engines none,offload,semkv "$@" ;;
+kv-20) kv kv-20 --repeats 0 --engines offload,semkv --users 80 --rate 20 --engine-args '{"max_num_seqs": 128}' "$@" ;;
+kv-tp2) kv kv-tp2 --repeats 0 --engines offload,semkv --tp 2 --rate 10 "$@" ;;
 fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
-load-fs) load load-fs --engines fs,semkv,fs-disk,semkv-disk --lengths 8192 --disk-gib 20 "$@" ;;
 families) bench families identity.py --models families --out "$out/families.json" --jobs 8 --limit 170 "$@" ;;
 families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
     --out "$out/families-tp2.json" "$@" ;;

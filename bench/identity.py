@@ -39,9 +39,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import engines
-from common import write_json
-from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPES, draw_picture, register_loader, write_family
+from common import folder_bytes, run_child, serve, stop_on_signals, write_json
+from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPE, draw_picture, register_loader, write_family, write_shape
 
 from semkv.config import get_preset
 
@@ -96,7 +95,7 @@ class Runner:
             if self.text:
                 write_family(spec["name"], model)
             else:
-                SHAPES[spec["name"]](model, None)
+                write_shape(model)
         arguments: dict[str, Any] = {"enforce_eager": cpu or self.text}
         if spec["made"]:
             arguments["load_format"] = LOAD_FORMAT
@@ -172,11 +171,21 @@ class Runner:
     def forget(self) -> None:
         """Wait for the stores, then empty vLLM's own caches."""
         if self.spec["cache_dir"]:
-            engines.settle_llm(self.llm, Path(self.spec["cache_dir"]))
+            self.settle(Path(self.spec["cache_dir"]))
             self.llm.collective_rpc(flush)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache")
         self.llm.llm_engine.reset_encoder_cache()
+
+    def settle(self, folder: Path) -> None:
+        """Until the files have not grown for a while: this LLM steps only while it has requests, so this steps it."""
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 60
+        size = -1
+        while size != (size := folder_bytes(folder)) and time.monotonic() < deadline:
+            for _ in range(50):
+                if core.scheduler.has_requests():
+                    core.step_fn()
+                time.sleep(0.005)
 
     def run(self) -> dict[str, list[Answer]]:
         passes: dict[str, list[Answer]] = {}
@@ -299,7 +308,7 @@ def count(results: list[Answer]) -> dict[str, Any]:
 
 def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """A model's report; an engine that fails leaves its error, and what was compared until then."""
-    made, start = name in FAMILIES or name in SHAPES, time.monotonic()
+    made, start = name in FAMILIES or name == SHAPE, time.monotonic()
     report: dict[str, Any] = {"model": name, "weights": "drawn" if made else "real", "ranks": options.ranks}
     passes: dict[str, list[Answer]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -315,9 +324,9 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         for role in ("plain", "connected", "restarted"):
             own = {"role": role, "cache_dir": "" if role == "plain" else f"{folder}/cache"}
             log = options.logs / f"identity-{Path(name).name}.log"
-            found = engines.run_child(spec | own, log, options.limit, environment)
+            found = run_child(name, spec | own, log, options.limit, environment)
             if "error" in found:
-                report |= {"failed": role, "error": found["error"], "log": found["log"]}
+                report |= {"failed": role, "error": found["error"]}
                 break
             passes |= found.pop("passes")
             report |= found.pop("facts") | {role: found}
@@ -344,7 +353,7 @@ def show(report: Mapping[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="minigqa", help=f"comma-separated: families, {', '.join(FAMILIES)}; "
-                        f"{', '.join(SHAPES)}; presets; checkpoint directories")  # fmt: skip
+                        f"{SHAPE}, with random weights; presets; checkpoint directories")  # fmt: skip
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
@@ -356,11 +365,11 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        engines.child(options.child, run_here)
+        serve(options.child, lambda spec, answer: answer(run_here(spec)))
         return 0
     options.logs = options.logs or options.out.parent / "logs"
     names = [n for name in options.models.split(",") for n in (FAMILIES if name == "families" else [name])]
-    engines.stop_on_signals()
+    stop_on_signals()
     reports = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed([pool.submit(run_model, name, options) for name in names]):

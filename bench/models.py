@@ -1,18 +1,17 @@
 """Models for the benches, made from their configurations with random weights: nothing is downloaded.
 
-`FAMILIES` are small text models, one for each way in which vLLM keeps a context. `SHAPES` are vision-language models
-with the full layer, head and hidden sizes of the named ones.
+`FAMILIES` are small text models, one for each way in which vLLM keeps a context. `SHAPE` is a vision-language model
+with the full layer, head and hidden sizes of the named one.
 """
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from common import ROOT
 
 COMMON = {
     "vocab_size": 1024, "max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
@@ -73,118 +72,52 @@ def write_family(family: str, directory: Path) -> None:
     config.save_pretrained(directory)
 
 
-# ------------------------------------------------------------------ vision-language models
+# ------------------------------------------------------------------ a vision-language model
 
+SHAPE = "qwen3-vl-2b"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-MOST_PIXELS = 1280 * 32 * 32  # their own 13 to 17 million make vLLM's profiling encode 16,384 tokens
-QWEN_TOKENS = {
+MOST_PIXELS = 1280 * 32 * 32  # its own 16.8 million make vLLM's profiling encode 16,384 tokens
+VISION_TOKENS = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
 }  # fmt: skip
 
 
-def make_tokenizer(directory: Path, tokens: list[str], **special: Any) -> Any:
+def write_shape(directory: Path) -> None:
+    """https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json"""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    sys.path.insert(0, str(ROOT / "tests"))
     import tiny_models
 
-    tokenizer = tiny_models.tokenizer(directory, tokens, **special)
+    tokenizer = tiny_models.tokenizer(directory, [*VISION_TOKENS.values()])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
-    return tokenizer
-
-
-def write_qwen(
-    directory: Path, name: str, video: str, image: Any, text: dict[str, Any], vision: dict[str, Any]
-) -> None:
-    import transformers
-
-    tokenizer = make_tokenizer(directory, [*QWEN_TOKENS.values()])
-    processor = getattr(transformers, f"{name}Processor")(
-        image_processor=image, tokenizer=tokenizer, video_processor=getattr(transformers, video)(),
-        chat_template=TEMPLATE,
-    )  # fmt: skip
-    processor.save_pretrained(directory)
-    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in QWEN_TOKENS.items()}
-    config = getattr(transformers, f"{name}Config")(
-        text_config=text, vision_config=vision, tie_word_embeddings=text["tie_word_embeddings"], dtype="bfloat16",
-        architectures=[f"{name}ForConditionalGeneration"], **ids,
-    )  # fmt: skip
-    config.save_pretrained(directory)
-
-
-def qwen3_vl_2b(directory: Path, layers: int | None) -> None:
-    """https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json"""
-    from transformers import Qwen2VLImageProcessor
-
-    image = Qwen2VLImageProcessor(size={"shortest_edge": 65536, "longest_edge": MOST_PIXELS}, patch_size=16)
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(
+            size={"shortest_edge": 65536, "longest_edge": MOST_PIXELS}, patch_size=16
+        ),
+        tokenizer=tokenizer, video_processor=Qwen3VLVideoProcessor(), chat_template=TEMPLATE,
+    ).save_pretrained(directory)  # fmt: skip
     text = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": layers or 28,
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-        "tie_word_embeddings": True, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
+        },
     }  # fmt: skip
     vision = {
         "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
         "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2048, "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [5, 11, 17],
     }  # fmt: skip
-    write_qwen(directory, "Qwen3VL", "Qwen3VLVideoProcessor", image, text, vision)
-
-
-def qwen2_5_vl_7b(directory: Path, layers: int | None) -> None:
-    """https://huggingface.co/Qwen/Qwen2.5-VL-7B-Instruct/blob/main/config.json"""
-    from transformers import Qwen2VLImageProcessor
-
-    image = Qwen2VLImageProcessor(size={"shortest_edge": 3136, "longest_edge": MOST_PIXELS})
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    text = {
-        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": layers or 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128000,
-        "tie_word_embeddings": False, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
-    vision = {
-        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584, "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    }  # fmt: skip
-    write_qwen(directory, "Qwen2_5_VL", "Qwen2VLVideoProcessor", image, text, vision)
-
-
-def internvl3_5_2b(directory: Path, layers: int | None) -> None:
-    """https://huggingface.co/OpenGVLab/InternVL3_5-2B-HF/blob/main/config.json, tiles of 448 pixels."""
-    from transformers import GotOcr2ImageProcessor, InternVLConfig, InternVLProcessor, InternVLVideoProcessor
-
-    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    special = {"extra_special_tokens": {**names, "video_token": "<video>"}}
-    tokenizer = make_tokenizer(directory, [*names.values(), "<video>"], **special)
-    size = {"height": 448, "width": 448}
-    InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=12),
-        tokenizer=tokenizer, video_processor=InternVLVideoProcessor(size=size), image_seq_length=256,
-        chat_template=TEMPLATE,
-    ).save_pretrained(directory)  # fmt: skip
-    text = {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "num_hidden_layers": layers or 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "image_size": [448, 448], "patch_size": [14, 14], "attention_bias": True,
-    }  # fmt: skip
-    config = InternVLConfig(
-        text_config=text, vision_config=vision, image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
-        image_seq_length=256, downsample_ratio=0.5, tie_word_embeddings=True, dtype="bfloat16",
-        architectures=["InternVLForConditionalGeneration"],
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="bfloat16",
+        architectures=["Qwen3VLForConditionalGeneration"],
+        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_TOKENS.items()},
     )  # fmt: skip
     config.save_pretrained(directory)
-
-
-SHAPES: dict[str, Callable[[Path, int | None], None]] = {
-    "qwen3-vl-2b": qwen3_vl_2b,
-    "internvl3.5-2b": internvl3_5_2b,
-    "qwen2.5-vl-7b": qwen2_5_vl_7b,
-}
 
 
 def draw_picture(seed: int, width: int, height: int) -> Any:

@@ -5,16 +5,12 @@
 ``semkv serve`` takes it too; a program gives the object: ``SemanticCache(config, decider=SameWords(config))``.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from semkv import CacheConfig, Decision, Entry, Match, Request
+from semkv import CacheConfig, Decider, Decision, Entry, Match, Request
 
 
-class SameWords:
+class SameWords(Decider):
     """Accepts a donor that has at least as many of the request's words as the threshold says."""
 
-    learns = False
     floor = 0.8  # least cosine of a similar question that is worth a look
 
     def __init__(self, config: CacheConfig) -> None:
@@ -24,8 +20,3 @@ class SameWords:
         own, other = set(request.question.lower().split()), set(donor.question.lower().split())
         share = len(own & other) / max(1, len(own | other))
         return Decision(share >= self.least, f"{share:.2f} of the words")
-
-    def arrived(self) -> None: ...
-    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None: ...
-    def state(self) -> None: ...
-    def restore(self, state: Mapping[str, Any]) -> None: ...

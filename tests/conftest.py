@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -28,6 +29,8 @@ hypothesis.settings.register_profile("same", derandomize=True, **slow)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
+# A request without a client of its own makes one, and with it a TLS context: 20 ms of processor time, each.
+httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 vllm_forks.prepare()  # one for both workers
 
@@ -35,8 +38,8 @@ ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lo
 """Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
 
 LONGEST = (
-    "test_docs", "test_kv_load", "test_server_vllm", "test_families", "test_demo", "test_store_safety",
-    "test_near_repeats", "test_sweep", "test_semantic", "test_gateway_redis", "test_serve",
+    "test_docs", "test_near_repeats", "test_store_safety", "test_semantic", "test_sweep", "test_server_vllm",
+    "test_kv_load", "test_families", "test_demo", "test_gateway_redis", "test_serve",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 

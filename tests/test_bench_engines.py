@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,26 +18,26 @@ from vllm_forks import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import identity
-import kv_chat
-from engines import Engine, EngineError
+import kv
+from common import Child, ChildError, run_child
 
-# An engine's process: starts, then does what it is told.
-CHILD = """
+# A child: starts, then does what it is told.
+CHILD = f"""
 import json, os, sys, time
-spec = json.loads(sys.argv[2])
-def answer(found): os.write(spec["answers"], json.dumps(found).encode() + b"\\n")
-if spec["engine"] == "refuses":
-    print("ValueError: no such device", flush=True)
-    answer({"error": "RuntimeError: engine core"})
-    sys.exit(1)
-answer({"start_s": 1})
-for line in sys.stdin:
-    do = json.loads(line)["do"]
-    if do == "die":
-        os._exit(7)
-    if do == "hang":
-        time.sleep(600)
-    answer({"did": do})
+sys.path.insert(0, {str(Path(kv.__file__).parent)!r})
+import common
+def work(spec, answer):
+    if spec["engine"] == "refuses":
+        raise ValueError("no such device")
+    answer({{"start_s": 1}})
+    for line in sys.stdin:
+        do = json.loads(line)["do"]
+        if do == "die":
+            os._exit(7)
+        if do == "hang":
+            time.sleep(600)
+        answer({{"did": do}})
+common.serve(sys.argv[2], work)
 """
 
 
@@ -45,7 +46,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(sys, "argv", [str(script)])
-    return lambda name: Engine(name, {"engine": name}, tmp_path / f"{name}.log")
+    return lambda name: Child(name, {"engine": name}, tmp_path / f"{name}.log", {})
 
 
 @pytest.mark.parametrize(
@@ -54,20 +55,34 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_process_that_does_not_answer_is_stopped(start: Any, do: str, limit: float, why: str) -> None:
     engine = start("good")
     engine.answer("start", 60)
-    with pytest.raises(EngineError, match=f"good: {do}: .*{why}"):
+    with pytest.raises(ChildError, match=f"good: {do}: .*{why}"):
         engine.ask(do, limit)
     assert engine.process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(engine.process.pid, 0)
 
 
-def test_a_failed_engine_is_a_row_with_its_reason_and_the_next_goes_on(start: Any, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"refuses: start: RuntimeError: engine core\nValueError: no such device"):
-        start("refuses").answer("start", 60)
-    row = kv_chat.measure(start("refuses"), {"users": 1, "rounds": 1, "rate": 1.0, "seed": 0}, tmp_path)
-    assert row["engine_died"]
-    assert "no such device" in row["error"]
-    assert kv_chat.line({"engine": "offload", "run": 0, **row}).endswith("refuses: start: RuntimeError: engine core")
+def test_a_failed_engine_is_named_with_its_reason_and_the_others_go_on(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "kv.json"
+    fields = {**kv.TINY_OPTIONS, "tiny": True, "tp": 1, "shape": {}, "engine_args": {"enforce_eager": True}}
+    run = kv.Run(argparse.Namespace(**fields, rounds_of_chats=1, out=out), tmp_path)
+    monkeypatch.setattr(run, "make", start)
+    run.start(["refuses", "good"])
+    run.guard("refuses", run.warm)
+    assert list(run.up) == ["good"]
+    run.close()
+    found = json.loads(out.read_text())
+    assert found["engines"]["refuses"]["error"].startswith("refuses: start: ValueError: no such device\n")
+    assert "Traceback" in found["engines"]["refuses"]["error"], "the log"
+    assert kv.table(found).endswith("refuses: refuses: start: ValueError: no such device")
+
+
+def test_the_one_answer_of_a_process_or_why_there_is_none(start: Any, tmp_path: Path) -> None:
+    found = [run_child("once", {"engine": name}, tmp_path / "log", 60, {}) for name in ("good", "refuses")]
+    assert found[0] == {"start_s": 1}
+    assert found[1]["error"].startswith("once: run: ValueError: no such device")
 
 
 def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[str, Any]]:

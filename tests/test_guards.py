@@ -42,7 +42,16 @@ direction = "links; rechts"
 [opposites]
 antonym = "kaufen / verkaufen; öffnen / schließen"
 """
-GERMAN = Language(GERMAN_FILE)
+GERMAN = [
+    ("Ist der Ball links?", "Ist der Ball rechts?", "direction"),
+    ("Wie kann ich das Auto kaufen?", "Wie kann ich das Auto verkaufen?", "antonym"),
+    ("Ist der Ball ohne Salz?", "Ist der Ball mit Salz?", "negation"),
+    ("Wie ist der Weg, 5 km?", "Wie ist der Weg, 5 Meilen?", "unit"),
+    ("Wie ist der Weg, 5 km?", "Wie ist der Weg, 5000 Meter?", None),
+    ("Wie kann ich zwei Eier kaufen?", "Wie kann ich drei Eier kaufen?", "number"),
+    ("Ist das am Montag offen?", "Ist das am Dienstag offen?", "date"),
+    ("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?", None),
+]
 
 
 @pytest.mark.parametrize(
@@ -120,25 +129,6 @@ def test_a_deletion_takes_the_pieces_of_users_texts_from_memory(tmp_path: Path) 
     assert not any(remembered.cache_info().currsize for remembered in guards._CACHES)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "reason"),
-    [
-        ("Ist der Ball links?", "Ist der Ball rechts?", "direction"),
-        ("Ich kann das Auto kaufen", "Ich kann das Auto verkaufen", "antonym"),
-        ("Kochen ohne Salz", "Kochen mit Salz", "negation"),
-        ("Der Weg ist 5 km", "Der Weg ist 5 Meilen", "unit"),
-        ("Der Weg ist 5 km", "Der Weg ist 5000 Meter", None),
-        ("zwei Eier", "drei Eier", "number"),
-        ("Ist am Montag offen?", "Ist am Dienstag offen?", "date"),
-        ("Wer kommt?", "Wann kommt?", "question word"),
-        ("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?", None),
-    ],
-)
-def test_another_language_is_one_file(a: str, b: str, reason: str | None) -> None:
-    assert veto(a, b, GERMAN) == reason
-    assert veto(b, a, GERMAN) == reason
-
-
 def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     english = (Path(guards.__file__).parent / "words" / "en.toml").read_text(encoding="utf-8")
     (tmp_path / "en.toml").write_text(english, encoding="utf-8")
@@ -147,8 +137,8 @@ def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pyt
     for cached in (languages, guards.forget):
         getattr(cached, "cache_clear", cached)()
     try:
-        assert veto("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?") is None
-        assert veto("Ist der Ball links?", "Ist der Ball rechts?") == "direction"
+        for a, b, reason in GERMAN:
+            assert veto(a, b) == veto(b, a) == reason
         assert veto("Is the ball left?", "Is the ball right?") == "direction"
         assert veto("How do I fix a bike?", "How do I repair a bike?") is None
         assert veto("Puis-je prendre du lait ?", "Puis-je ne pas prendre du lait ?") == "language"
@@ -156,7 +146,7 @@ def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pyt
         monkeypatch.undo()
         languages.cache_clear()
         guards.forget()
-    assert veto("Wie kann ich das Auto öffnen?", "Wie kann ich den Wagen öffnen?")
+    assert all(veto(a, b) for a, b, _ in GERMAN)
 
 
 def test_an_empty_language_still_compares_figures_and_code() -> None:

@@ -142,7 +142,7 @@ Path(sys.argv[2]).write_text(json.dumps(seen))
 def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> None:
     kinds = files()
     small = {name: data for name, data in kinds.items() if 0 < len(data) < 10_000 and name != "page.eps"}
-    everything = {**kinds, **dict(damaged(small, 1500))}
+    everything = {**kinds, **dict(damaged(small, 800))}
     (tmp_path / "in").mkdir()
     for name, data in everything.items():
         (tmp_path / "in" / name).write_bytes(data)
@@ -163,15 +163,7 @@ def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> Non
     refused = {name for name in kinds if found[name] is None}
     assert refused >= {"page.eps", "cut.jpeg", "text.png", "huge.png", "large.png", "none"}
     assert len(refused) < 10
-    assert 200 < sum(seen is None for seen in found.values()) < 1300  # both are tried
-
-
-def test_transparency_is_white_and_orientation_is_done() -> None:
-    clear = saved(Image.new("RGBA", (2, 2), (0, 0, 0, 0)))
-    assert read_picture(clear).getcolors() == [(4, (255, 255, 255))]
-    half = Image.new("RGB", (2, 1))
-    half.putpixel((0, 0), (255, 255, 255))
-    assert np.asarray(read_picture(saved(half, "TIFF", exif=turned(6))))[:, 0, 0].tolist() == [255, 0]
+    assert 100 < sum(seen is None for seen in found.values()) < 700  # both are tried
 
 
 def test_what_no_engine_can_read_is_no_more_than_an_error_of_the_picture(tmp_path: Path) -> None:
@@ -224,8 +216,7 @@ SAME = {
 @pytest.mark.parametrize("copy", SAME.values(), ids=SAME)
 def test_a_near_duplicate_shows_the_same(copy: Callable[[Image.Image], Image.Image]) -> None:
     first, second = seen(scene()), copy(scene())
-    assert difference(first, second) < LIMIT
-    assert difference(second, first) < LIMIT
+    assert max(difference(first, second), difference(second, first)) < LIMIT
 
 
 def paint(number: int, color: tuple[int, int, int]) -> Image.Image:
@@ -246,12 +237,11 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("photo", [seen, lambda s: jpeg(seen(s, 2, 1), 60)], ids=["file", "photo"])
 @pytest.mark.parametrize("other", OTHER.values(), ids=OTHER)
-def test_a_change_shows_something_else(other: Image.Image, photo: Callable[[Image.Image], Image.Image]) -> None:
-    first, second = seen(scene()), photo(other)
-    assert difference(first, second) >= LIMIT
-    assert difference(second, first) >= LIMIT
+def test_a_change_shows_something_else(other: Image.Image) -> None:
+    first = seen(scene())
+    for second in (seen(other), jpeg(seen(other, 2, 1), 60)):
+        assert min(difference(first, second), difference(second, first)) >= LIMIT
 
 
 def test_what_cannot_be_told_is_something_else() -> None:
@@ -280,36 +270,27 @@ def test_of_a_picture_that_is_not_shown_whole_nothing_is_compared() -> None:
 
 
 def test_pictures_of_too_many_pixels_together_get_no_vectors(tmp_path: Path) -> None:
-    encoded: list[bytes] = []
-
     class Encoder:
         dim, fingerprint = 2, "none"
 
         def encode(self, data: bytes) -> np.ndarray:
-            encoded.append(data)
             return np.ones(2, np.float32)
 
-    data = saved(Image.new("1", (4000, 4000)))
-    file = tmp_path / "large.png"
+    data, file = saved(Image.new("1", (4000, 4000))), tmp_path / "large.png"
     file.write_bytes(data)
-    media = MediaSegment(media_id(data), file)
-    hook = VisionHook(Encoder())
+    media, hook = MediaSegment(media_id(data), file), VisionHook(Encoder())
     assert set(hook(Request("", Namespace(), (media, TextSegment("one"))))) == {"vision"}
     assert hook(Request("", Namespace(), (media, media, TextSegment("two")))) == {}
-    assert len(encoded) == 1
 
 
-def test_highlights_that_are_burnt_out_are_no_change() -> None:
+def test_burnt_out_highlights_are_no_change_and_a_line_that_is_cut_off_is() -> None:
     page, other = (scene(text).point(lambda level: min(255, level + 40)) for text in ("Gate 37, row 5", "Gate 31"))
     assert difference(page, ImageEnhance.Brightness(page).enhance(1.13)) < LIMIT
     assert difference(page, ImageEnhance.Brightness(other).enhance(1.13)) >= LIMIT
-
-
-def test_a_line_that_is_cut_off_is_missed() -> None:
     page = Image.new("RGB", (400, 400), (255, 255, 255))
     pen = ImageDraw.Draw(page)
     for y in (1, 120, 240):
         pen.text((30, y), "Do not enter 45", (0, 0, 0), ImageFont.load_default(12))
-    assert difference(page, page.crop((0, 14, 400, 400))) >= LIMIT
-    assert difference(page.crop((0, 14, 400, 400)), page) >= LIMIT
+    cut = page.crop((0, 14, 400, 400))
+    assert min(difference(page, cut), difference(cut, page)) >= LIMIT
     assert difference(page, page.crop((8, 0, 400, 392))) < LIMIT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random, SystemRandom
@@ -39,14 +38,10 @@ def match(score: float, tier: str = TIER) -> Match:
     return Match(tier, "d", score, Exactness.APPROXIMATE)
 
 
-def test_features_add_log_odds() -> None:
+def test_a_risk_is_logistic_and_below_the_least_cosine_no_wording_is_accepted() -> None:
     assert CURVE.risk(0.49) == 1.0, "below the floor nothing matches"
     assert CURVE.risk(0.8) == pytest.approx(0.5)
-    assert CURVE.risk(0.9) == pytest.approx(1 / (1 + math.exp(3)))
     assert CURVE.risk(0.9, wording=(2.0, 0.5, 1.0)) == pytest.approx(chance(-3.0 + 2.0 - 1.0 + 0.5))
-
-
-def test_below_the_least_cosine_no_wording_is_accepted() -> None:
     wordings = [(n, share, moved) for n in (0.0, 8.0) for share in (0.0, 1.0) for moved in (0.0, 1.0)]
     assert min(CURVE.risk(CURVE.least - 0.001, wording=w) for w in wordings) > CURVE.limit
     assert min(CURVE.risk(CURVE.least + 0.001, wording=w) for w in wordings) < CURVE.limit
@@ -57,12 +52,10 @@ def test_below_the_least_cosine_no_wording_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": 9}, "format 9"),
         ({"format": 2}, "calibrate again"),
         ({"weights": {"cosine": -1.0}}, "weights of cosine, closeness"),
         ({"weights": WEIGHTS | {"cosine": 1.0}}, "does not rise"),
         ({"weights": WEIGHTS | {"unmatched": float("inf")}}, "finite"),
-        ({"bias": float("nan")}, "finite"),
         ({"limit": 0.0}, "a limit between"),
         ({"limit": "high"}, "calibrate"),
     ],
@@ -89,15 +82,6 @@ def test_a_calibration_of_another_encoder_is_refused(tmp_path: Path) -> None:
             Bench(tmp_path, policy=policy, calibration=file)
 
 
-def test_calibrated_judges_its_own_tier_only() -> None:
-    policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({"embedding:vision": 0.95}))
-    assert policy.accept(asking(), DONOR, match(0.9)).accept
-    assert not policy.accept(asking(), DONOR, match(0.89)).accept
-    assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
-    assert policy.accept(asking(), DONOR, match(0.96, tier="embedding:vision")).accept
-    assert not policy.accept(asking(), DONOR, match(0.94, tier="embedding:vision")).accept
-
-
 SCORE = st.floats(0.5, 1.0)
 
 
@@ -113,11 +97,11 @@ def test_a_match_is_accepted_where_each_of_its_scores_would_be(text: float, imag
         assert policy.accept(asking(), DONOR, whole).accept == all(alone)
 
 
-def test_a_text_that_is_served_again_is_worth_a_check() -> None:
+def test_calibrated_weighs_the_wording_and_has_a_text_checked_that_is_served_again() -> None:
     policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({}))
-    assert policy.accept(asking("a"), DONOR, match(0.95)).check == 0.0
-    assert policy.accept(asking("b"), DONOR, match(0.95)).check == 0.0
-    assert policy.accept(asking("a"), DONOR, match(0.95)).check == 1.0
+    assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
+    assert policy.accept(asking(), DONOR, replace(match(0.6), whole=False)).accept, "fitted on whole prompts"
+    assert [policy.accept(asking(text), DONOR, match(0.95)).check for text in "aba"] == [0.0, 0.0, 1.0]
 
 
 def traffic(
@@ -141,25 +125,29 @@ def traffic(
     return hits, bad
 
 
-@pytest.mark.parametrize("bound", [0.01, 0.002])
-def test_the_bound_holds_where_scores_mean_what_they_should(bound: float) -> None:
-    found = [traffic(Bounded(bound), {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, requests=4000, seed=s) for s in range(5)]
-    assert max(bad for _, bad in found) <= bound * 4000
-    assert min(hits for hits, _ in found) > 150
+ROSY = Calibration("written", 0.0, {**WEIGHTS, "cosine": -7.0}, 0.05)
 
 
-def test_the_bound_holds_where_the_calibration_is_wrong_about_everything() -> None:
-    rosy = Calibration("written", 0.0, {**WEIGHTS, "cosine": -7.0}, 0.05)
-    for seed in range(3):
-        policy = Bounded(0.01, rosy, frozenset([TIER]))
-        _, bad = traffic(policy, {0.99: 0.5, 0.93: 0.5, 0.7: 0.5}, requests=4000, seed=seed)
-        assert bad <= 0.01 * 4000
+@pytest.mark.parametrize(
+    ("bound", "calibration", "wrong", "least"),
+    [
+        (0.01, None, {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, 150),
+        (0.002, None, {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, 150),
+        (0.01, ROSY, {0.99: 0.5, 0.93: 0.5, 0.7: 0.5}, 0),  # the calibration is wrong about everything
+    ],
+)
+def test_the_bound_holds(bound: float, calibration: Calibration | None, wrong: dict[float, float], least: int) -> None:
+    for seed in range(4):
+        policy = Bounded(bound, calibration, frozenset([TIER]))
+        hits, bad = traffic(policy, wrong, requests=4000, seed=seed)
+        assert bad <= bound * 4000
+        assert hits >= least
 
 
 def test_the_bound_holds_against_traps_that_come_when_most_of_the_budget_is_left() -> None:
     """And at every moment: a policy that samples finds a part of them only."""
     over = 0
-    for seed in range(20):
+    for seed in range(10):
         policy = Bounded(0.02)
         traffic(policy, {0.99: 0.0}, requests=9000, seed=seed)
         bad = 0
@@ -172,7 +160,7 @@ def test_the_bound_holds_against_traps_that_come_when_most_of_the_budget_is_left
                     policy.observe(match(0.99), correct=False, served=decision)
         assert bad > 0
         over += bad > 0.02 * 9000
-    assert over <= 3, "in twenty runs one on average at most"
+    assert over <= 2, "in twenty runs one on average at most, in ten hardly three"
 
 
 def test_a_check_that_never_returns_counts_as_a_wrong_answer() -> None:
@@ -255,7 +243,6 @@ def test_each_start_draws_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         {"bands": "others"},
         {"requests": -1},
-        {"requests": None},
         {"arms": [{"key": ["a", "b", True]}]},
         {"arms": 3},
     ],

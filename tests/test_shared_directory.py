@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from semkv.engines import EnginePrompt
 from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.stores.maintenance import inspect, verify
 from semkv.types import Role, TextSegment
+from vllm_forks import prepare
 
 
 def prompt(number: int) -> EnginePrompt:
@@ -75,7 +75,7 @@ print(json.dumps({"hits": hits, "faults": sum(faults.values())}))
 
 
 def front_end(folder: Path, seed: int) -> dict[str, int]:
-    command = [sys.executable, "-c", FRONT_END, str(folder), str(seed)]
+    command = [prepare() / "python", "-c", FRONT_END, str(folder), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])

@@ -36,7 +36,7 @@ from random import SystemRandom
 from typing import Any
 
 from semkv.keys import digest
-from semkv.tiers.policies import Calibration, Decision, ServedTexts, chance
+from semkv.tiers.policies import Calibration, Decider, Decision, ServedTexts, chance
 from semkv.types import Entry, Match, Request, Score
 
 FLOOR = 0.6
@@ -121,7 +121,7 @@ def estimated(prior: Sequence[float], worth: float, seen: Sequence[float], wrong
 _PRIORS = [max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)) for place in range(BANDS)]
 
 
-class Bounded:
+class Bounded(Decider):
     """Accepts what the budget covers. Any thread may call any method.
 
     Args:
@@ -131,7 +131,7 @@ class Bounded:
     """
 
     learns = True
-    floor: float | None = FLOOR
+    floor = FLOOR
 
     def __init__(
         self, max_error_rate: float, calibration: Calibration | None = None, tiers: frozenset[str] = frozenset()

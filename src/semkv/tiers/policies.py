@@ -58,20 +58,19 @@ class Decision:
 class Decider(Protocol):
     """Judges approximate matches; exact and normalised ones are not asked about. Called from any thread.
 
+    One that derives from this learns nothing until it says otherwise.
+
     Attributes:
         learns: whether `observe` has any effect, so that comparisons are worth making.
         floor: least score worth asking about; None leaves it to the tiers' thresholds.
     """
 
-    @property
-    def learns(self) -> bool: ...
-
-    @property
-    def floor(self) -> float | None: ...
+    learns: bool = False
+    floor: float | None = None
 
     def arrived(self) -> None:
         """A request came in."""
-        ...
+        return
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         """Whether the donor may be used: a match is no better than the worst of `Match.scores`."""
@@ -79,15 +78,15 @@ class Decider(Protocol):
 
     def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         """The outcome of a comparison: of a hit, with the decision that served it, or of a match that was refused."""
-        ...
+        return
 
     def state(self) -> Mapping[str, Any] | None:
         """What to keep across restarts, as JSON values; None where there is nothing to keep."""
-        ...
+        return None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up a kept state. Raises `ValueError` for one that is damaged."""
-        ...
+        return
 
 
 class ServedTexts:
@@ -108,26 +107,7 @@ class ServedTexts:
         return again
 
 
-class Stateless:
-    """The part of a `Decider` that learns nothing."""
-
-    learns = False
-    floor: float | None = None
-
-    def arrived(self) -> None:
-        pass
-
-    def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
-        pass
-
-    def state(self) -> None:
-        return None
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-class FixedThreshold(Stateless):
+class FixedThreshold(Decider):
     """Accepts a match whose score reaches the threshold of its tier.
 
     Args:
@@ -222,7 +202,7 @@ class Calibration:
         return cls(str(body["fingerprint"]), bias, weights, limit)
 
 
-class Calibrated(Stateless):
+class Calibrated(Decider):
     """Accepts a match whose chance of a wrong answer is at most the calibration's limit.
 
     Of a match that rests on several scores each is judged. ``tiers`` are the status keys whose scores are cosines of
@@ -231,7 +211,7 @@ class Calibrated(Stateless):
 
     def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
         self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
-        self.floor: float | None = calibration.least
+        self.floor = calibration.least
         self._texts = ServedTexts()
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
