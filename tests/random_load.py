@@ -29,7 +29,7 @@ class RandomLoad:
         answers: after how many it ends.
         blocks: of the engine's own cache.
         prompts, longest: how many different ones, and the tokens of the longest.
-        purges: share of steps after which the store is purged.
+        purges: whether the store is purged now and then.
         kills: share of rounds after which another engine, which runs beside this one, is killed and another started.
         args: of both engines.
         settings: of the connector.
@@ -44,7 +44,7 @@ class RandomLoad:
         blocks: int = 40,
         prompts: int = 24,
         longest: int = 400,
-        purges: float = 0.0,
+        purges: bool = False,
         kills: float = 0.0,
         seed: int = 1,
         args: dict[str, Any] | None = None,
@@ -164,12 +164,13 @@ class RandomLoad:
 
     def disturb(self) -> None:
         """Now and then, between two steps: abort a request, purge the store."""
-        if self.live and self.rng.random() < 0.03:
+        self.counts["steps"] += 1
+        if self.live and self.counts["steps"] % 31 == 0:
             name = self.rng.choice(sorted(self.live))
             self.engine.llm.llm_engine.abort_request([name])
             del self.live[name]
             self.counts["aborted"] += 1
-        if self.rng.random() < self.purges:
+        if self.purges and self.counts["steps"] % 41 == 0:
             purge_directory(self.cache)
             self.counts["purges"] += 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from cache_helpers import LAYERS, Bench
 from command_line import invoke
-from gateway_helpers import Pair
+from gateway_helpers import Pair, wait_until
 from semkv.server.settings import ServerSettings
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import Exactness, Scope
@@ -94,6 +94,7 @@ def test_the_flag_reaches_the_gateways_tier(
     chosen = {name: getattr(given[0], name) for name in ("normalised", "similarity_threshold", "policy")}
     with Pair(tmp_path, semantic=True, store_timeout=60.0, **chosen) as pair:
         assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("miss")
+        wait_until(lambda: pair.entries == 1)
         assert pair.post("how  do I bake bread at home?").headers["x-semkv"].startswith(header)
         assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("hit tier=exact")
         assert pair.metric("semkv_faults_total") == 0

@@ -210,7 +210,7 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
     tight = {"answers": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
-    found = in_child(under_load, model, tmp_path, {**tight, "purges": 0.03, "kills": 0.2, "settings": small})
+    found = in_child(under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small})
     assert_well(found)
     assert found["preemptions"] > 0, found
     assert found["aborted"] > 0, found

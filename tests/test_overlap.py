@@ -128,21 +128,25 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(pair: Pair
     assert pair.asked == [ONE]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize(("share", "began"), [(0.0, "before"), (1.0, "before"), (1.0, "meanwhile")])
 def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
-    pair: Pair, tenant: dict[str, str], share: float
+    pair: Pair, tenant: dict[str, str], share: float, began: str
 ) -> None:
-    """The lookup searched before the record was there, and ends when the first request is on its way no longer."""
+    """The lookup searched before the record was there, and ends when the other request is on its way no longer."""
     before, pair.app.gateway.cache.found_share = pair.entries, share
     with lookups(pair, OTHER, after=True) as held:
-        with beside(pair, ONE, headers=tenant):
+        if began == "meanwhile":
             second = pair.soon(OTHER, headers=tenant)
             wait_until(held.waiting.is_set)
+        with beside(pair, ONE, headers=tenant):
+            if began == "before":
+                second = pair.soon(OTHER, headers=tenant)
+                wait_until(held.waiting.is_set)
         wait_until(lambda: pair.entries == before + 1 and not pair.app.gateway.pending)
         assert pair.asked == [ONE]
     answer = second.result()
     assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (f"You said: {ONE}", True)
-    assert pair.asked == [ONE]
+    assert (pair.asked, pair.app.gateway._seen) == ([ONE], {})
 
 
 def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(tmp_path: Path) -> None:

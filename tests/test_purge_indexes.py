@@ -75,9 +75,9 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     """How many vectors the indexes have of some questions, whether or not they are found."""
     count = 0
     for index in indexes(cache):
-        for partition in index._partitions.values():
-            rows = [partition.rows]
-            if (graph := partition.graph) is not None:  # another may come in its place
+        for part in [part for parts in index._partitions.values() for part in parts]:
+            rows = [part.rows]
+            if (graph := part.graph) is not None:  # another may come in its place
                 rows.append(graph.index.reconstruct_n(0, graph.index.ntotal))
             count += found(np.concatenate(rows), tenant, numbers)
     return count

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, chat, kind, reached, said, wait_until
 from semkv.server import Middleware
 from semkv.server.cache_client import Pool
+from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.sse import Assembler
 
 
@@ -147,6 +150,25 @@ def test_a_client_may_ask_for_less(pair: Pair, headers: dict[str, str], second: 
     assert kind(kept[1]) == ("miss" if "no-store" in str(headers) or second == "pass" else "hit")
 
 
+def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:
+    with Pair(tmp_path, ttl=1000.0, stale=1000.0) as pair:
+        responses = pair.app.gateway.cache.responses
+
+        def ask(after: float, **headers: str) -> tuple[str, str]:
+            responses._clock = lambda: time.time() + after
+            answer = pair.post("aging", headers=headers)
+            return re.sub(r"age=\d+", "age=N", answer.headers["x-semkv"]), answer.json()["id"]
+
+        _, first = ask(0)
+        assert ask(100, **{"Cache-Control": "max-age=200"}) == ("hit tier=exact age=N", first)
+        why, fresh = ask(100, **{"Cache-Control": "max-age=60"})
+        assert why == "miss reason=too-old"
+        assert ask(1500) == ("hit tier=exact age=N stale", fresh)
+        wait_until(lambda: ask(1500)[1] != fresh)  # it was fetched meanwhile
+        assert ask(1500)[0] == "hit tier=exact age=N"
+        assert len(pair.asked) == 3
+
+
 class TestSingleFlight:
     @pytest.mark.parametrize(
         ("text", "stream", "end"),
@@ -247,6 +269,7 @@ class TestSingleFlight:
         key = next(reversed(responses._memory._entries))
         wait_until(lambda: responses._store.get(key) is not None)
         responses._memory._drop(key)
+        monkeypatch.setattr(responses, "_clock", lambda: time.time() + 1000)  # it is no answer to these lookups
         cache, looks = pair.app.gateway.cache, []
         look_up = cache._look_up
         monkeypatch.setattr(cache, "_look_up", lambda *given: looks.append(given) or look_up(*given))
@@ -258,6 +281,21 @@ class TestSingleFlight:
             wait_until(lambda: len(looks) == 2)
         early.result()
         assert late.result().json()["id"] != old
+
+
+def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
+    async def story() -> None:
+        flights = SingleFlight(print)
+        never: Any = asyncio.Event().wait
+        flight = InFlight(flights, "key", never, never, never, Assembler(chat=True))
+        flights.start(flight)
+        flights.close()
+        async with asyncio.timeout(60):
+            await flight.until(lambda: False)
+            await flight.task
+        assert not flights.running
+
+    asyncio.run(story())
 
 
 class TestFaults:

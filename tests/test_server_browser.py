@@ -60,6 +60,10 @@ class TestAdminRoutes:
         assert pair.admin("invalidate", {"prefix": "news", "dry_run": False}).json()["count"] == 2
         assert pair.admin("invalidate", {"prefix": "news"}).json()["count"] == 0
         assert kind(pair.post("something else")) == "hit"
+        for by in ("key", "tag", "model", "partition", "prefix"):
+            assert pair.admin("invalidate", {by: "none such"}).json() == {"count": 0, "dry_run": True}
+        assert pair.admin("invalidate", {"model": "scripted", "partition": "none such"}).json()["count"] == 0
+        assert pair.admin("invalidate", {"model": "scripted"}).json()["count"] > 0
         for careless in ({}, {"dry_run": False}, {"tag": 3}, {"tga": "x"}, {"tag": ""}, [], {"tag": "x", "dry_run": 1}):
             assert pair.admin("invalidate", careless).status_code == 400
         monkeypatch.setattr(pair.app.gateway.cache.responses, "invalidate", None)

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway_helpers import ONE, OTHER, Pair, Served, Started, beside, chat, kind, near_pair, wait_until
+from gateway_helpers import ONE, OTHER, Pair, Served, Started, beside, chat, kind, later, near_pair, wait_until
 from scripted_upstream import Scripted
 from semkv.server import gateway
 
@@ -145,6 +145,16 @@ def test_a_requests_id_goes_to_the_upstream_and_back(pair: Pair, says: list) -> 
     says.append((b"x-request-id", b"theirs"))
     answers = [pair.post("their id", headers={"X-Request-Id": name}) for name in "ab"]
     assert [answer.headers.get_list("x-request-id") for answer in answers] == [["theirs"], ["b"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_joins_gets_nothing_that_is_meant_for_the_first(pair: Pair, says: list, stream: bool) -> None:
+    says += [(b"set-cookie", b"session=1"), (b"x-request-id", b"theirs")]
+    with beside(pair, f"of the first {stream}", stream=stream):
+        joined = later(pair, f"of the first {stream}", waits=True, stream=stream)
+    assert kind(joined) == "joined"
+    assert "set-cookie" not in joined.headers
+    assert joined.headers["x-request-id"] != "theirs"
 
 
 class TestSpans:

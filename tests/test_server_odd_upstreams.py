@@ -18,6 +18,7 @@ from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, kind, reached
 from semkv.server.app import app_of
 from semkv.server.http import AppUpstream, Call
 from semkv.server.settings import ServerSettings
+from semkv.server.sse import Splitter
 
 
 class Fixed:
@@ -147,9 +148,14 @@ def test_who_does_not_stream_as_asked_is_asked_once(odd: Odd, which: str) -> Non
     assert (answer.status_code, answer.content, odd.upstream.asked) == (200, ODD_ANSWERS[which], 1)
 
 
-def test_no_cookie_of_one_clients_answer_goes_to_another(odd: Odd) -> None:
-    odd.says(json.dumps(WHOLE).encode(), kind=b"application/json", set_cookie=b"session=1")
-    assert [("set-cookie" in answer.headers, kind(answer)) for answer in odd.ask(False, False)][1] == (False, "hit")
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
+    events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]
+    data = b"".join(events).replace(b"\n", end.encode())
+    for cut in range(len(data)):
+        splitter = Splitter()
+        assert [*splitter.feed(data[:cut]), *splitter.feed(data[cut:])] == events
+        assert not splitter.rest.strip()
 
 
 @contextmanager

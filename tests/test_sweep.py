@@ -19,7 +19,6 @@ import semkv_lab
 from command_line import Result, heeds_ctrl_c, invoke
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.sweep import SweepLog, locked, read_spec
-from vllm_forks import prepare
 
 REPO = Path(__file__).parents[1]
 
@@ -40,8 +39,8 @@ def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Pa
     return path
 
 
-def command(folder: Path, *flags: str, python: str = sys.executable) -> list[str]:
-    run = [python, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
+def command(folder: Path, *flags: str) -> list[str]:
+    run = [sys.executable, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
     return [*run, "--log-file", str(folder / "log.csv"), "--samples-dir", str(folder / "samples"), *flags]
 
 
@@ -49,10 +48,9 @@ def sweep(folder: Path, *flags: str) -> Result:
     return invoke(command(folder, *flags)[3:])
 
 
-def apart(folder: Path, *flags: str, **python: str) -> Result:
+def apart(folder: Path, *flags: str) -> Result:
     """The same in a process of its own; ``-m`` puts the working directory on the path of the experiments, too."""
-    run = command(folder, *flags, **python)
-    done = subprocess.run(run, capture_output=True, text=True, timeout=900, check=False, cwd=folder)
+    done = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=900, check=False, cwd=folder)
     return Result(done.returncode, done.stdout, done.stderr)
 
 
@@ -234,8 +232,10 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     spec(folder, names, **{"cache-dir": str(folder / "mine")})
     assert sweep(folder).exit_code == 0
     assert [hits(folder, name) for name in "ab"] == [250, 400]
-    other = sweep(folder, "--log-file", str(folder / "other.csv"))
-    assert (other.exit_code, "a folder without a.jsonl" in other.stderr) == (2, True), "another sweep's samples stay"
+    for lacks in ("a.jsonl", "a.json"):
+        other = sweep(folder, "--log-file", str(folder / "other.csv"))
+        assert (other.exit_code, f"a folder without {lacks}\n" in other.stderr) == (2, True), "another sweep's stay"
+        (folder / "samples" / lacks).unlink()
     for name in ("log.csv", "log.jsonl"):
         (folder / name).unlink()
     shutil.rmtree(folder / "samples")
@@ -258,22 +258,6 @@ def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
     spec(folder, [chosen[0], {"name": "f1", "max-samples": 5}, chosen[2]])
     assert sweep(folder, "--resume", "--retry-failed", "--only", "f1").exit_code == 1  # f2 is still there
     assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
-
-
-@pytest.mark.engine
-def test_two_real_engines_in_one_sweep_share_a_baseline(tmp_path: Path) -> None:
-    names = ["first", "second"]
-    defaults = {"preset": "minigqa", "engine": "vllm", "dataset": "minigqa", "max-samples": 6, "baseline": True}
-    spec(tmp_path, [{"name": name} for name in names], **defaults, **{"embedding-layer": [], "embedding-hook": "none"})
-    done = apart(tmp_path, "--purge-cache-between-runs", python=str(prepare() / "python"))
-    assert done.exit_code == 0, done.stdout + done.stderr
-    assert [(row["name"], row["status"]) for row in rows(tmp_path)] == [(name, "ok") for name in names]
-    first, second = ((tmp_path / row["samples"]).read_text(encoding="utf-8").splitlines() for row in rows(tmp_path))
-    cold = [[json.loads(line)["cold"] for line in lines] for lines in (first, second)]
-    assert cold[0] == cold[1]  # times and all: measured once
-    for lines in (first, second):
-        assert all(json.loads(line)["token_ids"] == json.loads(line)["cold"]["token_ids"] for line in lines)
-    assert all(rows(tmp_path)[0]["environment"][library] for library in ("torch", "vllm"))
 
 
 def test_ray_logs_the_same_rows(folder: Path) -> None:

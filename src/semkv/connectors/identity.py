@@ -165,7 +165,7 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
             value = hashlib.file_digest(f, "sha256").hexdigest()
     try:
         cache_dir.mkdir(0o700, parents=True, exist_ok=True)
-        replace_text(note, json.dumps({"files": state, "digest": value}))
+        replace_text(note, json.dumps({"files": state, "digest": value}), private=True)
     except OSError as error:
         log.warning("semkv: cannot note the digest of %s (%s)", model, error)
     return value

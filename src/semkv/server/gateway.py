@@ -112,6 +112,7 @@ class Gateway:
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault)
         self.pending: list[Pending] = []  # in the order in which they went upstream
+        self._seen: dict[asyncio.Future[Lookup], list[Pending]] = {}  # by lookup, what is on its way at any time of it
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._explained = False  # why requests of `sampled` are misses
@@ -165,11 +166,14 @@ class Gateway:
         overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
             if request.controls.read:
-                before = tuple(self.pending)  # one that is recorded during the lookup may be missed by it
+                earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
                 if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
                     self._start(request, request.canonical, looking)
+                if request.reader is None:
+                    self._seen[looking] = earlier
+                    looking.add_done_callback(self._seen.pop)
                 flight = None if request.reader is None else request.reader.flight
                 if flight is not None:
                     await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +181,7 @@ class Gateway:
                     looked = await asyncio.shield(looking)
                     if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
-                        if (answer := await self._without_asking(request, found, before)) is not None:
+                        if (answer := await self._without_asking(request, found, earlier)) is not None:
                             self._give_up(request)
                             return answer
             if request.reader is None:
@@ -190,12 +194,10 @@ class Gateway:
             request.leave()
             raise
 
-    async def _without_asking(
-        self, request: GatewayRequest, found: Lookup, before: tuple[Pending, ...]
-    ) -> Answer | None:
+    async def _without_asking(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Answer | None:
         """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
         an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
-        awaited, so that of equal requests only one does. ``before``: what was on its way when the lookup began."""
+        awaited, so that of equal requests only one does. ``earlier``: what was on its way during the lookup."""
         if (answer := self._hit(request, found)) is not None:
             return answer
         if found.canonical.key != request.canonical.key:
@@ -204,7 +206,7 @@ class Gateway:
             return answer
         if not request.shared or (request.reader is not None and request.reader.joined):
             return None
-        near = await self._similar(request, found, before)
+        near = await self._similar(request, found, earlier)
         if near is not None and (answer := await self._near(request, near)) is not None:
             return answer
         return self._join_or_memory(request, found) if request.reader is None else None
@@ -284,6 +286,8 @@ class Gateway:
         pending = Pending(canonical, flight, looking, self.cache)
         if shared:
             self.pending.append(pending)
+            for seen in self._seen.values():
+                seen.append(pending)
         self.spawn(self._record(request, pending))
 
     def _may_be_similar(self, request: GatewayRequest) -> bool:
@@ -292,14 +296,14 @@ class Gateway:
         group = self.cache.pending_group(request.canonical) if others else ""
         return bool(group) and any(pending.group == group for pending in others)
 
-    async def _similar(self, request: GatewayRequest, found: Lookup, before: tuple[Pending, ...]) -> Lookup | None:
+    async def _similar(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Lookup | None:
         """What a request that found nothing may use of an earlier one that asks the same in other words."""
         if found.entry is None:
             return None
         own = None if request.reader is None else request.reader.flight
         now = takewhile(lambda pending: pending.flight is not own, self.pending)
-        earlier, candidates = dict.fromkeys((*before, *now)), []
-        for pending in [pending for pending in earlier if pending.canonical.key != found.canonical.key]:
+        others, candidates = dict.fromkeys((*earlier, *now)), []
+        for pending in [pending for pending in others if pending.canonical.key != found.canonical.key]:
             undecided = not pending.looking.done() and not pending.flight.done
             if undecided and pending.group == found.entry.group:
                 await asyncio.wait((pending.looking,))

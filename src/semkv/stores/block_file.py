@@ -49,6 +49,7 @@ _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def tenant_tag(salt: str | None) -> str:
@@ -220,26 +221,30 @@ class BlockFile:
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right.
 
-        They come past the page cache, without a copy, where all begins at pages.
+        What the page cache has is copied from there. The rest comes past it, without a copy, where all begins at pages.
         """
         if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
-        views, at = [row.data for row in rows], self._start + first * self.row_bytes
-        direct = not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT if direct else 0)
-            self._fill(views, at)
-        except OSError:  # a file system that cannot read so, or a fault
-            with contextlib.suppress(OSError):
+        views, at, done = [row.data for row in rows], self._start + first * self.row_bytes, 0
+        if _NO_WAIT:
+            done = self._try_to_fill(views, at, done, _NO_WAIT)
+        uncached = done < self.row_bytes * len(rows)
+        if uncached and not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
+            with contextlib.suppress(OSError):  # a file system that cannot do that
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT)
+                done = self._try_to_fill(views, at, done // PAGE * PAGE)
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
-            self._fill(views, at)
+        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
+            done += got
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
 
-    def _fill(self, views: Sequence[memoryview], at: int) -> None:
-        done = 0
-        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
-            done += got
+    def _try_to_fill(self, views: Sequence[memoryview], at: int, done: int, flags: int = 0) -> int:
+        """Go on after ``done`` bytes until a fault or the end; returns how many bytes are there."""
+        with contextlib.suppress(OSError):
+            while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done, flags)) > 0:
+                done += got
+        return done
 
 
 def check_file(root: Path, file: str) -> str:

@@ -245,6 +245,12 @@ class Run:
         return [(r, c) for r, c in self.pairs if r.hit and r.applied]
 
     @cached_property
+    def timed(self) -> list[tuple[SampleRecord, float, float]]:
+        """Samples with a time to their first token both ways: cold, and with semkv."""
+        every = [(r, c.ttft_s, r.ttft_s) for r, c in self.pairs]
+        return [(r, before, now) for r, before, now in every if before is not None and now is not None]
+
+    @cached_property
     def twice(self) -> list[tuple[Cold, str]]:
         """Prompts that were asked twice on the baseline engine, the second time under a cache salt of their own, so
         that vLLM computed all of the prompt again. What differs here says how little a difference elsewhere means."""
@@ -269,10 +275,6 @@ class Column(NamedTuple):
     meaning: str = ""
 
 
-def _agreement(pairs: Iterable[tuple[SampleRecord, Cold]]) -> Estimate:
-    return share([(r.image, answers_match(r.text, c.text)) for r, c in pairs])
-
-
 def _same_tokens(pairs: Iterable[tuple[SampleRecord, Cold]]) -> Estimate:
     return share([(r.image, r.token_ids == c.token_ids) for r, c in pairs])
 
@@ -286,27 +288,14 @@ def _saved_latency(pairs: Iterable[tuple[SampleRecord, Cold]]) -> list[tuple[str
     return [(r.image, c.latency_s - r.latency_s) for r, c in pairs]
 
 
-def _saved_first_token(run: Run) -> Estimate:
-    timed = [(r, c.ttft_s, r.ttft_s) for r, c in run.pairs if c.ttft_s is not None and r.ttft_s is not None]
-    return mean([(r.image, before - now) for r, before, now in timed])
-
-
 def _first_token(run: Run) -> Estimate:
-    timed = [(r, c.ttft_s, r.ttft_s) for r, c in run.hit_pairs if c.ttft_s is not None and r.ttft_s is not None]
+    timed = [(r, before, now) for r, before, now in run.timed if r.hit and r.applied]
     return median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s])
-
-
-def _speedup(run: Run) -> Estimate:
-    return median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0])
 
 
 def _gained(run: Run) -> Estimate:
     judged = [(r, c) for r, c in run.pairs if r.match is not None and c.match is not None]
     return share([(r.image, r.hit and r.applied and bool(r.match) and not c.match) for r, c in judged])
-
-
-def _sent_unchanged(run: Run) -> list[tuple[SampleRecord, Cold]]:
-    return [(r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"]
 
 
 def _among(records: Iterable[SampleRecord], name: str) -> Estimate:
@@ -332,7 +321,8 @@ COLUMNS = (
     Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
     Column("hits run cold: accuracy", "against_cold.cold_accuracy_on_hits", "%",
            lambda run: accuracy(c for _, c in run.hit_pairs)),
-    Column("hits: same answer as cold", "against_cold.agreement", "%", lambda run: _agreement(run.hit_pairs),
+    Column("hits: same answer as cold", "against_cold.agreement", "%",
+           lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
            "hits with the answer that vLLM alone gave"),
     Column("hits: same tokens as cold", "against_cold.same_tokens", "%", lambda run: _same_tokens(run.hit_pairs),
            "hits with the tokens that vLLM alone gave"),
@@ -340,17 +330,19 @@ COLUMNS = (
            "prompt tokens that a hit saved over the cold run, mean"),
     Column("hits: cold TTFT / cached, without lookup", "against_cold.first_token", "x", _first_token,
            "cold time to first token over a hit's without the lookup, median"),
-    Column("hits: cold latency / cached", "against_cold.speedup", "x", _speedup,
+    Column("hits: cold latency / cached", "against_cold.speedup", "x",
+           lambda run: median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0]),
            "cold latency over a hit's with its lookup, median"),
     Column("exact prompts: tokens equal cold", "against_cold.identical_tokens", "%",
-           lambda run: _same_tokens(_sent_unchanged(run))),
+           lambda run: _same_tokens((r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact")),
     Column("saved a request: tokens", "saved.tokens", "", lambda run: _saved_tokens(run.pairs),
            "prompt tokens over vLLM's prefix cache, mean"),
     Column("saved a request: latency, mean", "saved.latency_s", "ms",
            lambda run: mean(_saved_latency(run.pairs)), "over vLLM's prefix and encoder cache, lookup paid for"),
     Column("saved a request: latency, median", "saved.latency_p50_s", "ms",
            lambda run: median(_saved_latency(run.pairs))),
-    Column("saved a request: TTFT, mean", "saved.ttft_s", "ms", _saved_first_token),
+    Column("saved a request: TTFT, mean", "saved.ttft_s", "ms",
+           lambda run: mean([(r.image, before - now) for r, before, now in run.timed])),
     Column("noise floor: answers differ", "noise_floor.answers", "%",
            lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice])),
     Column("noise floor: tokens differ", "noise_floor.tokens", "%",

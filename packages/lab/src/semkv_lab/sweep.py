@@ -188,9 +188,9 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
             console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
         with writing("--samples-dir", flags.samples_dir):
             flags.samples_dir.mkdir(parents=True, exist_ok=True)
-        for e in left:  # another sweep's samples; what this one left behind has no row yet, and may go
-            if e.samples.exists() and not flags.resume:
-                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {e.samples.name}")
+        for path in (path for e in left for path in (e.samples, e.summary)):
+            if path.exists() and not flags.resume:  # another sweep's; what this one left has no row yet, and may go
+                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
         execute = _run_on_ray if flags.executor == "ray" else _run_in_turn
         with progress_bar(console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
