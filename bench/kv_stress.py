@@ -36,7 +36,7 @@ LOADS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tenants": (5, "llama", {"prompts": 40}),
     "preemptions": (3, "llama", TIGHT | DECODE),
     "small": (3, "llama", TIGHT | {"settings": SMALL}),
-    "purges": (2, "llama", DECODE | {"purges": 0.008}),
+    "purges": (2, "llama", DECODE | {"purges": True}),
     "killed": (3, "llama", TIGHT | {"kills": 0.1, "settings": SMALL}),
     "drafts": (1, "llama", DECODE | {"args": {"speculative_config": DRAFTS}}),
     "windows": (1, "gemma3", {"longest": 600, "blocks": 150}),
