@@ -19,7 +19,7 @@ HALF = 1e-3  # what float16 may cost a score
 
 def sizes(index: VectorIndex) -> tuple[int, int, int]:
     """Plain rows, rows in graphs, and those of them that are removed but still take room."""
-    homes = [part for parts in index._partitions.values() for part in parts]
+    homes = index._partitions.values()
     dead = sum(home.gone for home in homes)
     return sum(len(home.rows) for home in homes), sum(home.covered for home in homes) - dead, dead
 
@@ -42,7 +42,7 @@ def clustered(count: int, dim: int = 64, seed: int = 0) -> np.ndarray:
 def grown() -> Iterator[tuple[VectorIndex, np.ndarray]]:
     """6,000 clustered vectors in one partition, all but the last few in a graph."""
     vectors = clustered(6000)
-    index = VectorIndex(64, flat=512, part=4096)
+    index = VectorIndex(64, flat=512)
     index.extend(Row(str(i), "p", v) for i, v in enumerate(vectors))
     assert index.settle()
     yield index, vectors
@@ -173,7 +173,7 @@ class AgainstBruteForce(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = VectorIndex(4, flat=16, part=64)
+        self.index = VectorIndex(4, flat=16)
         self.table: dict[str, tuple[str, np.ndarray]] = {}
         self.made = 0
 
@@ -205,7 +205,7 @@ class AgainstBruteForce(RuleBasedStateMachine):
     @rule()
     def nothing_removed_is_left_in_memory(self) -> None:
         assert self.index.settle()
-        for name, part in [(name, part) for name, parts in self.index._partitions.items() for part in parts]:
+        for name, part in self.index._partitions.items():
             there = np.stack([vector for home, vector in self.table.values() if home == name])
             stored = {row.tobytes() for row in there.astype(np.float16)} | {bytes(8)}
             assert {row.astype(np.float16).tobytes() for row in part.rows} <= stored

@@ -145,7 +145,7 @@ def break_page(path: Path) -> None:
 
 
 def make_foreign(path: Path) -> None:
-    path.unlink()
+    path.unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE mine (x)")
 
@@ -196,7 +196,7 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
             assert str(used / CATALOG) in line
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, Path.unlink])
+@pytest.mark.parametrize("harm", [break_whole, break_page, Path.unlink])
 def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     used: Path, harm: Callable[[Path], object]
 ) -> None:
@@ -349,3 +349,22 @@ def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None
     assert purge_directory(tmp_path / "none") == 0
     with pytest.raises(StoreError, match="is a file"):
         prepare(CacheConfig(tmp_path / CATALOG))
+
+
+def test_blocks_below_another_programs_database_are_left_alone(tmp_path: Path) -> None:
+    index, photo = tmp_path / "kv" / "index.sqlite", tmp_path / "kv" / "extents" / "ab" / "photo.jpg"
+    photo.parent.mkdir(parents=True)
+    photo.write_text("mine")
+    make_foreign(index)
+    before = index.read_bytes()
+    for command in ("purge", "purge --tenant x", "gc", "verify", "verify --repair"):
+        assert invoke([*command.split(), "--cache-dir", str(tmp_path)]).exit_code == EXIT_ERROR, command
+    assert (photo.read_text(), index.read_bytes()) == ("mine", before)
+
+
+def test_a_directory_of_an_earlier_semkv_is_taken_over(tmp_path: Path) -> None:
+    for name in ("semkv.json", "policy.json"):
+        (tmp_path / name).write_text("{}")
+    prepare(CacheConfig(tmp_path))
+    assert purge_directory(tmp_path) == 2
+    assert left(tmp_path) == []

@@ -149,6 +149,21 @@ def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
     assert (pair.asked, pair.app.gateway._seen) == ([ONE], {})
 
 
+def test_a_paraphrase_joins_none_that_has_failed_meanwhile(pair: Pair, tenant: dict[str, str]) -> None:
+    """Though it is the nearest of those that were on their way during the lookup."""
+    pair.app.gateway.cache.found_share, failed = 1.0, OTHER.replace("?", ", please?")
+    pair.upstream.script = {failed: {"status": "503"}}
+    with lookups(pair, OTHER, after=True) as held:
+        second = pair.soon(OTHER, headers=tenant)
+        wait_until(held.waiting.is_set)
+        assert pair.post(failed, headers=tenant).status_code == 503
+        with beside(pair, ONE, headers=tenant):
+            held.go.set()
+            wait_until(lambda: pair.readers == 2)
+    assert said(second.result()) == f"You said: {ONE}"
+    assert pair.asked == [failed, ONE]
+
+
 def test_without_the_semantic_tiers_the_store_is_asked_meanwhile(tmp_path: Path) -> None:
     with Pair(tmp_path, **PATIENT) as pair:
         pair.post(ONE)

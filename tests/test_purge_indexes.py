@@ -75,7 +75,7 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     """How many vectors the indexes have of some questions, whether or not they are found."""
     count = 0
     for index in indexes(cache):
-        for part in [part for parts in index._partitions.values() for part in parts]:
+        for part in index._partitions.values():
             rows = [part.rows]
             if (graph := part.graph) is not None:  # another may come in its place
                 rows.append(graph.index.reconstruct_n(0, graph.index.ntotal))

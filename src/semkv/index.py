@@ -3,11 +3,10 @@
 Partitions come before the search: a vector is compared only with vectors of its own partition, so a tenant or another
 image can neither match nor crowd out a match. The index is built from the catalog and is never the only copy.
 
-A new row is a plain one, compared exactly. From `FLAT` plain rows on, a background thread adds them to a copy of their
-graph, which then takes its place, so that no search and no write waits for it. The same thread builds anew what has
-many removed rows. A large partition has several parts, each with a graph of its own: among a million vectors a single
-graph finds the nearest in 60 of 100 cases only. Graphs are in memory only: those of 100,000 vectors are built again
-within 40 s of processor time after a start, and until then the search is exact.
+A new row is a plain one, compared exactly. From `FLAT` plain rows on, a background thread adds them to a copy of the
+partition's graph, which then takes its place, so that no search and no write waits for it. The same thread builds a
+partition with many removed rows anew. Graphs are in memory only: those of 100,000 vectors are built again within 40 s
+of processor time after a start, and until then the search is exact.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _CHUNK = 1024  # rows that are compared, or added to a graph, in one call
 _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a partition is built anew
 _LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
-_PART = 1 << 18  # rows of a part
+_MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class Graph:
         self.index, self.size = index, len(items)
         self._alive = np.packbits([item is not None for item in items], bitorder="little")
         self._selected = faiss.IDSelectorBitmap(self._alive)
-        self._params = self._with_breadth(_SEARCH_BREADTH)
+        self._breadth = round(_SEARCH_BREADTH * max(1.0, self.size / _MANY) ** 0.5)
+        self._params = self._with_breadth(self._breadth)
         codes_of(index)[[row for row, item in enumerate(items) if item is None]] = 0
 
     def _with_breadth(self, breadth: int) -> Any:
@@ -103,17 +103,15 @@ class Graph:
         codes_of(self.index)[row] = 0
 
     def search(self, query: Vector, k: int) -> list[tuple[float, int]]:
-        params = self._params if 2 * k <= _SEARCH_BREADTH else self._with_breadth(2 * k)
+        params = self._params if 2 * k <= self._breadth else self._with_breadth(2 * k)
         scores, rows = self.index.search(query.reshape(1, -1), k, params=params)
         return [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
 
 
-class Part:
-    """Rows of a partition in the order in which they came: first those of the graph, then plain ones. A row keeps its
-    number until the part is built anew.
+class Partition:
+    """Rows in the order in which they came: first those of the graph, then plain ones. A row keeps its number.
 
     Attributes:
-        partition: its name.
         items: name of each row; None for a removed one.
         place: number of each row by name.
         graph: has the first ``covered`` rows; None while there is none.
@@ -121,8 +119,7 @@ class Part:
         building: whether the index's worker is at it.
     """
 
-    def __init__(self, partition: str, dim: int) -> None:
-        self.partition = partition
+    def __init__(self, dim: int) -> None:
         self.items: list[str | None] = []
         self.place: dict[str, int] = {}
         self.graph: Graph | None = None
@@ -140,15 +137,15 @@ class Part:
         used = len(self.items) - self.covered
         needed = used + len(items)
         if needed > len(self._room):
-            larger = np.empty((max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32)
+            larger = np.zeros((max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32)
             larger[:used] = self.rows
             self._room = larger
         self._room[used:needed] = vectors
         self.place.update({item: row for row, item in enumerate(items, len(self.items))})
         self.items += items
 
-    def take(self, other: Part, rows: Sequence[int], items: Sequence[str | None] | None = None) -> None:
-        """Append rows of another part; ``items`` are its items of a while ago."""
+    def take(self, other: Partition, rows: Sequence[int], items: Sequence[str | None] | None = None) -> None:
+        """Append rows of another partition; ``items`` are its items of a while ago."""
         names = other.items if items is None else items
         if rows:
             self.append([str(names[row]) for row in rows], np.stack([other.vector(row) for row in rows]))
@@ -193,21 +190,20 @@ class Part:
 class VectorIndex:
     """Nearest vectors by inner product over unit vectors, per partition. Any thread may call any method.
 
-    A part above ``flat`` rows is searched through a graph, which finds about the nearest (``bench/index.py`` measures
-    how often). Scores are then of float16 vectors, and differ from the exact ones by less than 0.001. The vector of a
-    removed item leaves memory at once.
+    A partition above ``flat`` rows is searched through a graph: about the nearest (``bench/index.py`` measures the
+    share that is found), with scores from float16 vectors, which differ from the exact ones by less than 0.001. The
+    vector of a removed item leaves memory at once.
 
     Args:
         dim: length of every vector.
-        flat: plain rows from which a part gets a graph, 4 or more.
-        part: rows from which a partition gets one more part.
+        flat: plain rows from which a partition gets a graph, 4 or more.
     """
 
-    def __init__(self, dim: int, *, flat: int = FLAT, part: int = _PART) -> None:
-        self.dim, self._flat, self._part = dim, flat, part
+    def __init__(self, dim: int, *, flat: int = FLAT) -> None:
+        self.dim, self._flat = dim, flat
         self._lock = threading.Lock()
-        self._partitions: dict[str, list[Part]] = {}
-        self._home: dict[str, Part] = {}  # of each item
+        self._partitions: dict[str, Partition] = {}
+        self._home: dict[str, str] = {}  # item -> partition
         self._worker = ThreadPoolExecutor(1, "semkv-index", _use_half_the_cores)
         self._builds: list[Future[None]] = []
         self._closed = False
@@ -231,38 +227,25 @@ class VectorIndex:
         with self._lock:
             for name, members in grouped.items():
                 items = [item for item in members if item not in self._home]
-                for start in range(0, len(items), _MOVED):
-                    some = items[start : start + _MOVED]
-                    home = self._with_room(name)
-                    home.append(some, np.stack([members[item] for item in some]))
-                    self._home.update(dict.fromkeys(some, home))
-                    self._look_after(home)
-
-    def _with_room(self, name: str) -> Part:
-        parts = self._partitions.setdefault(name, [])
-        for part in parts:
-            if len(part.items) < self._part:
-                return part
-        parts.append(Part(name, self.dim))
-        return parts[-1]
+                if items:
+                    home = self._partitions.setdefault(name, Partition(self.dim))
+                    home.append(items, np.stack([members[item] for item in items]))
+                    self._home.update(dict.fromkeys(items, name))
+                    self._look_after(name)
 
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored. No search that ends after this finds one of them."""
         with self._lock:
             touched = set()
             for item in items:
-                home = self._home.pop(item, None)
-                if home is not None:
-                    home.remove(item)
-                    touched.add(home)
-            for home in touched:
-                if home.place:
-                    self._look_after(home)
-                    continue
-                parts = self._partitions[home.partition]
-                parts.remove(home)
-                if not parts:
-                    del self._partitions[home.partition]
+                name = self._home.pop(item, None)
+                if name is not None:
+                    self._partitions[name].remove(item)
+                    touched.add(name)
+            for name in touched:
+                if not self._partitions[name].place:
+                    del self._partitions[name]
+                self._look_after(name)
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -270,10 +253,12 @@ class VectorIndex:
         """The ``k`` nearest items of one partition, best first; fewer where it has fewer, or some went meanwhile."""
         query = np.ascontiguousarray(vector, dtype=np.float32)
         with self._lock:
-            parts = self._partitions.get(partition, [])
-            found = [one for part in parts for one in part.nearest(query, k)]
-            graphs = [(part.graph, part.items) for part in parts if part.graph is not None]
-        for graph, items in graphs:
+            home = self._partitions.get(partition)
+            if home is None:
+                return []
+            found = home.nearest(query, k)
+            graph, items = home.graph, home.items
+        if graph is not None:
             found += [(score, items[row]) for score, row in graph.search(query, k)]
         found.sort(key=lambda one: -one[0])
         near = [Neighbour(item, max(-1.0, min(1.0, score))) for score, item in found if item in self._home and item]
@@ -282,9 +267,10 @@ class VectorIndex:
     def score(self, item: str, vector: Vector) -> float | None:
         """The cosine of one stored item with ``vector``, or None where the item is unknown."""
         with self._lock:
-            home = self._home.get(item)
-            if home is None:
+            name = self._home.get(item)
+            if name is None:
                 return None
+            home = self._partitions[name]
             return max(-1.0, min(1.0, float(np.dot(home.vector(home.place[item]), vector))))
 
     # -- in the background --------------------------------------------------------------------------------------
@@ -301,21 +287,22 @@ class VectorIndex:
         self._closed = True
         self._worker.shutdown()
 
-    def _look_after(self, home: Part) -> None:
-        if home.building or self._closed or not home.place:
+    def _look_after(self, name: str) -> None:
+        home = self._partitions.get(name)
+        if home is None or home.building or self._closed:
             return
         if len(home.rows) >= self._flat or self._is_stale(home):
             home.building = True
             self._builds = [build for build in self._builds if not build.done()]
-            self._builds.append(self._worker.submit(self._build, home))
+            self._builds.append(self._worker.submit(self._build, name, home))
 
-    def _is_stale(self, home: Part) -> bool:
+    def _is_stale(self, home: Partition) -> bool:
         return home.gone > max(self._flat // 4, _STALE * len(home.items))
 
-    def _build(self, home: Part) -> None:
+    def _build(self, name: str, home: Partition) -> None:
         try:
             if self._is_stale(home):
-                self._renew(home)
+                self._renew(name, home)
             else:
                 self._enlarge(home)
         except Exception as error:  # short of memory, most likely: that costs speed, and no answer
@@ -324,9 +311,9 @@ class VectorIndex:
             return
         with self._lock:
             home.building = False
-            self._look_after(home)
+            self._look_after(name)
 
-    def _enlarge(self, home: Part) -> None:
+    def _enlarge(self, home: Partition) -> None:
         """Move plain rows into the graph."""
         with self._lock:
             moved = home.rows[:_MOVED].copy()
@@ -335,11 +322,11 @@ class VectorIndex:
             with self._lock:
                 home.cover(index, home.covered + len(moved))
 
-    def _renew(self, home: Part) -> None:
-        """Build a part anew, of the rows that are left."""
+    def _renew(self, name: str, home: Partition) -> None:
+        """Put a new partition in place, of the rows that are left."""
         with self._lock:
             items = home.items.copy()
-        fresh, left = Part(home.partition, self.dim), [row for row, item in enumerate(items) if item is not None]
+        fresh, left = Partition(self.dim), [row for row, item in enumerate(items) if item is not None]
         for start in range(0, len(left), _MOVED):
             fresh.take(home, left[start : start + _MOVED], items)
             if len(fresh.rows) >= self._flat:
@@ -352,8 +339,8 @@ class VectorIndex:
                 if home.items[row] is None:  # removed meanwhile
                     fresh.remove(str(items[row]))
             fresh.take(home, [row for row in range(len(items), len(home.items)) if home.items[row] is not None])
-            fresh.building = True
-            vars(home).update(vars(fresh))
+            if self._partitions.get(name) is home:  # else all of it was removed meanwhile
+                self._partitions[name] = fresh
 
     def _grow(self, index: Any, vectors: Matrix) -> bool:
         """Add rows to a graph that nobody searches yet, 0.2 ms each; False where the index was closed meanwhile."""

@@ -184,6 +184,7 @@ class Gateway:
                         if (answer := await self._without_asking(request, found, earlier)) is not None:
                             self._give_up(request)
                             return answer
+                earlier.clear()  # none of them stays in memory as long as this request
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
@@ -304,6 +305,8 @@ class Gateway:
         now = takewhile(lambda pending: pending.flight is not own, self.pending)
         others, candidates = dict.fromkeys((*earlier, *now)), []
         for pending in [pending for pending in others if pending.canonical.key != found.canonical.key]:
+            if pending.flight.done and not pending.flight.stored:
+                continue
             undecided = not pending.looking.done() and not pending.flight.done
             if undecided and pending.group == found.entry.group:
                 await asyncio.wait((pending.looking,))

@@ -32,6 +32,7 @@ import xxhash
 
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
+from semkv.stores.database import is_ours
 from semkv.stores.files import check_private, make_folder, open_file
 
 FORMAT_VERSION = 2
@@ -292,7 +293,10 @@ def unlink(root: Path, file: str) -> None:
 
 
 def is_store(root: Path) -> bool:
-    """Whether a directory was made by `make_store`, also where its index was lost or damaged."""
+    """Whether a directory was made by `make_store`, also where its index was lost or damaged. It is not where the index
+    is another program's database."""
+    if is_ours(root / INDEX) is False:
+        return False
     return (root / FILES).is_dir() and any((root / name).is_file() for name in (INDEX, f"{INDEX}.lock"))
 
 

@@ -27,6 +27,7 @@ from semkv.stores import block_file, block_index
 from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, make_store, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
 from semkv.stores.database import Database, delete_files, is_transient, is_useless, opening
+from semkv.stores.files import FileId, file_id
 
 log = logging.getLogger("semkv.stores")
 
@@ -184,7 +185,7 @@ class BlockStore:
         index.close()
         if not self._read_only:
             with contextlib.suppress(StoreError):
-                begin_anew(self.root, 0.0)
+                begin_anew(self.root, 0.0, only=index.file)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
 
     def _pause(self, error: Exception) -> None:
@@ -437,9 +438,12 @@ class BlockStore:
                 self._database = None
 
 
-def begin_anew(root: Path, wait_s: float = _OPEN_S) -> None:
+def begin_anew(root: Path, wait_s: float = _OPEN_S, *, only: FileId | None = None) -> None:
     """Delete a store's index and blocks, and begin another index: who has the old one open goes on with that, and takes
     everything for purged.
+
+    Args:
+        only: unless another process has put another index in the place of this one.
 
     Raises:
         StoreError: not all could be deleted.
@@ -447,6 +451,8 @@ def begin_anew(root: Path, wait_s: float = _OPEN_S) -> None:
     file = root / INDEX
     try:
         with opening(file, wait_s):
+            if only is not None and file_id(file) not in (only, None):
+                return
             delete_files(file)
             block_file.discard_blocks(root)
     except OSError as error:

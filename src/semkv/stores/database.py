@@ -244,6 +244,11 @@ class Database:
         if self._raises_store_error and isinstance(error, sqlite3.Error):
             raise StoreError(f"{self.path}: {error}") from error
 
+    @property
+    def file(self) -> FileId | None:
+        """The file that was opened last; None where that failed."""
+        return self._file
+
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows that a statement finds."""
         with self as db:

@@ -125,12 +125,12 @@ def make_cache_folder(root: Path) -> None:
 
 def is_ours(root: Path) -> bool:
     """Whether there is a sign that `purge_directory` goes by: a database of ours, also a damaged one that was opened as
-    ours before, or a store of blocks."""
+    ours before, a store of blocks, or the marker of an earlier semkv."""
     file = root / CATALOG
     found = database.is_ours(file)
     if found is None:
         found = database.is_filled(file) and file.with_name(f"{CATALOG}.lock").is_file()
-    return found or bool(_stores(root))
+    return found or bool(_stores(root)) or (root / _MARKERS[0]).is_file()
 
 
 def check_is_cache(cache_dir: Path) -> None:
