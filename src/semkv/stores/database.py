@@ -344,7 +344,7 @@ class Database:
     def _connect(self, wait_s: float) -> sqlite3.Connection:
         is_there = check_regular(self.path)
         if self._replace:
-            if not is_there:  # SQLite gives the files beside it the same mode
+            if not is_there:  # SQLite gives its log and shared memory the same mode
                 os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))
             self._make_private()
         writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))

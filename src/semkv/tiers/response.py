@@ -258,7 +258,7 @@ class ResponseCache:
     def keep(
         self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
     ) -> bool:
-        """Keep an answer if it is complete. Blocks. What is refused is counted under its reason.
+        """Keep an answer if it is complete. Blocks. A refused answer is counted under the reason.
 
         Args:
             request: the canonical request it was computed from.

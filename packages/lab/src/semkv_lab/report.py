@@ -1,4 +1,4 @@
-"""``semkv report``: the logs of sweeps as one page. HTML needs nothing else; Markdown has its figures beside it."""
+"""``semkv report``: the logs of sweeps as one page. An HTML page holds its figures; a Markdown page links to them."""
 
 from __future__ import annotations
 

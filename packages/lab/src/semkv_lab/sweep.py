@@ -119,7 +119,7 @@ _PATHS = {"samples_out", "summary_out"}  # where things lie changes no result
 
 
 class SweepLog:
-    """The finished rows of a sweep, as a ``.csv`` file and as JSON lines beside it. The first to finish comes first."""
+    """The finished rows of a sweep, in a ``.csv`` file and a ``.jsonl`` file, in the order in which they finished."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         if path.suffix != ".csv":

@@ -28,7 +28,7 @@ LOG = 1000  # invalidations that a store remembers
 _REDIS = ("redis://", "rediss://", "unix://")
 _TIMES = ("created", "expires", "stale_until")
 _TEXTS = ("key", "partition", "model", "prompt")
-_OVERHEAD = 640  # bytes of an entry beside its strings: objects, dictionary slot, allocator (measured: 500 to 620)
+_OVERHEAD = 640  # bytes of an entry without its strings: objects, dictionary slot, allocator (measured: 500 to 620)
 
 
 @dataclass(frozen=True, slots=True)
