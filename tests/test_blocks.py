@@ -455,3 +455,14 @@ def test_a_file_system_without_direct_reading_or_writing_is_used_as_any(
     if fault == "fcntl":
         monkeypatch.setattr(block_file.fcntl, "fcntl", refuse(errno.EINVAL))
     assert_read(*saved(tmp_path), room(COUNT, ROW_BYTES))
+
+
+def test_who_finds_its_index_lost_late_spares_the_one_that_another_has_begun(tmp_path: Path) -> None:
+    with closing(open_store(tmp_path)) as late, closing(open_store(tmp_path)) as other:
+        index = late._database
+        assert index is not None
+        blocks.begin_anew(tmp_path)
+        save(other, 0, 5)
+        late._give_up(index, sqlite3.DatabaseError("damaged"))
+        assert found(other, 0, 5) == 5
+        assert len(files(tmp_path)) == 1
