@@ -127,8 +127,9 @@ def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path
         wait_until(lambda: call(*purge, "--dry-run").startswith("1 entries"))
         assert call(*purge).startswith("1 entries")
         assert "reuse" not in pair.post("what is  the capital of Italy?").headers["x-semkv"]
-        pair.post("Who wrote Faust?")
-        wait_until(lambda: call(*purge, "--dry-run").startswith("2 entries"))
+        # An answer that was on its way when the gateway heard of the purge is not recorded.
+        texts = ("what is  the capital of Italy?", "Who wrote Faust?")
+        wait_until(lambda: all(map(pair.post, texts)) and call(*purge, "--dry-run").startswith("2 entries"))
     prepare(CacheConfig(tmp_path))  # engines may come back
     with Pair(tmp_path, semantic=True) as pair:
         assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]
