@@ -124,18 +124,8 @@ def test_commands_and_flags_exist(page: str) -> None:
         if shown:
             assert flags(shown[1]), line
             assert set(_FLAG.findall(shown[2])) <= flags(shown[1]), line
-    everywhere = (
-        "serve",
-        "run",
-        "sweep",
-        "verify",
-        "purge",
-        "report",
-        "calibrate",
-        "bench semantic",
-        "bench connector",
-    )
-    known = _OTHER_FLAGS.union(*map(flags, everywhere))
+    named = "serve, run, sweep, verify, purge, report, calibrate, bench semantic, bench connector".split(", ")
+    known = _OTHER_FLAGS.union(*map(flags, named))
     assert set(_FLAG.findall(" ".join(quoted(page)))) <= known
 
 
