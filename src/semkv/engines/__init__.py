@@ -61,7 +61,7 @@ class EnginePrompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What came back, and how much of it had to be computed.
+    """An answer, and how much of the prompt had to be computed.
 
     Attributes:
         text: the generated text, special tokens left out.
