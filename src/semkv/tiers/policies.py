@@ -58,6 +58,8 @@ class Decision:
 class Decider(Protocol):
     """Judges approximate matches, not exact or normalised ones. Called from any thread.
 
+    ``--policy`` calls a dotted path with the `CacheConfig`.
+
     A class that derives from this and has no `observe` learns nothing.
 
     Attributes:
