@@ -130,6 +130,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     assert left(used) == []
 
 
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
+def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
+    result = invoke([*command.split(), "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{used / 'media'} cannot be read" in result.stderr
+
+
 def test_a_purge_says_which_folders_it_does_not_follow(used: Path) -> None:
     (used / "kv").rename(used.parent / "elsewhere")
     (used / "kv").symlink_to(used.parent / "elsewhere")
@@ -195,6 +203,11 @@ def break_page(path: Path) -> None:
     for at in range(4096, len(data), 4096):
         data[at : at + 100] = b"\xff" * 100
     path.write_bytes(data)
+
+
+def break_table(path: Path) -> None:
+    """The text that declares a table."""
+    path.write_bytes(path.read_bytes().replace(b"created REAL", b"\xffreated REAL"))
 
 
 def make_foreign(path: Path) -> None:
@@ -269,7 +282,7 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page])
+@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
 def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
     harm(used / CATALOG)
     call("purge", "--cache-dir", str(used), "--dry-run")
@@ -277,6 +290,10 @@ def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: 
     call("purge", "--cache-dir", str(used))
     assert left(used) == []
     assert inspect(used).unread == ()
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    harm(used / CATALOG)
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    assert left(used) == [f"{CATALOG}.damaged"], "a cache that is opened on it puts it aside"
 
 
 # -- what one tenant has: stats and purge by its name -----------------------------------------------------------------
@@ -385,6 +402,9 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     (root / "media" / "cd").symlink_to(outside, target_is_directory=True)
     assert purge_directory(root, dry_run=True) == len(ours) + 2
     assert len(left(root)) == len(ours + theirs) + 2
+    with pytest.raises(StoreError, match=f"{root / 'media' / 'cd'} is a link"):
+        prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
+    (root / "media" / "cd").unlink()
     prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
     assert left(root) == sorted(theirs)
     assert left(fusion) == []
