@@ -260,6 +260,14 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
             assert result.exit_code == EXIT_ERROR
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("semkv: ")]
             assert str(used / CATALOG) in line
+    if harm is make_folder:
+        (used / CATALOG / "mine").touch()
+    stays = harm in (make_foreign, make_folder)
+    told = invoke(["purge", "--cache-dir", str(used)])
+    assert (told.exit_code, CATALOG in told.stderr.splitlines()[-1]) == (EXIT_ERROR if stays else 0, True)
+    assert left(used) == [f"{CATALOG}/mine"] * (harm is make_folder), "the rest is deleted all the same"
+    if harm is make_foreign:
+        assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, Path.unlink])
@@ -283,7 +291,9 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
-def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
+def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
+    used: Path, harm: Callable[[Path], None]
+) -> None:
     harm(used / CATALOG)
     call("purge", "--cache-dir", str(used), "--dry-run")
     assert (used / CATALOG).exists()
@@ -293,7 +303,7 @@ def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: 
     SemanticCache(CacheConfig(used, semantic=False)).close()
     harm(used / CATALOG)
     SemanticCache(CacheConfig(used, semantic=False)).close()
-    assert left(used) == [f"{CATALOG}.damaged"], "a cache that is opened on it puts it aside"
+    assert left(used) == [f"{CATALOG}.damaged"]
 
 
 # -- what one tenant has: stats and purge by its name -----------------------------------------------------------------
@@ -366,19 +376,6 @@ def test_a_tenant_may_have_any_name(tmp_path: Path, name: str) -> None:
 
 def test_a_name_that_is_no_text_is_refused(used: Path) -> None:
     assert "UTF-8" in refused("purge", "--cache-dir", str(used), "--tenant", "\udcff")
-
-
-def test_a_purge_goes_on_where_the_database_cannot_be_deleted(used: Path) -> None:
-    for beside in used.glob(f"{CATALOG}*"):
-        beside.unlink()
-    (used / CATALOG).mkdir()
-    (used / CATALOG / "mine").touch()
-    result = invoke(["purge", "--cache-dir", str(used)])
-    assert result.exit_code == EXIT_ERROR
-    assert CATALOG in result.stderr
-    assert block_files(used, "kv") == block_files(used, "fusion") == []
-    assert not list(used.glob("media/??/*"))
-    assert (used / CATALOG / "mine").exists()
 
 
 # -- whose a directory is ---------------------------------------------------------------------------------------------

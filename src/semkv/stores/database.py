@@ -331,8 +331,8 @@ class Database:
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
-                damaged = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
-                if not self._replace or not damaged or is_ours(self.path) is False:
+                is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
+                if not self._replace or not is_of_no_use or is_ours(self.path) is False:
                     raise
                 ours = self.path.name == CATALOG or self._schema.discard
                 if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
