@@ -35,7 +35,7 @@ _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TRANSIENT = (
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM),
-    sqlite3.SQLITE_PROTOCOL,
+    *(sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_SCHEMA),
 )
 _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
