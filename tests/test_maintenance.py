@@ -67,7 +67,7 @@ def test_stats_count_what_is_there(used: Path) -> None:
     }
     assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in block_files(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
-    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago", "a-model (model)", " KiB"))
+    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " KiB"))
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
     result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
