@@ -52,8 +52,7 @@ def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPath
 class TestEngine:
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: CachedEngine) -> None:
         before, prompt = engine.files("fusion"), engine.prompt("encoder", picture=3)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(1, 0)))
         engine.forget()
         both = SKIP | {"ec_transfer_params": {"semkv": {"skip": True}}}
@@ -72,7 +71,6 @@ class TestEngine:
         claims = kv_params(semkv={"owner": tenant_tag("yours"), "adapter": "x"})
         assert engine.one(prompt, extra=claims)[1].loaded_tokens == 0
         engine.settle()
-        assert engine.cache_dir is not None
         assert purge_from_here(engine.cache_dir, salts=["yours"], dry_run=True).counts["files"] == 0
         assert purge_from_here(engine.cache_dir, salts=["mine"], dry_run=True).counts["files"]
         limits = ({"max_load_tokens": 70}, 64), ({"kv_load_tiers": [{"medium": "CPU"}]}, 0)
@@ -84,7 +82,6 @@ class TestEngine:
         assert engine.one(prompt)[1].loaded_tokens > 64
 
     def test_salts_share_nothing(self, engine: CachedEngine) -> None:
-        assert engine.cache_dir is not None
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
         cold, _ = engine.one(a)
         for host in (False, True):
@@ -101,7 +98,6 @@ class TestEngine:
     def test_a_purge_reaches_a_running_engine(self, engine: CachedEngine) -> None:
         """Of a tenant, and an operator's of everything: neither the disk nor host memory serves what was there; the
         other tenant's stays, and all goes on."""
-        assert engine.cache_dir is not None
         mine, yours = (engine.prompt("of a tenant", picture=8, salt=s) for s in ("me", "you"))
         cold, _ = engine.one(mine)
         engine.one(yours)
@@ -152,8 +148,7 @@ class TestEngine:
     ) -> None:
         """Whatever the disk tier's store raises, in vLLM's thread or in ours, the engine answers."""
         prompt, shared = engine.prompt("faults", picture=22), engine.connector.shared
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("broken")
@@ -176,8 +171,7 @@ class TestEngine:
     ) -> None:
         """Requests go on without the disk, and with it once it was started again."""
         prompt = engine.prompt(f"dies of {how.name}", picture=22)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         (tier,) = engine.connector.manager.secondary_tiers
         with monkeypatch.context() as patch:
             patch.setattr("semkv.connectors.disk_process._SILENT_S", 0.5)
@@ -225,8 +219,7 @@ class TestEngine:
         monkeypatch.setattr(tier, "_queue_bytes", 0)
         monkeypatch.setattr(tier, "_waiting_bytes", 1)
         before = engine.counts()["dropped"]
-        cold, _ = engine.one(prompt)
-        engine.forget(keep_host=True)
+        cold = engine.store(prompt, keep_host=True)
         assert engine.counts()["dropped"] > before
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"host"})
@@ -236,8 +229,7 @@ class TestEngine:
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompt, shared = engine.prompt("old", picture=22), engine.connector.shared
-        cold, _ = engine.one(prompt)
-        engine.forget(keep_host=True)
+        cold = engine.store(prompt, keep_host=True)
         old = {key: (owner, 1.0) for key, (owner, _) in shared.records.items()}
         shared.records.update(old)
         settings = KVSettings(shared.settings.cache_dir, max_age_s=3600.0)
@@ -277,7 +269,6 @@ class TestEngine:
         assert {len(t) for t in chunk.tensors.values()} == {len(chunk.block_hashes)}
         assert sum(t.shape[1] for t in chunk.tensors.values()) <= chunk.rows.shape[1]
         assert adapter.capture("nobody") is None
-        assert engine.cache_dir is not None
         purge(engine.cache_dir)
         engine.forget()
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -321,7 +312,6 @@ class TestEngine:
         (output,) = engine.run(yours)
         chunk = adapter.capture(output.request_id)
         assert chunk is not None
-        assert engine.cache_dir is not None
         other = BlockStore(engine.cache_dir / "kv", "kv", writer="another")
         key = b"another engine's block".ljust(36)
         assert other.write(chunk.namespace, {}, [key], [chunk.rows[0]])
@@ -367,8 +357,7 @@ class TestEngine:
         engine.settle()
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         again, outcome = engine.one(prompt)
         assert (again, bool(outcome.loaded_tokens)) == (cold, True)
 

@@ -59,10 +59,8 @@ LOADABLE = [288, 160, 416]
 
 
 def alone(model: str) -> dict[str, list[Answer]]:
-    engine = Engine(model)
-    found = {"short": engine.ask(marked()), "long": engine.ask(marked(), tokens=100)}
-    engine.close()
-    return found
+    with Engine(model) as engine:
+        return {"short": engine.ask(marked()), "long": engine.ask(marked(), tokens=100)}
 
 
 def right(answers: list[Answer], references: list[Answer]) -> list[bool]:
@@ -94,9 +92,9 @@ def failing(model: str, cache: str, references: dict[str, list[Answer]]) -> dict
         again = engine.ask(prompts)
         found[level] = right(again, short)
         found[f"{level} loaded"] = [answer["loaded"] for answer in again]
-    found["left"] = engine.left()
+    left = engine.left()
     engine.close()
-    return found
+    return found | {"left": left}
 
 
 @pytest.mark.engine
@@ -143,9 +141,9 @@ def siblings(model: str, cache: str, short: list[Answer]) -> dict[str, Any]:
         found[level] = right(answers, short)
         found[f"{level} loaded"] = sum(answer["loaded"] for answer in answers)
         engine.forget()
-    found["left"] = engine.left()
+    left = engine.left()
     engine.close()
-    return found
+    return found | {"left": left}
 
 
 @pytest.mark.engine
@@ -165,22 +163,17 @@ def test_connectors_beside_each_other(model: Path, tmp_path: Path, references: A
 
 
 def pooled(model: str, cache: str) -> dict[str, Any]:
-    prompts, found = marked(), {}
-
     def embed(engine: Engine) -> list[list[float]]:
-        outputs = engine.llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+        outputs = engine.llm.encode(marked(), pooling_task="embed", use_tqdm=False)
         return [output.outputs.data.tolist() for output in outputs]
 
     kind = {"runner": "pooling", "convert": "embed"}
-    plain = Engine(model, **kind)
-    found["plain"] = embed(plain)
-    plain.close()
-    engine = Engine(model, connector(cache), **kind)
-    found["cold"] = embed(engine)
-    engine.forget()
-    found["disk"], found["left"] = embed(engine), engine.left()
-    engine.close()
-    return found
+    with Engine(model, **kind) as plain:
+        found = {"plain": embed(plain)}
+    with Engine(model, connector(cache), **kind) as engine:
+        found["cold"] = embed(engine)
+        engine.forget()
+        return found | {"disk": embed(engine), "left": engine.left()}
 
 
 @pytest.mark.engine
