@@ -189,6 +189,16 @@ class CachedEngine(Engine):
         self.forget(keep_host=keep_host)
         return tokens
 
+    def from_disk(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+        """As `one`, with nothing in vLLM's caches and in host memory."""
+        self.forget()
+        return self.one(prompt, **fields)
+
+    def from_host(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+        """As `one`, with nothing in vLLM's caches."""
+        self.forget(keep_host=True)
+        return self.one(prompt, **fields)
+
     @property
     def connector(self) -> Any:
         return self.scheduler.connector

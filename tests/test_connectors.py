@@ -41,12 +41,18 @@ def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = 
     return ConnectorOutcome(tokens, {"disk": tokens} if tokens else {}, *fusion, tokens if cached is None else cached)
 
 
+def flip(file: Path, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 4
+    file.write_bytes(raw)
+
+
 @pytest.fixture(scope="class")
 def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
     """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
-    e = CachedEngine(checkpoint("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
-    yield e
-    e.close()
+    folder = tmp_path_factory.mktemp("cache")
+    with CachedEngine(checkpoint("llava"), folder, max_num_batched_tokens=128, max_num_seqs=8) as made:
+        yield made
 
 
 class TestEngine:
@@ -59,8 +65,7 @@ class TestEngine:
         assert engine.one(prompt, extra=both) == (cold, disk(0, fusion=(0, 1)))
         engine.forget()
         (file,) = engine.files("fusion") - before
-        raw = file.read_bytes()
-        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        flip(file, -1)
         assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(0, 1)))
 
     def test_what_a_request_may_say(self, engine: CachedEngine) -> None:
@@ -75,11 +80,9 @@ class TestEngine:
         assert purge_from_here(engine.cache_dir, salts=["mine"], dry_run=True).counts["files"]
         limits = ({"max_load_tokens": 70}, 64), ({"kv_load_tiers": [{"medium": "CPU"}]}, 0)
         for extra, expected in ((SKIP, 0), *((kv_params(**limit), loaded) for limit, loaded in limits)):
-            engine.forget()
-            tokens, outcome = engine.one(prompt, extra=extra)
+            tokens, outcome = engine.from_disk(prompt, extra=extra)
             assert (tokens, outcome.loaded_tokens) == (cold, expected)
-        engine.forget()
-        assert engine.one(prompt)[1].loaded_tokens > 64
+        assert engine.from_disk(prompt)[1].loaded_tokens > 64
 
     def test_salts_share_nothing(self, engine: CachedEngine) -> None:
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
@@ -88,10 +91,8 @@ class TestEngine:
             engine.forget(keep_host=not host)
             assert engine.one(b, extra=kv_params(max_offload_tokens=0)) == (cold, disk(0, fusion=(0, 1)))
             purge_from_here(engine.cache_dir, salts=["b"])
-        engine.forget()
-        assert engine.one(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
-        engine.forget()
-        again, outcome = engine.one(a)
+        assert engine.from_disk(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
+        again, outcome = engine.from_disk(a)
         assert outcome.loaded_tokens
         assert again == cold
 
@@ -109,28 +110,25 @@ class TestEngine:
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
         assert engine.counts()["purged_blocks"] > before
         for prompt in (yours, mine):  # one was left alone, the other is stored anew
-            engine.forget(keep_host=True)
-            assert engine.one(prompt)[1].sources.get("host")
+            assert engine.from_host(prompt)[1].sources.get("host")
         engine.forget(keep_host=True)
         purge(engine.cache_dir)
         assert not engine.files()
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
-        engine.forget()
-        again, outcome = engine.one(mine)
+        again, outcome = engine.from_disk(mine)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
     @pytest.mark.parametrize(("damage", "counted"), [("flip", "corrupt"), ("swap", "corrupt"), ("gone", "missing")])
     def test_damage_is_a_miss_with_the_same_answer(self, engine: CachedEngine, damage: str, counted: str) -> None:
-        engine.settle()
+        engine.store(engine.prompt("another file", picture=19))
         before, prompt = engine.files(), engine.prompt(f"damage {damage}", picture=20)
         (cold,) = engine.run(prompt)
         engine.forget()
         file = max(engine.files() - before, key=lambda p: p.stat().st_mtime_ns)
-        raw = file.read_bytes()
         if damage == "flip":
-            file.write_bytes(raw[:-5000] + bytes([raw[-5000] ^ 4]) + raw[-4999:])
+            flip(file, -5000)
         elif damage == "swap":
-            file.write_bytes(next(p for p in sorted(before) if p != file).read_bytes())
+            file.write_bytes(min(before).read_bytes())
         else:
             file.unlink()
         counts = engine.counts()
@@ -139,8 +137,8 @@ class TestEngine:
         assert (outcome.loaded_tokens or 0) < full_blocks(cold)
         assert engine.counts()[counted] > counts[counted]
         assert not file.exists()
-        engine.forget()
-        tokens, outcome = engine.one(prompt)  # stored again meanwhile
+        engine.from_disk(prompt)  # which stores what lay undamaged in the file, too
+        tokens, outcome = engine.from_disk(prompt)
         assert (tokens, outcome.loaded_tokens) == (answer(cold), full_blocks(cold))
 
     def test_a_store_that_fails_costs_the_hit_and_nothing_else(
@@ -162,8 +160,7 @@ class TestEngine:
                 engine.one(engine.prompt(f"new for {name}", picture=22))
                 engine.settle()
                 assert engine.counts()["errors"] > errors or name == "purges_after"
-        engine.forget()
-        assert engine.one(prompt)[1].loaded_tokens
+        assert engine.from_disk(prompt)[1].loaded_tokens
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_disks_process_may_die_or_fall_silent(
@@ -179,13 +176,11 @@ class TestEngine:
             os.kill(tier._disk._process.pid, how)
             assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
             assert engine.counts()["errors"] > errors
-        engine.forget(keep_host=True)
-        assert engine.one(prompt)[1].sources.get("host")
+        assert engine.from_host(prompt)[1].sources.get("host")
         engine.forget()
         tier._disk._started -= 3600.0
         engine.one(engine.prompt("starts it", picture=22))
-        engine.forget()
-        again, outcome = engine.one(prompt)
+        again, outcome = engine.from_disk(prompt)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
     def test_vllm_counts_host_hits_as_in_its_own_lookups(
@@ -203,8 +198,7 @@ class TestEngine:
         monkeypatch.setattr(OffloadingConnectorStats, "increase_counter", counting)
         for _ in range(2):
             counted.clear()
-            engine.forget(keep_host=True)
-            assert engine.one(prompt)[1].sources.get("host")
+            assert engine.from_host(prompt)[1].sources.get("host")
             engine.settle()
             seen.append(dict(counted))
             monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: 0)  # now by vLLM's way
@@ -236,8 +230,7 @@ class TestEngine:
         monkeypatch.setattr(shared, "settings", settings)
         again, outcome = engine.one(prompt, extra=kv_params(kv_load_tiers=[{"medium": "CPU"}]))
         assert (again, outcome.loaded_tokens) == (cold, 0)
-        engine.forget(keep_host=True)
-        assert engine.one(prompt)[1].sources.get("host")  # computed and stored anew
+        assert engine.from_host(prompt)[1].sources.get("host")  # computed and stored anew
 
     @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "of host memory hold fewer than 8 blocks"])
     def test_a_connector_that_has_too_little_memory_stays_idle(
@@ -279,9 +272,7 @@ class TestEngine:
         assert not adapter.inject("other", chunk)
         assert "differ" in adapter.refusal("other", chunk)
         assert not adapter.inject("unknown", chunk)
-        done = {}
-        while llm_engine.has_unfinished_requests():
-            done |= {o.request_id: o for o in llm_engine.step() if o.finished}
+        done = step(engine)
         assert answer(done["mine"]) == answer(cold)
         assert read_outcome(done["mine"]).loaded_tokens == full_blocks(cold)
 
@@ -304,6 +295,8 @@ class TestEngine:
         self, engine: CachedEngine, how: str, pictures: tuple[int, int]
     ) -> None:
         """Other weights follow: neither KV nor encoder outputs are served; what another engine stored stays its own."""
+        from vllm import SamplingParams
+
         from semkv.connectors.adapter import KVAdapter
 
         mine, yours = (engine.prompt("weights", picture=picture) for picture in pictures)
@@ -330,16 +323,13 @@ class TestEngine:
         for prompt in (mine, yours):
             fresh, outcome = engine.one(prompt)
             assert outcome == disk(0, fusion=(0, 1))
-            engine.forget()
-            again, outcome = engine.one(prompt, extra=SKIP)
+            again, outcome = engine.from_disk(prompt, extra=SKIP)
             assert (again, outcome.fusion_loaded) == (fresh, 1)
-            engine.forget()
-            again, outcome = engine.one(prompt)
+            again, outcome = engine.from_disk(prompt)
             assert (again, bool(outcome.loaded_tokens)) == (fresh, True)
-        engine.llm.llm_engine.add_request("late", yours, _one_token())
+        engine.llm.llm_engine.add_request("late", yours, SamplingParams(max_tokens=1))
         assert "reset" in adapter.refusal("late", chunk)
-        while engine.llm.llm_engine.has_unfinished_requests():
-            engine.llm.llm_engine.step()
+        step(engine)
 
     def test_a_reset_amid_requests_stores_nothing_until_one_finds_none(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
@@ -350,11 +340,10 @@ class TestEngine:
         for _ in range(6):
             llm_engine.step()
         assert not engine.llm.reset_prefix_cache(reset_connector=True)
-        while llm_engine.has_unfinished_requests():
-            llm_engine.step()
-        before = engine.counts()["stored_blocks"]
-        engine.one(prompt)
+        step(engine)
         engine.settle()
+        before = engine.counts()["stored_blocks"]
+        engine.store(prompt)
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         cold = engine.store(prompt)
@@ -362,10 +351,12 @@ class TestEngine:
         assert (again, bool(outcome.loaded_tokens)) == (cold, True)
 
 
-def _one_token() -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=1)
+def step(engine: CachedEngine) -> dict[str, Any]:
+    """The outputs of the requests under way, by name, when all have ended."""
+    core, done = engine.llm.llm_engine, dict[str, Any]()
+    while core.has_unfinished_requests():
+        done |= {output.request_id: output for output in core.step() if output.finished}
+    return done
 
 
 def _other_weights(model: Any) -> None:
@@ -381,30 +372,25 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     """Its blocks on disk would push each other out of host memory for ever."""
     row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
     kv = {"host_bytes": 14 * (row + 4096)}
-    first = CachedEngine(checkpoint("opt"), tmp_path)
-    prompt = first.prompt("long " * 120)
-    (cold,) = first.run(prompt)
+    with CachedEngine(checkpoint("opt"), tmp_path) as large:
+        (cold,) = large.run(large.prompt("long " * 120))
+        large.settle()
     assert full_blocks(cold) > 16 * BLOCK
-    first.settle()
-    first.close()
-    small = CachedEngine(checkpoint("opt"), tmp_path, kv)
-    tokens, outcome = small.one(prompt)
+    with CachedEngine(checkpoint("opt"), tmp_path, kv) as small:
+        tokens, outcome = small.one(small.prompt("long " * 120))
     assert tokens == answer(cold)
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
-    small.close()
 
 
 def test_an_engine_that_cannot_be_served_answers(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = CachedEngine(checkpoint("opt"), tmp_path, enable_prefix_caching=False)
-    assert caplog.text.count("prefix caching is off") == 1
-    prompt = engine.prompt("idle")
-    cold, outcome = engine.one(prompt)
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    assert engine.one(prompt) == (cold, outcome)
+    with CachedEngine(checkpoint("opt"), tmp_path, enable_prefix_caching=False) as engine:
+        assert caplog.text.count("prefix caching is off") == 1
+        cold, outcome = engine.one(engine.prompt("idle"))
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.one(engine.prompt("idle")) == (cold, outcome)
     assert outcome.loaded_tokens is None
-    engine.close()
 
 
 def test_an_engine_whose_directories_are_files_answers(
@@ -412,16 +398,13 @@ def test_an_engine_whose_directories_are_files_answers(
 ) -> None:
     for name in ("kv", "fusion"):
         (tmp_path / name).write_text("in the way")
-    engine = CachedEngine(checkpoint("llava"), tmp_path)
-    assert "no KV is kept on disk" in caplog.text
-    assert "no encoder outputs are kept" in caplog.text
-    prompt = engine.prompt("no disk", picture=22)
-    cold, _ = engine.one(prompt)
-    engine.settle()
-    assert engine.llm.reset_prefix_cache()
-    again, outcome = engine.one(prompt)
+    with CachedEngine(checkpoint("llava"), tmp_path) as engine:
+        assert "no KV is kept on disk" in caplog.text
+        assert "no encoder outputs are kept" in caplog.text
+        prompt = engine.prompt("no disk", picture=22)
+        cold, _ = engine.one(prompt)
+        again, outcome = engine.from_host(prompt)
     assert (again, set(outcome.sources)) == (cold, {"host"})
-    engine.close()
 
 
 def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
@@ -602,27 +585,27 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     store = FusionStore.open(tmp_path, "ns")
     ec = ECScheduler(store.blocks, "ns", tmp_path)
     mine, yours = media("1", "me"), media("2", "you")
-    ec.observe(mine)
-    assert not ec.has("cat.jpg")
+
+    def has(request: Any) -> bool:
+        ec.observe(request)
+        return ec.has("cat.jpg")
+
+    assert not has(mine)
     ec.allocated(mine, 0)
     ((key, _),) = ec.build_step().saves.values()
     store.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
-    assert ec.has("cat.jpg")
-    ec.observe(yours)  # while both run, the name says nothing about whose item it is
-    assert not ec.has("cat.jpg")
+    assert has(mine)
+    assert not has(yours), "while both run, the name says nothing about whose item it is"
     assert ec.finished(mine) == {"semkv": {"loaded": 0, "encoded": 1}}
-    assert not ec.has("cat.jpg")
+    assert not has(yours)
     ec.finished(yours)
     again = media("5", "me")
-    ec.observe(again)
-    assert ec.has("cat.jpg")
+    assert has(again)
     ec.allocated(again, 0)
     assert list(ec.build_step().loads) == ["cat.jpg"]
     assert ec.finished(again) == {"semkv": {"loaded": 1, "encoded": 0}}
     store.save(FusionState.from_array(digest("ec", "cat.jpg", "odd"), np.ones((3, 4), np.float32)))
-    odd = media("6", "odd")
-    ec.observe(odd)
-    assert not ec.has("cat.jpg")  # three rows for two positions
+    assert not has(media("6", "odd")), "three rows for two positions"
 
 
 def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) -> None:

@@ -195,19 +195,17 @@ def under_load(model: str, cache: str, fields: dict[str, Any]) -> dict[str, Any]
 def assert_well(found: dict[str, Any]) -> None:
     assert not found["wrong"], found
     assert found["left"] == NOTHING, found
-    assert found["loaded tokens"] > 0, found
+    assert found["loaded at last"] > 0, found
 
 
 @pytest.mark.engine
 def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-    tight = {"answers": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+    tight = {"answers": 40, "longest": 300, "blocks": 24, "preempts": True, "args": {"max_model_len": 640}}
     found = in_child(under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small})
     assert_well(found)
-    assert found["preemptions"] > 0, found
-    assert found["aborted"] > 0, found
-    assert found["purges"] > 0, found
+    assert min(found["aborted"], found["purges"]) > 0, found
     assert found["began"] == found["kills"] > 0, found
 
 
@@ -216,10 +214,8 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
 def test_a_random_load_on_windows_and_on_states(
     checkpoint: Checkpoint, tmp_path: Path, family: str, blocks: int, args: dict[str, Any]
 ) -> None:
-    fields = {"prompts": 12, "longest": 600, "blocks": blocks, "args": args}
-    found = in_child(under_load, checkpoint(family), tmp_path, fields)
-    assert_well(found)
-    assert found["preemptions"] > 0, found
+    fields = {"prompts": 12, "longest": 600, "blocks": blocks, "preempts": True, "args": args}
+    assert_well(in_child(under_load, checkpoint(family), tmp_path, fields))
 
 
 class Pictures(random_load.RandomLoad):
