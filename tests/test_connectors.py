@@ -506,6 +506,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"host_bytes": -1}, "host_bytes"),
         ({"secondary_tiers": "p2p"}, "secondary_tiers"),
         ({"secondary_tiers": [{"type": "semkv"}, {"type": "semkv"}]}, "secondary_tiers"),
+        ({"secondary_tiers": [{"type": "semkv", "max_bytes": 1}]}, "stand beside secondary_tiers"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)

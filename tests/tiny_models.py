@@ -14,7 +14,7 @@ Checkpoint = Callable[[str], Path]
 SPECIAL = ["<s>", "</s>", "<pad>", "<unk>"]
 
 
-def tokenizer(directory: Path, extra: list[str], **special: str) -> Any:
+def tokenizer(directory: Path, extra: list[str], **special: Any) -> Any:
     """A byte-level BPE with a few merges: every text has tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -84,31 +84,39 @@ _QWEN_TOKENS = {
 }  # fmt: skip
 
 
-def qwen3_vl(directory: Path) -> Path:
-    """Qwen3-VL: deepstack (the encoder's output is wider than the model), interleaved M-RoPE."""
+def qwen3_vl_config(directory: Path, text: Any, vision: Any, pixels: Any, template: str | None = None) -> Any:
+    """A configuration of Qwen3-VL whose tokenizer and processor are in the directory: deepstack (the encoder's output
+    is wider than the model), interleaved M-RoPE. ``pixels``: the least and the most of a picture."""
     import transformers
 
-    tok = tokenizer(directory, [*_QWEN_TOKENS.values()])
-    pixels = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
+    tok = tokenizer(directory, [*_QWEN_TOKENS.values()], **({"chat_template": template} if template else {}))
+    least, most = pixels
     transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(size=pixels, patch_size=16),
-        tokenizer=tok, video_processor=transformers.Qwen3VLVideoProcessor(),
+        image_processor=transformers.Qwen2VLImageProcessor(
+            size={"shortest_edge": least, "longest_edge": most}, patch_size=16
+        ),
+        tokenizer=tok, video_processor=transformers.Qwen3VLVideoProcessor(), chat_template=template,
     ).save_pretrained(directory)  # fmt: skip
+    ids = {key: tok.convert_tokens_to_ids(name) for key, name in _QWEN_TOKENS.items()}
+    rope = {"rope_type": "default", "mrope_interleaved": True, **text.pop("rope")}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rope_parameters": rope}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+
+
+def qwen3_vl(directory: Path) -> Path:
+    import transformers
+
     text = {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
-        "eos_token_id": 1, "pad_token_id": 2,
-        "rope_parameters": {
-            "rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True, "rope_theta": 1e4,
-        },
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "rope": {"rope_theta": 1e4, "mrope_section": [12, 10, 10]},
     }  # fmt: skip
     vision = {
-        "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 16,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 256, "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [0, 1, 2],
+        "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256,
+        "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1, 2],
     }  # fmt: skip
-    ids = {key: tok.convert_tokens_to_ids(name) for key, name in _QWEN_TOKENS.items()}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+    config = qwen3_vl_config(directory, text, vision, (4 * 32 * 32, 64 * 32 * 32))
     return _save(transformers.Qwen3VLForConditionalGeneration, config, directory)
 
 
