@@ -382,6 +382,26 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
 
 
+def test_other_tiers_are_left_alone_once_the_weights_may_be_others(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
+    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}
+    with CachedEngine(checkpoint("opt"), tmp_path, kv) as engine:
+        prompt = engine.prompt("elsewhere")
+        engine.store(prompt)
+        purge(tmp_path)
+        assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.llm.apply_model(_other_weights)
+        cold, outcome = engine.one(prompt)
+        assert outcome.loaded_tokens == 0
+        files = sorted((tmp_path / "fs").rglob("*"))
+        engine.one(engine.prompt("new"))
+        again, outcome = engine.from_disk(prompt)
+        assert (again, set(outcome.sources)) == (cold, {"disk"})
+        assert sorted((tmp_path / "fs").rglob("*")) == files
+
+
 def test_an_engine_that_cannot_be_served_answers(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,7 +104,7 @@ class KVSettings:
 
     def __post_init__(self) -> None:
         check(self, flags=False)
-        if not all(tier.get("type") for tier in self.secondary_tiers):
+        if not all(tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers):
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
         ours = [tier for tier in self.secondary_tiers if tier.get("type") == TIER]
         if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
