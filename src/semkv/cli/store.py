@@ -301,7 +301,7 @@ def _import(
             made = Path(folder) / "cache"
             make_cache_folder(made)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with reading as source, tarfile.open(fileobj=source) as archive:
+            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
@@ -310,7 +310,7 @@ def _import(
             if root.exists():
                 root.rmdir()
             made.rename(root)
-    except (OSError, EOFError, sqlite3.Error, tarfile.TarError) as error:
+    except (OSError, EOFError, sqlite3.Error, tarfile.TarError, ValueError, LookupError) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -321,7 +321,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
     for member in archive:
         name = Path(member.name)
         known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
-        source = archive.extractfile(member) if member.isreg() and known else None
+        source = archive.extractfile(member) if member.isreg() and not member.issparse() and known else None
         if source is None or ".." in name.parts or len(name.parts) > 3:
             raise StoreError(f"{member.name!r} is nothing that export writes")
         make_folder((folder / name).parent)

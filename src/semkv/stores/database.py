@@ -33,7 +33,10 @@ _LATER = 65_536  # statements that wait for the next write
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_TRANSIENT = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM)
+_TRANSIENT = (
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM),
+    sqlite3.SQLITE_PROTOCOL,
+)
 _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
@@ -328,10 +331,8 @@ class Database:
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
-                if not self._replace or is_ours(self.path) is False:
-                    raise
-                unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
-                if not unreadable and not (self._schema.discard and (is_useless(error) or _code(error) == _WRONG_SQL)):
+                is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
+                if not self._replace or not is_of_no_use or is_ours(self.path) is False:
                     raise
                 ours = self.path.name == CATALOG or self._schema.discard
                 if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
