@@ -212,6 +212,17 @@ def test_no_body_raises(raw: bytes) -> None:
             canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
 
 
+def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:
+    def deeper(frames: int, one: CanonicalRequest) -> object:
+        return deeper(frames - 1, one) if frames else one.request
+
+    nested: list[Any] = []
+    with pytest.raises(Unkeyable):
+        for _ in range(100_000):
+            nested = [nested]
+            deeper(50, canonical(chat(extra=nested)))
+
+
 @pytest.mark.parametrize(
     ("fields", "sampled"),
     [

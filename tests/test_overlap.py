@@ -149,6 +149,23 @@ def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
     assert (pair.asked, pair.app.gateway._seen) == ([ONE], {})
 
 
+def test_an_equal_request_uses_it_too_where_it_shares_that_lookup(
+    pair: Pair, tenant: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, before, looks = pair.app.gateway.cache, pair.entries, list[object]()
+    cache.found_share, look_up = 1.0, cache.look_up
+    monkeypatch.setattr(cache, "look_up", lambda *given, **more: looks.append(given) or look_up(*given, **more))
+    with lookups(pair, OTHER, after=True) as held:
+        with beside(pair, ONE, headers=tenant):
+            waiting = [pair.soon(OTHER, headers=tenant)]
+            wait_until(held.waiting.is_set)
+        wait_until(lambda: pair.entries == before + 1 and not pair.app.gateway.pending)
+        waiting.append(pair.soon(OTHER, headers=tenant))
+        wait_until(lambda: len(looks) == 3)
+    assert {said(answer.result()) for answer in waiting} == {f"You said: {ONE}"}
+    assert pair.asked == [ONE]
+
+
 def test_a_paraphrase_joins_none_that_has_failed_meanwhile(pair: Pair, tenant: dict[str, str]) -> None:
     """Though it is the nearest of those that were on their way during the lookup."""
     pair.app.gateway.cache.found_share, failed = 1.0, OTHER.replace("?", ", please?")
