@@ -6,7 +6,6 @@ may mean anything ("And in winter?"), so nothing of another beginning may answer
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
@@ -15,8 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import httpx
 import pytest
 
 from command_line import invoke
@@ -27,7 +24,6 @@ from gateway_helpers import (
     Pair,
     a_tenant,
     beside,
-    chat,
     later,
     near_pair,
     picture,
@@ -72,31 +68,17 @@ HUNDRED = [f"{a} bake {b} {c}" for a, b, c in itertools.product(STARTS, THINGS, 
 NOT = "How do I not bake sourdough bread at home?"
 
 
-async def at_once(pair: Pair, texts: list[str], headers: dict[str, str]) -> list[tuple[str, str]]:
-    """Header and body of each; every second one is a stream."""
-
-    async def post(client: aiohttp.ClientSession, number: int, text: str) -> tuple[str, str]:
-        body = chat(text, stream=number % 2 == 1)
-        async with client.post(f"{pair.url}/v1/chat/completions", json=body, headers=headers) as answer:
-            assert answer.status == 200
-            return answer.headers["x-semkv"], await answer.text()
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-        return list(await asyncio.gather(*(post(client, i, text) for i, text in enumerate(texts))))
-
-
 @pytest.mark.parametrize("delay", ["0", "3"])
 def test_100_paraphrases_at_once_reach_the_upstream_once(pair: Pair, delay: str) -> None:
     """A quick upstream has answered before the last of them is looked up, a slow one has not."""
-    pair.upstream.script = {text: {"delay": delay} for text in HUNDRED}
+    tenant, pair.upstream.script = a_tenant(), {text: {"delay": delay} for text in HUNDRED}
+    asked = [pair.soon(text, stream=i % 2 == 1, headers=tenant) for i, text in enumerate(HUNDRED)]
+    answers = [one.result() for one in asked]
     assert len(set(HUNDRED)) == 100
-    answers = asyncio.run(at_once(pair, HUNDRED, a_tenant()))
     assert len(pair.asked) == 1
-    own = f"You said: {pair.asked[0]}"
-    assert {said(httpx.Response(200, text=text)) for _, text in answers} == {own}
-    kinds = sorted({header.split(" score=")[0] for header, _ in answers})
-    assert kinds == ["hit tier=text:semantic", "miss"]
-    assert sum(header == "miss" for header, _ in answers) == 1
+    assert {said(answer) for answer in answers} == {f"You said: {pair.asked[0]}"}
+    kinds = sorted(answer.headers["x-semkv"].split(" score=")[0] for answer in answers)
+    assert kinds == ["hit tier=text:semantic"] * 99 + ["miss"]
 
 
 @pytest.mark.parametrize("stream", [(False, False), (True, False), (False, True), (True, True)])

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import fastapi
 import httpx
 import openai
 import pytest
 
-from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, chat, kind, reached, said, wait_until
+from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, beside, chat, kind, said, wait_until
 from semkv.server import Middleware
 from semkv.server.singleflight import InFlight, SingleFlight
 from semkv.server.sse import Assembler
+from test_server_attacks import Line, request
 
 
 def calls(pair: Pair, text: str) -> int:
@@ -163,65 +163,45 @@ class TestSingleFlight:
         ("text", "stream", "end"),
         [("stampede", False, "}"), ("of streams", True, "[DONE]\n\n"), ("that fails [status=503]", False, "}")],
     )
-    def test_300_equal_requests_reach_the_upstream_once(self, pair: Pair, text: str, stream: bool, end: str) -> None:
+    def test_100_equal_requests_reach_the_upstream_once(self, pair: Pair, text: str, stream: bool, end: str) -> None:
         joins = pair.metric("semkv_single_flight_joins_total")
-
-        async def post(client: aiohttp.ClientSession) -> tuple[int, str]:
-            url = f"{pair.url}/v1/chat/completions"
-            async with client.post(url, json=chat(text, stream=stream)) as answer:
-                return answer.status, await answer.text()
-
-        async def story() -> list[tuple[int, str]]:
-            pair.upstream.gate.clear()
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
-                asking = asyncio.gather(*(post(client) for _ in range(300)))
-                try:
-                    await reached(lambda: pair.readers == 300)
-                finally:
-                    pair.upstream.gate.set()
-                return await asking
-
-        answers = asyncio.run(story())
-        assert len(set(answers)) == 1
-        assert answers[0][0] == (503 if "status" in text else 200)
-        assert answers[0][1].endswith(end)
+        with beside(pair, text, stream=stream) as first:
+            others = [pair.soon(text, stream=stream) for _ in range(99)]
+            wait_until(lambda: pair.readers == 100)
+        ((status, said),) = {(answer.result().status_code, answer.result().text) for answer in (first, *others)}
+        assert status == (503 if "status" in text else 200)
+        assert said.endswith(end)
         assert calls(pair, text) == 1
-        assert pair.metric("semkv_single_flight_joins_total") == joins + 299
+        assert pair.metric("semkv_single_flight_joins_total") == joins + 99
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_hangs_up_takes_nobody_along_and_the_last_one_the_upstream(self, pair: Pair, stream: bool) -> None:
         aborted, text = pair.upstream.aborted, f"hang up {stream}"
+        lines: list[Line] = []
 
-        async def story() -> None:
-            async with httpx.AsyncClient(timeout=300) as client:
-                asking = []
+        def ask(readers: int) -> None:
+            lines.append(Line(pair).send(request(chat(text, stream=stream))))
+            wait_until(lambda: pair.readers == readers)
 
-                async def ask(readers: int) -> None:
-                    body = chat(text, stream=stream)
-                    asking.append(asyncio.create_task(client.post(f"{pair.url}/v1/chat/completions", json=body)))
-                    await reached(lambda: pair.readers == readers)
+        def hang_up(readers: int) -> None:
+            lines.pop(0).socket.close()
+            wait_until(lambda: pair.readers == readers)
 
-                async def hang_up(readers: int) -> None:
-                    asking.pop(0).cancel()
-                    await reached(lambda: pair.readers == readers)
-
-                pair.upstream.gate.clear()
-                try:
-                    await ask(1)
-                    await ask(2)
-                    await hang_up(1)
-                    assert pair.upstream.aborted == aborted
-                    await ask(2)
-                    await hang_up(1)
-                    await hang_up(0)
-                    await reached(lambda: pair.upstream.aborted == aborted + 1)
-                    await reached(lambda: not pair.upstream.running)
-                    await ask(1)
-                finally:
-                    pair.upstream.gate.set()
-                assert "You" in (await asking[0]).text
-
-        asyncio.run(story())
+        pair.upstream.gate.clear()
+        try:
+            ask(1)
+            ask(2)
+            hang_up(1)
+            assert pair.upstream.aborted == aborted
+            ask(2)
+            hang_up(1)
+            hang_up(0)
+            wait_until(lambda: pair.upstream.aborted == aborted + 1 and not pair.upstream.running)
+            ask(1)
+        finally:
+            pair.upstream.gate.set()
+        with lines[0] as last:
+            assert b"You" in last.until(b"You")
         assert calls(pair, text) == 2
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -369,8 +349,8 @@ def test_proxies_that_take_the_path_off_and_others_share_one_cache(
     app = fastapi.FastAPI(root_path="/api")
 
     @app.post("/v1/chat/completions")
-    async def answer(request: fastapi.Request) -> dict[str, Any]:
-        seen.append(await request.json())
+    async def answer(asked: fastapi.Request) -> dict[str, Any]:
+        seen.append(await asked.json())
         return {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}]}
 
     app.add_middleware(Middleware)  # type: ignore[arg-type]
