@@ -208,27 +208,24 @@ class TestSingleFlight:
     def test_nobody_has_the_end_before_the_cache_has_the_whole(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch, stream: bool
     ) -> None:
-        async def story() -> None:
-            cache, text = pair.app.gateway.cache, f"acknowledged {stream}"
-            asked, stored, store = threading.Event(), threading.Event(), cache.store
+        cache, asked, stored = pair.app.gateway.cache, threading.Event(), threading.Event()
+        store = cache.store
 
-            async def slow(*given: Any) -> bool:
-                asked.set()
-                await asyncio.to_thread(stored.wait)
-                return await store(*given)
+        async def slow(*given: Any) -> bool:
+            asked.set()
+            await asyncio.to_thread(stored.wait)
+            return await store(*given)
 
-            monkeypatch.setattr(cache, "store", slow)
-            answer = pair.soon(text, stream=stream)
-            await asyncio.to_thread(asked.wait)
-            try:
-                (flight,) = pair.app.gateway.flights.running
-                assert not answer.done()
-                assert not any(b"[DONE]" in chunk.data for chunk in flight._chunks)
-            finally:
-                stored.set()
-            assert (await asyncio.wrap_future(answer)).status_code == 200
-
-        asyncio.run(story())
+        monkeypatch.setattr(cache, "store", slow)
+        answer = pair.soon(f"acknowledged {stream}", stream=stream)
+        wait_until(asked.is_set)
+        try:
+            (flight,) = pair.app.gateway.flights.running
+            assert not answer.done()
+            assert not any(b"[DONE]" in chunk.data for chunk in flight._chunks)
+        finally:
+            stored.set()
+        assert answer.result().status_code == 200
 
     def test_a_lookup_that_began_before_an_invalidation_is_not_joined(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
