@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class TestWorkers:
         stats = httpx.get(f"{running.url}/semkv/api/stats", headers=KEY).json()
         assert stats["workers"] == len(workers_of(running)) == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
-        assert figure(running, "semkv_response_entries") == 4
+        wait_until(lambda: figure(running, "semkv_response_entries") == 4)
         wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"})
         assert (wrong.status_code, wrong.headers["connection"]) == (404, "close")  # the next try reaches either worker
         gone = {"prefix": "question", "dry_run": False}
@@ -182,11 +182,11 @@ class TestWorkers:
         stop.set()
         asking.join()
         wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))
+        with closing(sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite")) as db:
+            wait_until(lambda: db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole))
         both = workers_of(running)
         assert running.stop() == 0
         assert all(not Path(f"/proc/{pid}").exists() for pid in both)
-        with sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite") as db:
-            assert db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole)
 
 
 @pytest.mark.parametrize("serves", [True, False])
