@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -72,21 +74,80 @@ def test_stats_count_what_is_there(used: Path) -> None:
     assert "nothing is here of carol; known: alice, bob\n" in result.stderr
 
 
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
-    assert "5 files and 0 answers checked, 0 damaged" in call("verify", "--cache-dir", str(used))
+    words = ("verify", "--cache-dir", str(used))
+    assert "5 files, 6 entries and 0 answers checked, 0 damaged" in call(*words)
     for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        damage(path)
+    with closing(sqlite3.connect(used / CATALOG)) as db, db:
+        rows = db.execute("SELECT id, entry_id FROM entries LIMIT 3").fetchall()
+        db.execute("UPDATE entries SET segments='[' WHERE id=?", rows[0][:1])
+        db.execute("UPDATE entries SET response=CAST(x'ff' AS TEXT) WHERE id=?", rows[1][:1])
+        db.execute("INSERT INTO vectors (entry, layer, vector) VALUES (?, 'layer', x'0000c07f')", rows[2][:1])
     found = verify(used)
-    assert (found.counts["checked"], sorted(line.split(":")[0] for line in found.damaged)) == (
-        5,
-        ["fusion", "kv", "media"],
-    )
-    assert "5 files and 0 answers checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
-    assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(used), "--repair")
-    assert verify(used).damaged == []
-    assert inspect(used).stores
+    assert (found.counts["checked"], found.counts["entries"]) == (5, 6)
+    assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 3]
+    assert f"catalog: entry {rows[2][1]}: a vector that is not finite" in found.damaged
+    assert "5 files, 6 entries and 0 answers checked, 6 damaged" in call(*words, exit_code=1)
+    assert "6 damaged, 6 of them deleted" in call(*words, "--repair")
+    assert "2 files, 3 entries and 0 answers checked, 0 damaged" in call(*words)
+
+
+@pytest.mark.parametrize("command", ["verify --repair", "gc --max-age-days 0.0000001", "purge --tenant alice", "purge"])
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
+    used: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an immutable file, or in a folder of another user."""
+    store_kv(used, 9, tenant_tag("alice"))
+    name = digest_of(used.parent / "alice.jpg")
+    stuck = [*block_files(used, "kv"), used / "media" / name[:2] / name]
+    if command.startswith("verify"):
+        for path in stuck:
+            damage(path)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path in stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    result = invoke([*command.split(), "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{stuck[-1]} cannot be deleted" in result.stderr
+    block = re.escape(str(used / "kv"))
+    assert re.search(f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr)
+    if command == "purge":
+        assert left(used) == sorted(str(path.relative_to(used)) for path in stuck)
+    monkeypatch.undo()
+    call("purge", "--cache-dir", str(used))
+    assert left(used) == []
+
+
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
+def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
+    result = invoke([*command.split(), "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{used / 'media'} cannot be read" in result.stderr
+
+
+def test_a_purge_says_which_folders_it_does_not_follow(used: Path) -> None:
+    (used / "kv").rename(used.parent / "elsewhere")
+    (used / "kv").symlink_to(used.parent / "elsewhere")
+    result = invoke(["purge", "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{used / 'kv'} is a link" in result.stderr
+    assert len(block_files(used, "kv")) == 2
+    assert left(used) == []
+    call("purge", "--cache-dir", str(used.parent / "elsewhere"))
+    assert block_files(used, "kv") == []
 
 
 def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
@@ -144,6 +205,11 @@ def break_page(path: Path) -> None:
     path.write_bytes(data)
 
 
+def break_table(path: Path) -> None:
+    """The text that declares a table."""
+    path.write_bytes(path.read_bytes().replace(b"created REAL", b"\xffreated REAL"))
+
+
 def make_foreign(path: Path) -> None:
     path.unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as db:
@@ -194,6 +260,14 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
             assert result.exit_code == EXIT_ERROR
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("semkv: ")]
             assert str(used / CATALOG) in line
+    if harm is make_folder:
+        (used / CATALOG / "mine").touch()
+    stays = harm in (make_foreign, make_folder)
+    told = invoke(["purge", "--cache-dir", str(used)])
+    assert (told.exit_code, CATALOG in told.stderr.splitlines()[-1]) == (EXIT_ERROR if stays else 0, True)
+    assert left(used) == [f"{CATALOG}/mine"] * (harm is make_folder), "the rest is deleted all the same"
+    if harm is make_foreign:
+        assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, Path.unlink])
@@ -216,14 +290,20 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page])
-def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
+def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
+    used: Path, harm: Callable[[Path], None]
+) -> None:
     harm(used / CATALOG)
     call("purge", "--cache-dir", str(used), "--dry-run")
     assert (used / CATALOG).exists()
     call("purge", "--cache-dir", str(used))
     assert left(used) == []
     assert inspect(used).unread == ()
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    harm(used / CATALOG)
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    assert left(used) == [f"{CATALOG}.damaged"]
 
 
 # -- what one tenant has: stats and purge by its name -----------------------------------------------------------------
@@ -298,19 +378,6 @@ def test_a_name_that_is_no_text_is_refused(used: Path) -> None:
     assert "UTF-8" in refused("purge", "--cache-dir", str(used), "--tenant", "\udcff")
 
 
-def test_a_purge_goes_on_where_the_database_cannot_be_deleted(used: Path) -> None:
-    for beside in used.glob(f"{CATALOG}*"):
-        beside.unlink()
-    (used / CATALOG).mkdir()
-    (used / CATALOG / "mine").touch()
-    result = invoke(["purge", "--cache-dir", str(used)])
-    assert result.exit_code == EXIT_ERROR
-    assert CATALOG in result.stderr
-    assert block_files(used, "kv") == block_files(used, "fusion") == []
-    assert not list(used.glob("media/??/*"))
-    assert (used / CATALOG / "mine").exists()
-
-
 # -- whose a directory is ---------------------------------------------------------------------------------------------
 
 
@@ -332,6 +399,9 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     (root / "media" / "cd").symlink_to(outside, target_is_directory=True)
     assert purge_directory(root, dry_run=True) == len(ours) + 2
     assert len(left(root)) == len(ours + theirs) + 2
+    with pytest.raises(StoreError, match=f"{root / 'media' / 'cd'} is a link"):
+        prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
+    (root / "media" / "cd").unlink()
     prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
     assert left(root) == sorted(theirs)
     assert left(fusion) == []
@@ -362,9 +432,15 @@ def test_blocks_below_another_programs_database_are_left_alone(tmp_path: Path) -
     assert (photo.read_text(), index.read_bytes()) == ("mine", before)
 
 
-def test_a_directory_of_an_earlier_semkv_is_taken_over(tmp_path: Path) -> None:
-    for name in ("semkv.json", "policy.json"):
-        (tmp_path / name).write_text("{}")
+@pytest.mark.parametrize(
+    "names", [[CATALOG, f"{CATALOG}.lock"], [f"weights/{'0a' * 32}.json"], ["semkv.json", "policy.json"]]
+)
+def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     prepare(CacheConfig(tmp_path))
-    assert purge_directory(tmp_path) == 2
+    prepare(CacheConfig(tmp_path), purge=True)
+    SemanticCache(CacheConfig(tmp_path, semantic=False)).close()
+    purge_directory(tmp_path)
     assert left(tmp_path) == []

@@ -163,10 +163,9 @@ def _verify(
     watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
     found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
     deleted = found.counts["deleted"]
-    said = (
-        f"{found.counts['checked']} files and {found.counts['answers']} answers checked, {len(found.damaged)} damaged"
-    )
-    said += f", {deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
+    said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
+    said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
+    said += ", not all could be read" * bool(found.unread)
     result = {**found.counts, "damaged": found.damaged, "unread": found.unread}
     _report(result, as_json, lambda: print(*found.damaged, said, sep="\n"))
     if len(found.damaged) > deleted:
@@ -302,7 +301,7 @@ def _import(
             made = Path(folder) / "cache"
             make_cache_folder(made)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with reading as source, tarfile.open(fileobj=source) as archive:
+            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
@@ -311,7 +310,7 @@ def _import(
             if root.exists():
                 root.rmdir()
             made.rename(root)
-    except (OSError, EOFError, sqlite3.Error, tarfile.TarError) as error:
+    except (OSError, EOFError, sqlite3.Error, tarfile.TarError, ValueError, LookupError) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
@@ -322,7 +321,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
     for member in archive:
         name = Path(member.name)
         known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
-        source = archive.extractfile(member) if member.isreg() and known else None
+        source = archive.extractfile(member) if member.isreg() and not member.issparse() and known else None
         if source is None or ".." in name.parts or len(name.parts) > 3:
             raise StoreError(f"{member.name!r} is nothing that export writes")
         make_folder((folder / name).parent)
