@@ -129,40 +129,32 @@ def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(pair: Pair
 
 @pytest.mark.parametrize(("share", "began"), [(0.0, "before"), (1.0, "before"), (1.0, "meanwhile")])
 def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
-    pair: Pair, tenant: dict[str, str], share: float, began: str
+    pair: Pair, tenant: dict[str, str], monkeypatch: pytest.MonkeyPatch, share: float, began: str
 ) -> None:
-    """The lookup searched before the record was there, and ends when the other request is on its way no longer."""
-    before, pair.app.gateway.cache.found_share = pair.entries, share
+    """The lookup searched before the record was there, and ends when the other request is on its way no longer. An
+    equal request that comes even later shares the lookup, so it uses the record too."""
+    cache, before, looks, asked = pair.app.gateway.cache, pair.entries, list[object](), []
+    cache.found_share, look_up = share, cache.look_up
+    monkeypatch.setattr(cache, "look_up", lambda *given, **more: looks.append(given) or look_up(*given, **more))
+
+    def ask() -> None:
+        asked.append(pair.soon(OTHER, headers=tenant))
+        wait_until(held.waiting.is_set)
+
     with lookups(pair, OTHER, after=True) as held:
         if began == "meanwhile":
-            second = pair.soon(OTHER, headers=tenant)
-            wait_until(held.waiting.is_set)
+            ask()
         with beside(pair, ONE, headers=tenant):
             if began == "before":
-                second = pair.soon(OTHER, headers=tenant)
-                wait_until(held.waiting.is_set)
+                ask()
         wait_until(lambda: pair.entries == before + 1 and not pair.app.gateway.pending)
+        if share:  # else it asks the upstream meanwhile
+            ask()
+            wait_until(lambda: len(looks) == 3)
         assert pair.asked == [ONE]
-    answer = second.result()
-    assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (f"You said: {ONE}", True)
+    for answer in (one.result() for one in asked):
+        assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (f"You said: {ONE}", True)
     assert (pair.asked, pair.app.gateway._seen) == ([ONE], {})
-
-
-def test_an_equal_request_uses_it_too_where_it_shares_that_lookup(
-    pair: Pair, tenant: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, before, looks = pair.app.gateway.cache, pair.entries, list[object]()
-    cache.found_share, look_up = 1.0, cache.look_up
-    monkeypatch.setattr(cache, "look_up", lambda *given, **more: looks.append(given) or look_up(*given, **more))
-    with lookups(pair, OTHER, after=True) as held:
-        with beside(pair, ONE, headers=tenant):
-            waiting = [pair.soon(OTHER, headers=tenant)]
-            wait_until(held.waiting.is_set)
-        wait_until(lambda: pair.entries == before + 1 and not pair.app.gateway.pending)
-        waiting.append(pair.soon(OTHER, headers=tenant))
-        wait_until(lambda: len(looks) == 3)
-    assert {said(answer.result()) for answer in waiting} == {f"You said: {ONE}"}
-    assert pair.asked == [ONE]
 
 
 def test_a_paraphrase_joins_none_that_has_failed_meanwhile(pair: Pair, tenant: dict[str, str]) -> None:
