@@ -158,6 +158,9 @@ def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Pat
     samples = load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
     assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (("yes", "no"), ("yes",), ())
     assert [s.question for s in samples] == [f"Is it {number}?" for number in range(11)]
+    (parts / "train_all_questions_11.json").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(DatasetError, match="1 ids stand for two samples, such as '10'"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
 
 
 def test_gqa_root_and_image_root_from_the_environment(
@@ -186,6 +189,10 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
     (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
     with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
+    row = json.dumps(QUESTIONS["05515940"])
+    (gqa_root / "val_all_questions.json").write_text(f'{{"17": {row}, "17": {row}}}', encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"val_all_questions\.json: the name '17' stands there twice"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
@@ -227,7 +234,8 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
     rows = [("red", "Is it red?", "Yes"), ("blue", "is it  red?", "No"), ("red", "Is  it red?", "Yes.")]
-    for color, _, _ in rows:
+    rows.append(("a missing file", "Is it red?", "Yes"))
+    for color in ("red", "blue"):
         (tmp_path / color).write_bytes(jpeg(color))
     path = write_lines(tmp_path / "rows.jsonl", *({"image": i, "question": q, "answer": a} for i, q, a in rows))
     command = f"run --preset opt-125m --engine labels --dataset {path} --baseline --quiet --disable-semantic-cache"

@@ -175,5 +175,6 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
         semkv("eval-pairs", "none.jsonl")
     with pytest.raises(ConfigError, match=r"--policy: 'lax'.*calibrated"):
         semkv("eval-pairs", "pairs.jsonl", "--policy", "lax")
-    with pytest.raises(ConfigError, match="--plot"):
-        semkv("eval-stream", "stream.jsonl", "--plot", "p.doc")
+    for flag, place in (("--plot", "p.doc"), ("--plot", "c.json/p.png"), ("--out", "c.json/p.json"), ("--out", ".")):
+        with pytest.raises(ConfigError, match=flag):
+            semkv("eval-stream", "stream.jsonl", flag, place)

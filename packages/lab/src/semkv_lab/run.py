@@ -165,7 +165,7 @@ class _Runner:
         if lacking and (self.settings.strict or not self.samples):
             missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
             raise DatasetError(
-                f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's "
+                f"images without a file: {len(missing)}, such as {missing[0]!r}; put them under the data set's "
                 "images/ folder, or name the folder in GQA_IMAGE_ROOT"
             )
 
