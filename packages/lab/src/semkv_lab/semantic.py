@@ -208,7 +208,7 @@ class Bench:
         if self.flags.pairs is None:
             fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
             return fitting, asking
-        fitting, asking = halves(read_rows(self.flags.pairs, Pair))
+        asking, fitting = halves(read_rows(self.flags.pairs, Pair))
         if not all(len({pair.same for pair in half}) == 2 for half in (fitting, asking)):
             raise DatasetError(
                 f"{self.flags.pairs}: each half of the clusters needs pairs that are the same, and others"
