@@ -238,6 +238,20 @@ def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(tm
     assert [json.loads(line)["sample_id"] for line in lines] == ["1", "2"]
 
 
+def test_samples_that_fail_in_both_passes_stop_neither(tmp_path: Path, shown: Sample) -> None:
+    class CannotRead(Scripted):
+        def generate(self, prompt: EnginePrompt) -> EngineResult:
+            if any(isinstance(segment, MediaSegment) for segment in prompt.segments):
+                raise MediaError("not a readable image")
+            return super().generate(prompt)
+
+    bad = [replace(shown, sample_id=f"image {n}") for n in range(4)] + [replace(SKY, sample_id=f"{n}") for n in "45"]
+    engines = [CannotRead(fails=(SKY.question,), store=store) for store in (set(), None)]
+    records, summary = go([*bad, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines)
+    assert [r.sample_id for r in records] == [CAR.sample_id]
+    assert summary["faults"]["failed samples"] == 7
+
+
 def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text("of an earlier run\n", encoding="utf-8")
