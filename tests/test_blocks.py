@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +163,50 @@ def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
 # -- the directory --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [6, 8])
-def test_another_format_is_emptied_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int
+@pytest.mark.parametrize(
+    ("ours", "version", "said"),
+    [(True, 6, ""), (True, 8, "was written by format version 8"), (False, 0, "is not a semkv database")],
+)
+def test_an_index_of_an_earlier_format_is_emptied_and_one_of_a_later_or_of_another_program_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: bool, version: int, said: str
 ) -> None:
-    old = tmp_path / "extents" / "ab" / ("ab" * 16 + ".safetensors")
-    old.parent.mkdir(parents=True)
-    old.write_bytes(b"x")
+    store = open_store(tmp_path)
+    save(store, 0)
+    store.close()
     with closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
-        db.execute("CREATE TABLE files (number)")
         db.execute(f"PRAGMA user_version={version}")
+        if not ours:
+            db.execute("PRAGMA application_id=0")
+    before = (tmp_path / "index.sqlite").read_bytes(), files(tmp_path)
+    if said:
+        with pytest.raises(StoreError, match=f"index.sqlite {said}"):
+            open_store(tmp_path)
+        assert ((tmp_path / "index.sqlite").read_bytes(), files(tmp_path)) == before
+        return
     store = open_store(tmp_path)
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "of another format" in caplog.text
-    assert not old.exists()
+    assert "of an earlier format" in caplog.text
+    assert files(tmp_path) == []
     assert save(store, 0)
     assert right(open_store(tmp_path), 0, 1) == 1
+
+
+def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = open_store(tmp_path)
+    save(older, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, version=8))
+        newer = open_store(tmp_path)
+        assert save(newer, 1)
+    monkeypatch.setattr(blocks, "REOPEN_S", 0.0)
+    caplog.clear()
+    for _ in range(3):
+        assert found(older, 1) == 0
+        assert not save(older, 2)
+    assert caplog.text.count("written by format version 8, this semkv reads version 7") == 1
+    assert right(newer, 1, 1) == 1
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:

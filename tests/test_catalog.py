@@ -152,13 +152,17 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_deleted_and_a_damaged_vector_is_none(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path / "c.sqlite")
     catalog.add(record("a"))
+    catalog.add(record("b"))
     with sqlite3.connect(tmp_path / "c.sqlite") as db:
-        db.execute("UPDATE entries SET segments='{', created='text', hits='text', model=x'fe'")
-    (use,) = catalog.by_namespace()
+        db.execute("UPDATE entries SET segments='{', created='text', hits='text', model=x'fe' WHERE entry_id='a'")
+        db.execute("UPDATE entries SET frame=CAST(x'ff' AS TEXT), media=7 WHERE entry_id='a'")
+    use = next(use for use in catalog.by_namespace() if use.model != "m")
     assert (use.tenant, use.entries, use.hits, use.oldest) == ("here", 1, 0, 0.0)
+    assert [row.entry_id for row in catalog.vectors(["text@1"], 0, 10)] == ["a", "b"], "none hides the others"
+    assert [row.entry_id for row in catalog.media_rows(0, 10)] == ["a", "b"]
     with pytest.raises(CorruptValue, match="entry a"):
         catalog.get("a")
-    assert len(catalog) == 0
+    assert len(catalog) == 1
     for data in (b"\0" * 12, pack(np.array([1, 1, 1, np.nan], dtype=np.float32))):
         with pytest.raises(CorruptValue):
             unpack(data, 4)

@@ -101,7 +101,7 @@ def test_the_default_encoder_needs_no_network_and_a_missing_one_is_named(
         _ = SentenceEncoder(str(tmp_path / "nothing")).dim
     monkeypatch.setattr(text_module.importlib.util, "find_spec", lambda name: None)
     assert resolve_model("all-MiniLM-L6-v2") == "sentence-transformers/all-MiniLM-L6-v2"
-    with pytest.raises(ConfigError, match=r"pip install 'semkv\[encoders\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .\.\[encoders\]"):
         load_sentence_transformer("--index-encoder", "x")
 
 

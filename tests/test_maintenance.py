@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import sqlite3
 import time
@@ -72,21 +74,72 @@ def test_stats_count_what_is_there(used: Path) -> None:
     assert "nothing is here of carol; known: alice, bob\n" in result.stderr
 
 
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
-    assert "5 files and 0 answers checked, 0 damaged" in call("verify", "--cache-dir", str(used))
+    words = ("verify", "--cache-dir", str(used))
+    assert "5 files, 6 entries and 0 answers checked, 0 damaged" in call(*words)
     for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        damage(path)
+    with closing(sqlite3.connect(used / CATALOG)) as db, db:
+        rows = db.execute("SELECT id, entry_id FROM entries LIMIT 3").fetchall()
+        db.execute("UPDATE entries SET segments='[' WHERE id=?", rows[0][:1])
+        db.execute("UPDATE entries SET response=CAST(x'ff' AS TEXT) WHERE id=?", rows[1][:1])
+        db.execute("INSERT INTO vectors (entry, layer, vector) VALUES (?, 'layer', x'0000c07f')", rows[2][:1])
     found = verify(used)
-    assert (found.counts["checked"], sorted(line.split(":")[0] for line in found.damaged)) == (
-        5,
-        ["fusion", "kv", "media"],
-    )
-    assert "5 files and 0 answers checked, 3 damaged" in call("verify", "--cache-dir", str(used), exit_code=1)
-    assert "3 damaged, 3 of them deleted" in call("verify", "--cache-dir", str(used), "--repair")
-    assert verify(used).damaged == []
-    assert inspect(used).stores
+    assert (found.counts["checked"], found.counts["entries"]) == (5, 6)
+    assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 3]
+    assert f"catalog: entry {rows[2][1]}: a vector that is not finite" in found.damaged
+    assert "5 files, 6 entries and 0 answers checked, 6 damaged" in call(*words, exit_code=1)
+    assert "6 damaged, 6 of them deleted" in call(*words, "--repair")
+    assert "2 files, 3 entries and 0 answers checked, 0 damaged" in call(*words)
+
+
+@pytest.mark.parametrize("command", ["verify --repair", "gc --max-age-days 0.0000001", "purge --tenant alice", "purge"])
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
+    used: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an immutable file, or in a folder of another user."""
+    store_kv(used, 9, tenant_tag("alice"))
+    name = digest_of(used.parent / "alice.jpg")
+    stuck = [*block_files(used, "kv"), used / "media" / name[:2] / name]
+    if command.startswith("verify"):
+        for path in stuck:
+            damage(path)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path in stuck:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    result = invoke([*command.split(), "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{stuck[-1]} cannot be deleted" in result.stderr
+    block = re.escape(str(used / "kv"))
+    assert re.search(f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr)
+    if command == "purge":
+        assert left(used) == sorted(str(path.relative_to(used)) for path in stuck)
+    monkeypatch.undo()
+    call("purge", "--cache-dir", str(used))
+    assert left(used) == []
+
+
+def test_a_purge_says_which_folders_it_does_not_follow(used: Path) -> None:
+    (used / "kv").rename(used.parent / "elsewhere")
+    (used / "kv").symlink_to(used.parent / "elsewhere")
+    result = invoke(["purge", "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{used / 'kv'} is a link" in result.stderr
+    assert len(block_files(used, "kv")) == 2
+    assert left(used) == []
+    call("purge", "--cache-dir", str(used.parent / "elsewhere"))
+    assert block_files(used, "kv") == []
 
 
 def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
@@ -362,9 +415,15 @@ def test_blocks_below_another_programs_database_are_left_alone(tmp_path: Path) -
     assert (photo.read_text(), index.read_bytes()) == ("mine", before)
 
 
-def test_a_directory_of_an_earlier_semkv_is_taken_over(tmp_path: Path) -> None:
-    for name in ("semkv.json", "policy.json"):
-        (tmp_path / name).write_text("{}")
+@pytest.mark.parametrize(
+    "names", [[CATALOG, f"{CATALOG}.lock"], [f"weights/{'0a' * 32}.json"], ["semkv.json", "policy.json"]]
+)
+def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
     prepare(CacheConfig(tmp_path))
-    assert purge_directory(tmp_path) == 2
+    prepare(CacheConfig(tmp_path), purge=True)
+    SemanticCache(CacheConfig(tmp_path, semantic=False)).close()
+    purge_directory(tmp_path)
     assert left(tmp_path) == []

@@ -51,7 +51,7 @@ def fill(folder: Path, count: int) -> None:
 def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path: Path, harm: str) -> None:
     fill(tmp_path, 300)
     verify = ("verify", "--cache-dir", str(tmp_path))
-    assert "0 files and 300 answers checked, 0 damaged" in call(*verify)
+    assert "0 files, 0 entries and 300 answers checked, 0 damaged" in call(*verify)
     with closing(sqlite3.connect(tmp_path / CATALOG)) as db, db:
         db.executescript(harm)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

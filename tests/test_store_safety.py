@@ -165,7 +165,8 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
         for _ in range(100):
             shutil.copytree(pristine, root)
             data = bytearray((root / "index.sqlite").read_bytes())
-            used = [i for i in range(size) if data[i]]  # most of it is empty
+            # Most of it is empty. A flip in its version or in whose it is has it refused by name.
+            used = [i for i in range(size) if data[i] and not 60 <= i < 72]
             data[rng.choice(used)] ^= 1 << rng.randrange(8)
             (root / "index.sqlite").write_bytes(data)
             store = open_store(root)

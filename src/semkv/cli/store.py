@@ -163,10 +163,9 @@ def _verify(
     watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
     found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
     deleted = found.counts["deleted"]
-    said = (
-        f"{found.counts['checked']} files and {found.counts['answers']} answers checked, {len(found.damaged)} damaged"
-    )
-    said += f", {deleted} of them deleted" * repair + ", not all could be read" * bool(found.unread)
+    said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
+    said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
+    said += ", not all could be read" * bool(found.unread)
     result = {**found.counts, "damaged": found.damaged, "unread": found.unread}
     _report(result, as_json, lambda: print(*found.damaged, said, sep="\n"))
     if len(found.damaged) > deleted:

@@ -93,7 +93,7 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ConfigError: the extra is not installed, or there is no such model.
     """
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise ConfigError(key, model, "an encoder, which needs sentence-transformers: pip install 'semkv[encoders]'")
+        raise ConfigError(key, model, "sentence-transformers: in a checkout of semkv, pip install '.[encoders]'")
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 

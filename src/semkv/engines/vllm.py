@@ -104,7 +104,7 @@ class VllmEngine:
     def __init__(self, options: VllmOptions) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise EngineError(
-                "vLLM is not installed: install semkv[cpu], or semkv[gpu] on a machine with an NVIDIA GPU"
+                "vLLM is not installed: in a checkout of semkv, pip install '.[gpu]', or '.[cpu]' without an NVIDIA GPU"
             )
         check_model(options.model, options.revision)
         set_environment(verbose=options.verbose)

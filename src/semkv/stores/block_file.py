@@ -33,7 +33,7 @@ import xxhash
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
 from semkv.stores.database import is_ours
-from semkv.stores.files import check_private, make_folder, open_file
+from semkv.stores.files import check_private, delete_all, make_folder, open_file
 
 FORMAT_VERSION = 2
 
@@ -270,10 +270,11 @@ def path_of(root: Path, file: str) -> Path:
 
 
 def listed(root: Path) -> Iterator[Path]:
-    """All that lies where block files do. No link is followed."""
+    """All that lies where block files do, but for folders. No link is followed."""
     for folder in () if (root / FILES).is_symlink() else _entries(root / FILES):
         if folder.is_dir(follow_symlinks=False):
-            yield from (Path(entry.path) for entry in _entries(Path(folder.path)))
+            found = _entries(Path(folder.path))
+            yield from (Path(entry.path) for entry in found if not entry.is_dir(follow_symlinks=False))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -314,8 +315,6 @@ def make_store(root: Path) -> None:
     make_folder(root / FILES)
 
 
-def discard_blocks(root: Path) -> None:
-    """Delete all block files, of any format."""
-    for path in listed(root):
-        with contextlib.suppress(OSError):
-            path.unlink()
+def discard_blocks(root: Path) -> list[str]:
+    """Delete all block files, of any format. Returns a line for each that cannot be deleted."""
+    return delete_all(listed(root))

@@ -27,7 +27,7 @@ from semkv.stores import block_file, block_index
 from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, make_store, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
 from semkv.stores.database import Database, delete_files, is_transient, is_useless, opening
-from semkv.stores.files import FileId, file_id
+from semkv.stores.files import FileId, delete_all, file_id, in_short
 
 log = logging.getLogger("semkv.stores")
 
@@ -179,11 +179,11 @@ class BlockStore:
             return otherwise
 
     def _give_up(self, index: Database, error: Exception) -> None:
-        """Close a useless index. The next call begins another one, but not twice in a minute."""
-        self._warn("semkv: the index of %s is lost (%s) and begun anew", self.root, error)
+        """Close a useless index. The next call opens or begins another one, but not twice in a minute."""
+        self._warn("semkv: the index of %s cannot be used (%s): the store begins anew, or is off", self.root, error)
         self._database = None
         index.close()
-        if not self._read_only:
+        if not self._read_only and index.file is not None:  # else another one is there, which could not be opened
             with contextlib.suppress(StoreError):
                 begin_anew(self.root, 0.0, only=index.file)
         self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
@@ -422,12 +422,11 @@ class BlockStore:
             self.counters["missing"] += len(lost)
             self.drop(lost)
         known = self._ask(lambda db: set(block_index.file_ids(db, {})), None)
-        for file, path in there:
-            if known is not None and file not in known:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                    gone += 1
-        return gone
+        unknown = [path for file, path in there if known is not None and file not in known]
+        if left := delete_all(unknown):
+            self.counters["errors"] += len(left)
+            self._warn("semkv: %s", in_short(left))
+        return gone + len(unknown) - len(left)
 
     def close(self) -> None:
         """Nothing more is asked or written."""
@@ -454,11 +453,13 @@ def begin_anew(root: Path, wait_s: float = _OPEN_S, *, only: FileId | None = Non
             if only is not None and file_id(file) not in (only, None):
                 return
             delete_files(file)
-            block_file.discard_blocks(root)
+            left = block_file.discard_blocks(root)
     except OSError as error:
         raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
     with contextlib.suppress(StoreError):  # a full disk
         Database(file, schema=block_index.SCHEMA, open_s=wait_s).close()
+    if left:
+        raise StoreError(in_short(left))
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

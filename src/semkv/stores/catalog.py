@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,13 @@ _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, 
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
 _SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
+_BATCH = 256  # entries of one look, for which others wait
+_TEXTS = "entry_id", "tenant", "model", "segments", "chunk_text", "response", "metadata"
+_TAGS = "SELECT CAST(json_group_array(CAST(tag AS TEXT)) AS BLOB) FROM tags WHERE entry=entries.id"
+_CAST = ", ".join(f"CAST({name} AS BLOB)" for name in _TEXTS)
+_ENTRIES = f"SELECT id, {_CAST}, ({_TAGS}), created, last_hit, hits FROM "  # noqa: S608 (our own words)
+_VECTORS = """SELECT vector FROM vectors WHERE entry=?1 UNION ALL
+SELECT vector FROM entry_media JOIN media_vectors USING (space, media) WHERE entry=?1"""
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
     "entry_id": "entry_id=?",
@@ -306,16 +313,12 @@ class Catalog:
     def by_namespace(self, tenant: str | None = None) -> list[NamespaceUse]:
         """What each tenant, or one, has of each model here, most entries first."""
         statement = (
-            "SELECT CAST(tenant AS BLOB), CAST(model AS BLOB), "  # a damaged row may have anything in their place
-            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS BLOB), x''), "
-            "COUNT(*), CAST(TOTAL(hits) AS INTEGER), CAST(MIN(created) AS REAL), CAST(MAX(used) AS REAL) "
+            "SELECT CAST(tenant AS TEXT), CAST(model AS TEXT), COUNT(*), "  # a damaged row may have anything in a place
+            "CAST(TOTAL(hits) AS INTEGER), CAST(MIN(created) AS REAL), CAST(MAX(used) AS REAL), "
+            "COALESCE(CAST(MAX(CASE WHEN json_valid(metadata) THEN metadata ->> '$.model' END) AS TEXT), '') "
             "FROM entries WHERE ?1 IS NULL OR tenant=?1 GROUP BY tenant, model ORDER BY COUNT(*) DESC, tenant, model"
         )
-        found = []
-        for *names, entries, hits, oldest, used in self.database.rows(statement, tenant):
-            owner, model, name = (text.decode(errors="replace") for text in names)
-            found.append(NamespaceUse(owner, model, entries, hits, oldest, used, name))
-        return found
+        return [NamespaceUse(*row) for row in self.database.rows(statement, tenant)]
 
     def media_of(self, tenant: str) -> set[str]:
         """The media items that a tenant's entries have, also where another's have them too."""
@@ -341,25 +344,33 @@ class Catalog:
         return bool(self.database.rows("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", key))
 
     def _entries(self, where: str, *values: object) -> list[Entry]:
-        statement = (
-            "SELECT id, entry_id, tenant, model, segments, chunk_text, response,"  # noqa: S608 (our own words)
-            " (SELECT json_group_array(tag) FROM tags WHERE entry=entries.id), created, last_hit, hits, metadata"
-            f" FROM {where}"
-        )
         found = []
-        for row, name, *rest in self.database.rows(statement, *values):
+        for row, *columns in self.database.rows(_ENTRIES + where, *values):
             try:
-                tenant, model, segments, chunk, answer, tags, created, last_hit, hits, metadata = rest
-                entry = Entry(
-                    name, Namespace(tenant, model), load_segments(segments), chunk, answer, {},
-                    tuple(sorted(json.loads(tags))), created, last_hit, hits, json.loads(metadata),
-                )  # fmt: skip
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                found.append(_entry(*columns))
+            except CorruptValue:
                 with self.database.write() as db:
                     delete(db, [row])
-                raise CorruptValue(f"entry {name}: {error}") from error
-            found.append(entry)
+                raise
         return found
+
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
+        """Read every entry with its vectors: for each what is wrong with it, or an empty string.
+
+        Args:
+            repair: delete those that are damaged.
+        """
+        after = 0
+        while True:
+            with self.database.write() if repair else self.database as db:
+                rows = db.execute(f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?", (after, _BATCH)).fetchall()
+                found = [(row, _fault(db, row, *columns)) for row, *columns in rows]
+                if repair:
+                    delete(db, [row for row, fault in found if fault])
+            yield from (fault for _, fault in found)
+            if not found or found[-1][0] <= after:  # a damaged tree may lead back
+                return
+            after = found[-1][0]
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
@@ -406,12 +417,38 @@ class Catalog:
         """The next entries with media items, in order of writing, numbered above ``after``."""
         statement = "SELECT id, entry_id, space, run, media FROM entries WHERE id>? AND media<>'' ORDER BY id LIMIT ?"
         rows = self.database.rows(statement, after, limit)
-        return [MediaRow(*row, tuple(media.split())) for *row, media in rows if row[0] > after]  # type: ignore[call-arg]
+        return [MediaRow(*row, tuple(str(media).split())) for *row, media in rows if row[0] > after]  # type: ignore[call-arg]
 
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
         statement = "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?"
         return next((bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)), None)
+
+
+def _entry(name: bytes, *columns: Any) -> Entry:
+    """An entry of the columns of `_ENTRIES`. Raises a CorruptValue."""
+    try:
+        tenant, model, segments, chunk, answer, metadata, tags = (str(text, "utf-8") for text in columns[:7])
+        created, last_hit, hits = columns[7:]
+        return Entry(
+            name.decode(), Namespace(tenant, model), load_segments(segments), chunk, answer, {},
+            tuple(sorted(json.loads(tags))), float(created), float(last_hit), int(hits), dict(json.loads(metadata)),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptValue(f"entry {name.decode(errors='replace')}: {error}") from error
+
+
+def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
+    try:
+        entry = _entry(*columns)
+    except CorruptValue as error:
+        return str(error)
+    try:
+        for (data,) in db.execute(_VECTORS, (row,)):
+            unpack(data, max(1, len(data) // 4))
+    except (CorruptValue, TypeError) as error:
+        return f"entry {entry.entry_id}: {error}"
+    return ""
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:

@@ -120,7 +120,7 @@ class Schema:
         version: of the tables.
         probes: queries that are made when the file is opened: a damaged page or table shows.
         discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
-            deleted then, and one of another version. None: the first is put aside, the second refused.
+            deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
     tables: str
@@ -328,7 +328,7 @@ class Database:
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
-                if not self._replace:
+                if not self._replace or is_ours(self.path) is False:
                     raise
                 unreadable = isinstance(error, UnicodeDecodeError) or is_damage(error)
                 if not unreadable and not (self._schema.discard and (is_useless(error) or _code(error) == _WRONG_SQL)):
@@ -352,6 +352,7 @@ class Database:
         read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
         db = sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
+        db.text_factory = _text
         try:
             db.execute("PRAGMA foreign_keys=ON")
             db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
@@ -380,13 +381,13 @@ class Database:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
-        if self._schema.discard:
-            raise sqlite3.DatabaseError("it is of another format")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
+        if self._schema.discard and version < self._schema.version:
+            raise sqlite3.DatabaseError("it is of an earlier format")
         raise StoreError(
-            f"{self.path} was written by format version {version}, this semkv reads version {FORMAT}: update semkv, "
-            "empty the cache with 'semkv purge', or choose another file or cache directory"
+            f"{self.path} was written by format version {version}, this semkv reads version {self._schema.version}: "
+            "update semkv, empty the cache with 'semkv purge', or choose another file or cache directory"
         )
 
     def _make_private(self) -> None:
@@ -409,6 +410,11 @@ class Database:
         if not self._schema.discard and not aside.exists():  # the first one is kept
             self.path.replace(aside)
         delete_files(self.path)
+
+
+def _text(stored: bytes) -> str:
+    """A text, also a damaged one: it must not hide the rows that are read with it."""
+    return stored.decode(errors="replace")
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -174,6 +174,22 @@ def described(paths: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
             if stat.S_ISREG((status := path.lstat()).st_mode):
                 found.append((path, status))
     return found
+
+
+def delete_all(paths: Iterable[Path]) -> list[str]:
+    """Delete files, also those that vanished meanwhile. Returns a line for each that cannot be deleted."""
+    left = []
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            left.append(f"{path} cannot be deleted ({error.strerror or error})")
+    return left
+
+
+def in_short(lines: Sequence[str]) -> str:
+    """The first of some lines, and how many there are."""
+    return lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more"
 
 
 def remove_strays(root: Path, pattern: str) -> int:

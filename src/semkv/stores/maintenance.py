@@ -23,7 +23,7 @@ from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_t
 from semkv.stores.blocks import BlockStore, Bounds, begin_anew
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database
-from semkv.stores.files import described, make_folder, matching, remove_strays
+from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
 from semkv.stores.media import MediaStore
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
@@ -39,11 +39,13 @@ _CATALOG_REMEDY = (
 )
 _INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
 _IMAGES = f"media/??/{'?' * 64}"
-_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"weights/{'?' * 64}.json.*.tmp")
+_WEIGHTS = f"weights/{'?' * 64}.json"
+_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
 # What semkv writes into a cache directory besides databases and block stores. Earlier versions wrote markers.
 _MARKERS = ("semkv.json", "kv/semkv.json", "fusion/semkv.json")
-_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", f"weights/{'?' * 64}.json", *_STRAYS, *_MARKERS)
+_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, *_STRAYS, *_MARKERS)
+_FOLDERS = (*_STORES, "media", "weights", "ahead*")
 
 
 @dataclass(slots=True)
@@ -109,7 +111,7 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
             raise StoreError(f"{folder} is a file; a cache lives in a directory of its own")
         if purge:
             purge_directory(folder)
-    if root.is_dir() and not is_ours(root) and not _has_no_files(root):
+    if root.is_dir() and not is_ours(root) and not _is_empty(root):
         raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
     make_cache_folder(root)
 
@@ -124,12 +126,12 @@ def make_cache_folder(root: Path) -> None:
 
 
 def is_ours(root: Path) -> bool:
-    """Whether there is a sign that `purge_directory` goes by: a database of ours, also a damaged one that was opened as
-    ours before, a store of blocks, or the marker of an earlier semkv."""
+    """Whether there is a sign that `purge_directory` goes by: a database of ours, also a damaged or an empty one that
+    was opened as ours before, a store of blocks, or the marker of an earlier semkv."""
     file = root / CATALOG
     found = database.is_ours(file)
     if found is None:
-        found = database.is_filled(file) and file.with_name(f"{CATALOG}.lock").is_file()
+        found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()
     return found or bool(_stores(root)) or (root / _MARKERS[0]).is_file()
 
 
@@ -201,6 +203,16 @@ def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
         yield db
 
 
+@contextmanager
+def _store(found: Report, name: str, root: Path, max_age_s: float = 0.0) -> Iterator[BlockStore]:
+    """A block store to delete from. What could not be deleted becomes a line of ``found``."""
+    bounds = Bounds(max_bytes=0, max_age_s=max_age_s)
+    with _noting(found, name, root / INDEX), closing(BlockStore(root, name, bounds)) as store:
+        yield store
+        if store.counters["errors"] or not store.writable:
+            found.unread.append(f"{name}: not all in {root} could be read or deleted, do it again")
+
+
 def _owners(salts: Iterable[str | None]) -> list[str]:
     """The tags of blocks that were stored for requests with these values of ``cache_salt``."""
     return sorted({tenant_tag(salt) for salt in salts if salt})
@@ -259,18 +271,18 @@ def verify(
     repair: bool = False,
     reading: Reading = lambda reasons, name, count: reasons,
 ) -> Report:
-    """Read every file and every response of a gateway, and check every checksum. Counts what was ``checked`` of files,
+    """Read every file, entry and response, and check every checksum. Counts what was ``checked`` of files, ``entries``,
     ``answers`` and, with ``repair``, ``deleted``.
 
     Args:
-        repair: delete damaged files and responses, so that they are computed again, and empty a block store whose index
-            is damaged or lost; never the database.
+        repair: delete what is damaged, so that it is computed again, and empty a block store whose index is damaged or
+            lost; never the database.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
     check_is_cache(cache_dir)
-    found = Report({"checked": 0, "answers": 0, "deleted": 0})
+    found = Report({"checked": 0, "entries": 0, "answers": 0, "deleted": 0})
 
     def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
         for reason in reading(reasons, name, count):
@@ -291,11 +303,15 @@ def verify(
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
         read(name, _check_files(root, files, damaged), len(files))
         if repair and damaged:
-            with closing(BlockStore(root, name)) as store:
+            with _store(found, name, root) as store:
                 store.drop(damaged)
+                store.sweep()
     if images := _images(cache_dir):
-        read("media", MediaStore(cache_dir / "media").verify(repair=repair), len(images))
-    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (_, responses):
+        bad = list[Path]()
+        read("media", MediaStore(cache_dir / "media").verify(bad), len(images))
+        _delete(bad * repair, found)
+    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
+        read("catalog", catalog.verify(repair=repair), len(catalog), "entries")
         read("answers", responses.verify(repair=repair), responses.usage()[0], "answers")
     return found
 
@@ -325,19 +341,15 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     check_is_cache(cache_dir)
     max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
     found = Report({"kv": 0, "fusion": 0, "media": 0, "entries": 0, "answers": 0, "strays": _drop_strays(cache_dir)})
-    bounds = Bounds(max_bytes=0, max_age_s=max_age_s)
     for name, root in _block_stores(cache_dir, fusion_dir):
-        with _noting(found, name, root / INDEX), closing(BlockStore(root, name, bounds)) as store:
+        with _store(found, name, root, max_age_s) as store:
             found.counts[name] = store.sweep()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
         if max_age_s:
             found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
         # The entry of a younger image may be about to be written.
         old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
-        loose = [image for image in old if not opened[0].has_media(image.name)]
-        for image in loose:
-            image.unlink(missing_ok=True)
-        found.counts["media"] += len(loose)
+        found.counts["media"] += _delete([image for image in old if not opened[0].has_media(image.name)], found)
     return found
 
 
@@ -381,10 +393,8 @@ def purge(
                 with _noting(found, name, root / INDEX), _index(root) as db:
                     found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
                 continue
-            with _noting(found, name, root / INDEX), closing(BlockStore(root, name)) as store:
+            with _store(found, name, root) as store:
                 found.counts["files"] += sum(store.purge(owner) for owner in owners)
-                if store.counters["errors"] or not store.writable:
-                    found.unread.append(f"{name}: not all could be read or deleted, purge again")
     return found
 
 
@@ -409,12 +419,19 @@ def _purge_entries(
     found.counts["entries"] = len(removed.entry_ids)
     gone = set(removed.media)
     images = [image for image, _ in _images(cache_dir) if image.name in gone]
-    if not dry_run:
-        if not catalog.database.truncate_log():
-            found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
-        for image in images:
-            image.unlink(missing_ok=True)
-    return len(images)
+    if dry_run:
+        return len(images)
+    if not catalog.database.truncate_log():
+        found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
+    return _delete(images, found)
+
+
+def _delete(files: Sequence[Path], found: Report) -> int:
+    """Delete files; how many went. That others did not becomes a line of ``found``."""
+    left = delete_all(files)
+    if left:
+        found.unread.append(in_short(left))
+    return len(files) - len(left)
 
 
 def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_run: bool) -> None:
@@ -428,7 +445,7 @@ def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_r
         found.damaged, found.unread = [], []  # it goes all the same
     for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
         try:
-            found.counts["files"] += purge_directory(folder, dry_run=dry_run)
+            found.counts["files"] += _purge_below(folder, found, dry_run=dry_run)
         except StoreError as error:
             found.unread.append(str(error))
         except OSError as error:
@@ -446,50 +463,61 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     Raises:
         StoreError: the directory holds files and no sign that they are semkv's, or not all could be deleted.
     """
-    if not root.is_dir() or _has_no_files(root):
+    found = Report({})
+    count = _purge_below(root, found, dry_run=dry_run)
+    if found.unread:
+        raise StoreError("; ".join(found.unread))
+    return count
+
+
+def _purge_below(root: Path, found: Report, *, dry_run: bool) -> int:
+    """As `purge_directory`. What could not be deleted becomes lines of ``found``."""
+    if not root.is_dir() or _is_empty(root):
         return 0
     if not is_ours(root):
         raise StoreError(f"{root} is not a semkv cache: it is not purged")
     stores = _stores(root)
-    files = _files(root, *_FORMS)
-    blocks = _files(root, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
+    blocks = [f"{store.relative_to(root)}/{FILES}/??/*" for store in stores]
+    files = _files(root, *_FORMS, *blocks)
     if dry_run:
-        return len(files | blocks)
-    left = _empty_database(root / CATALOG)
+        return len(files)
+    found.unread += _empty_database(root / CATALOG)
     for store in stores:
-        begin_anew(store)
+        try:
+            begin_anew(store)
+        except StoreError as error:
+            found.unread.append(str(error))
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
-    for file in _files(root, *_FORMS):
-        file.unlink(missing_ok=True)
-    if left:
-        raise StoreError(left)
-    return len(files | blocks)
+    _delete(_files(root, *_FORMS), found)
+    for link in (link for name in _FOLDERS for link in matching(root, name) if link.is_symlink()):
+        found.unread.append(f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()} yourself")
+    return len([file for file in files if not os.path.lexists(file)])
 
 
-def _empty_database(file: Path) -> str:
+def _empty_database(file: Path) -> list[str]:
     """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
     format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
     if not database.is_filled(file) or database.is_ours(file) is False:
-        return ""
+        return []
     try:
         with closing(Database(file, timeout_s=_WAIT_S)) as opened:
             opened.truncate_log()  # which makes room on a full disk
             if opened.empty():
-                return ""
-        return f"{file} is being read: its write-ahead log has what was deleted, purge again"
+                return []
+        return [f"{file} is being read: its write-ahead log has what was deleted, purge again"]
     except sqlite3.Error as error:
         if database.is_transient(error):
-            return f"{file} cannot be emptied ({error}), purge again"
+            return [f"{file} cannot be emptied ({error}), purge again"]
     except StoreError as error:
         if error.__cause__ is not None:
-            return str(error)
+            return [str(error)]
     try:
         with database.opening(file):
             database.delete_files(file)
     except OSError as error:
-        return f"{file} cannot be deleted ({error.strerror or error})"
-    return ""
+        return [f"{file} cannot be deleted ({error.strerror or error})"]
+    return []
 
 
 # -- its files --------------------------------------------------------------------------------------------------------
@@ -510,12 +538,14 @@ def _stores(root: Path) -> list[Path]:
     return [root] * is_store(root) + [store for store in below if is_store(store) and not store.is_symlink()]
 
 
-def _has_no_files(root: Path) -> bool:
-    return all(path.is_dir() and not path.is_symlink() for path in matching(root, "**/*"))
+def _is_empty(root: Path) -> bool:
+    """Whether nothing is there but folders, and digests of weights, which may be written before all else."""
+    paths = set(matching(root, "**/*")).difference(_files(root, _WEIGHTS))
+    return all(path.is_dir() and not path.is_symlink() for path in paths)
 
 
-def _files(root: Path, *patterns: str) -> set[Path]:
+def _files(root: Path, *patterns: str) -> list[Path]:
     """What is there of some forms, but nothing behind a link."""
-    found = (file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink())
+    found = {file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink()}
     within = len(root.parents) + 1
-    return {file for file in found if not any(part.is_symlink() for part in file.parents[:-within])}
+    return sorted(file for file in found if not any(part.is_symlink() for part in file.parents[:-within]))

@@ -105,12 +105,8 @@ class MediaStore:
         with self._lock:
             self._bytes -= size
 
-    def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every item: for each what is wrong with it, or an empty string.
-
-        Args:
-            repair: delete what is damaged.
-        """
+    def verify(self, damaged: list[Path]) -> Iterator[str]:
+        """Read every item: for each what is wrong with it, or an empty string. Files that are ``damaged`` are added."""
         for file, _ in self._files():
             if file.name.endswith(_NEW):
                 continue
@@ -120,8 +116,8 @@ class MediaStore:
                 continue
             except OSError as error:
                 reason = f"{file.name}: {error}"
-            if reason and repair:
-                self.delete(file.name)
+            if reason:
+                damaged.append(file)
             yield reason
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:

@@ -336,7 +336,7 @@ def run(
         import vllm.v1.engine.core  # noqa: F401 - the processes of the steps are forks of this one
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise ConfigError("bench connector", str(error), "an environment with vLLM: pip install 'semkv[cpu]'") from None
+        raise ConfigError("bench connector", str(error), "vLLM: in a checkout of semkv, pip install '.[cpu]'") from None
     found: dict[str, Any] = {}
     references: dict[str, Any] = {}
     for name in connectors:

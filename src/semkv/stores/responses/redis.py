@@ -246,7 +246,7 @@ def connect(url: str, timeout_s: float) -> Any:
     try:
         import redis
     except ImportError:
-        raise ConfigError("--store", "redis", "the redis extra to be installed: pip install 'semkv[redis]'") from None
+        raise ConfigError("--store", "redis", "redis: in a checkout of semkv, pip install '.[redis]'") from None
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 

@@ -37,10 +37,10 @@ _BYTES = "CAST(total(nbytes) AS INTEGER)"
 _TOTALS = f"SELECT CAST(total(entries) AS INTEGER), {_BYTES} FROM totals"  # noqa: S608
 _HEAD_BYTES = "coalesce(CAST(head AS BLOB), x'')"
 _RESPONSE = f"{_HEAD_BYTES}, coalesce(CAST(payload AS BLOB), x'')"
-_NAME = "coalesce(CAST(key AS BLOB), x'')"
+_NAME = "coalesce(CAST(key AS TEXT), '')"
 _SIZE = "CAST(coalesce(nbytes, 0) AS INTEGER)"
 _BY_TENANT = (
-    f"SELECT CAST({_TENANT} AS BLOB), COUNT(*), {_BYTES}, "  # noqa: S608 (our own words)
+    f"SELECT CAST({_TENANT} AS TEXT), COUNT(*), {_BYTES}, "  # noqa: S608 (our own words)
     "CAST(coalesce(MIN(created), 0) AS REAL), CAST(coalesce(MAX(used), 0) AS REAL) "
     f"FROM responses GROUP BY {_TENANT} ORDER BY COUNT(*) DESC, 1"
 )
@@ -171,7 +171,7 @@ class SqliteStore(ResponseStore):
             statement = f"SELECT rowid, {_NAME}, {_HEAD_BYTES} FROM responses {where}"  # noqa: S608 (our own words)
             for row, name, head in db.execute(statement, values):
                 with suppress(CorruptValue):
-                    if not selector.matches(decode(name.decode(errors="replace"), head, None)):
+                    if not selector.matches(decode(name, head, None)):
                         continue
                 gone.append((row,))
             if not dry_run:
@@ -219,11 +219,7 @@ class SqliteStore(ResponseStore):
 
     def by_tenant(self) -> list[AnswersUse]:
         """What each tenant has, most responses first."""
-        # A damaged head may be JSON whose text is no UTF-8.
-        return [
-            AnswersUse(name if name is None else name.decode(errors="replace"), *counts)
-            for name, *counts in self.database.rows(_BY_TENANT)
-        ]
+        return [AnswersUse(*row) for row in self.database.rows(_BY_TENANT)]
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
         """Read every response as a gateway would: for each why it would not be served, or an empty string.
@@ -248,9 +244,9 @@ class SqliteStore(ResponseStore):
         self.database.close()
 
 
-def _fault(key: bytes, head: bytes, payload: bytes) -> str:
+def _fault(key: str, head: bytes, payload: bytes) -> str:
     try:
-        decode(key.decode(errors="replace"), head, payload)
+        decode(key, head, payload)
     except CorruptValue as error:
         return str(error)
     return ""
