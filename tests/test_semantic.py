@@ -16,6 +16,7 @@ from semkv_lab import caches, semantic
 from semkv_lab.caches import play
 from semkv_lab.labels import Asked
 from semkv_lab.semantic import CONVERSATIONS
+from semkv_lab.settings import SemanticFlags
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",)}
@@ -114,6 +115,22 @@ def test_images_need_no_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert images["semkv"]["copies"]["all"]["share"] > 0.8
     assert images["semkv"]["changes"]["all"]["share"] < 0.1
     assert images["semkv without guards"]["changes"]["all"]["share"] > 0.5
+
+
+def test_a_peer_that_fails_at_its_first_request_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class TooNew(caches.Cosine):
+        def __init__(self, encoder: Any) -> None:
+            super().__init__(encoder, 0.9)
+
+        def store(self, asked: Asked) -> None:
+            raise TypeError("its database is too new")
+
+    monkeypatch.setattr(caches, "GPTCache", TooNew)
+    bench = semantic.Bench(SemanticFlags(caches=("gptcache", "cosine")), tmp_path)
+    assert len(bench.makers) == 1
+    assert bench.absent == ["gptcache: not measured: its database is too new"]
 
 
 def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None:

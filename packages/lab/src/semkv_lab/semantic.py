@@ -313,8 +313,7 @@ def traps_part(bench: Bench) -> Found:
     found, tables = _pairs(bench, strangers, "held-out traps and paraphrases by strangers")
     alone = _guards(bench)
     names = ("all", "held out", "at first sight")
-    rows = [(name, *(share_of(row[which]) for which in names)) for name, row in alone.items() if "held out" in row]
-    rows.append(("pairs in other languages", share_of(alone["other languages"]), "", ""))
+    rows = [(name, *(share_of(row[of]) if of in row else "" for of in names)) for name, row in alone.items()]
     return {"caches": found, "guards": alone}, [*tables, table("no veto by the guards", ("", *names), rows)]
 
 
@@ -371,8 +370,14 @@ def _guards(bench: Bench) -> Row:
             "at first sight": rate(sum(bool(row.first) for row in first), len(first)),
             "by kind": {kind: f"{passed[kind]} of {count}" for kind, count in every.items()},
         }
-    foreign = bench.rows("other_languages.jsonl")
-    found["other languages"] = rate(sum(veto(row["a"], row["b"]) is None for row in foreign), len(foreign))
+    for name in ("classes", "last_turns", "other_languages"):
+        by_kind = Counter(
+            (row.get("same", False), veto(row["a"], row["b"]) is None) for row in bench.rows(f"{name}.jsonl")
+        )
+        for kind, same in (("traps", False), ("paraphrases", True)):
+            passed, vetoed = by_kind[same, True], by_kind[same, False]
+            if passed + vetoed:
+                found[f"{kind} of {name}.jsonl"] = {"all": rate(passed, passed + vetoed)}
     return found
 
 
