@@ -371,13 +371,11 @@ def _guards(bench: Bench) -> Row:
             "by kind": {kind: f"{passed[kind]} of {count}" for kind, count in every.items()},
         }
     for name in ("classes", "last_turns", "other_languages"):
-        by_kind = Counter(
-            (row.get("same", False), veto(row["a"], row["b"]) is None) for row in bench.rows(f"{name}.jsonl")
-        )
+        rows = bench.rows(f"{name}.jsonl")
         for kind, same in (("traps", False), ("paraphrases", True)):
-            passed, vetoed = by_kind[same, True], by_kind[same, False]
-            if passed + vetoed:
-                found[f"{kind} of {name}.jsonl"] = {"all": rate(passed, passed + vetoed)}
+            of_it = [veto(row["a"], row["b"]) for row in rows if row.get("same", False) == same]
+            if of_it:
+                found[f"{kind} of {name}.jsonl"] = {"all": rate(of_it.count(None), len(of_it))}
     return found
 
 
