@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +19,7 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples
+from semkv_lab.minigqa import generate, make_document, returning
 from semkv_lab.samples import (
     ZIPF_EXPONENT,
     ChunkSource,
@@ -273,6 +276,19 @@ def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
     load_samples("minigqa", DatasetOptions(tmp_path / "a", max_samples=64))
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
+
+
+def test_what_a_seed_gives_stays_as_it_is(tmp_path: Path) -> None:
+    """The bundled model was trained on this data, and the tables in ``docs/results`` were made from it."""
+    folder = generate(tmp_path, 30, seed=2, split="train")
+    questions = (folder / "train_balanced_questions.json").read_bytes()
+    assert hashlib.sha256(questions).hexdigest() == "14360763e8580a6244ae62c3da26c6001ab278b924fa66c10c2b6b47689cc5ff"
+    pictures = b"".join(p.read_bytes() for p in sorted((folder / "images").iterdir()))
+    assert hashlib.sha256(pictures).hexdigest() == "ed40dff7567f3fa4b291974bf0c9f06e59c5fb30a8aa0a0e842cd583a4701a3c"
+    texts = "".join(make_document(Random(seed)).text for seed in range(20)) + json.dumps(returning(6, seed=4))
+    assert (
+        hashlib.sha256(texts.encode()).hexdigest() == "9ab0579e40c18af7ea9f74b786f51e6d4512fa102791a5e9a337feae13366e4a"
+    )
 
 
 # --- requests
