@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from command_line import invoke
 from semkv.cache import SemanticCache
@@ -92,3 +95,21 @@ def left(root: Path) -> list[str]:
     """The files that are there, but for those in which an empty store consists."""
     stays = ("index.sqlite", "catalog.sqlite", ".lock", "-wal", "-shm")
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and not p.name.endswith(stays))
+
+
+def files_with(folder: Path, *needles: bytes) -> list[str]:
+    """The files that have any of these bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(f.name for f in files if any(needle in f.read_bytes() for needle in needles))
+
+
+def without_secure_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a build of SQLite that leaves deleted content in the file; some builds overwrite it of themselves."""
+    real = sqlite3.connect
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        db = real(*arguments, **options)
+        db.execute("PRAGMA secure_delete=OFF")
+        return db
+
+    monkeypatch.setattr(sqlite3, "connect", connect)

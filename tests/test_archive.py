@@ -6,12 +6,12 @@ import io
 import stat
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway_helpers import ADMIN, Pair, wait_until
 from maintenance_helpers import call, make_used, refused
-from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import inspect
 
 
@@ -51,14 +51,31 @@ def test_entries_and_pictures_go_along_and_what_cannot_go_is_said(tmp_path: Path
     assert not list(tmp_path.glob(".semkv-*"))
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "media/../../evil", "media/ab/c/d", "x", "kv/files/aa/b"])
-@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.SYMTYPE])
-def test_an_archive_of_somebody_else_writes_nothing(tmp_path: Path, name: str, kind: bytes) -> None:
-    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
-        about = tarfile.TarInfo(name if kind == tarfile.REGTYPE else CATALOG)
-        about.type, about.linkname, about.size = kind, "/etc/passwd", 4 * (kind == tarfile.REGTYPE)
-        archive.addfile(about, io.BytesIO(b"evil"))
-    assert "nothing that export writes" in refused(
-        "import", str(tmp_path / "evil.tar"), "--cache-dir", str(tmp_path / "d")
-    )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.tar"]
+NAMES = ("../evil", "/etc/evil", "media/../../evil", "media/ab/c/d", "x", "kv/files/aa/b")
+SPARSE = {"major": "1", "minor": "0", "name": "media/ab/x", "realsize": str(1 << 40)}
+
+
+@pytest.mark.parametrize(
+    ("said", "mode", "about"),
+    [
+        *(("is nothing that export writes", "w", {"name": name}) for name in NAMES),
+        ("is nothing that export writes", "w", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
+        ("is nothing", "w", {"pax_headers": {f"GNU.sparse.{name}": value for name, value in SPARSE.items()}}),
+        ("null byte", "w", {"pax_headers": {"path": "media/ab/x\0y"}}),
+        ("", "w:gz", {}),  # a small one may fill a disk
+    ],
+)
+def test_an_archive_of_somebody_else_writes_nothing(
+    tmp_path: Path, said: str, mode: str, about: dict[str, Any]
+) -> None:
+    archive, member = tmp_path / "evil.tar", tarfile.TarInfo("media/ab/x")
+    for name, value in about.items():
+        setattr(member, name, value)
+    content = b"1\n0\n1\n".ljust(1024, b"\0") if member.isreg() else b""
+    member.size = len(content)
+    with tarfile.open(archive, mode, format=tarfile.PAX_FORMAT) as out:  # type: ignore[call-overload]
+        out.addfile(member, io.BytesIO(content))
+    told = refused("import", str(archive), "--cache-dir", str(tmp_path / "d"))
+    assert said in told
+    assert "no export of semkv" not in told, "it was not even begun"
+    assert list(tmp_path.iterdir()) == [archive]

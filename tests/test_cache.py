@@ -456,10 +456,25 @@ def test_an_encoder_that_fails_is_a_counted_miss(bench: Bench, part: str) -> Non
     assert bench.look("color", "car").hit
 
 
-def test_a_vector_that_is_not_finite_is_a_counted_miss(bench: Bench) -> None:
-    for bad in (np.full(64, np.nan), np.zeros(64)):
-        assert not bench.cache.try_reuse(bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}).hit
-    assert bench.cache.stats().faults == {"hook": 2}
+@pytest.mark.parametrize("bad", [np.full(64, np.nan), np.full(64, np.inf), np.zeros(64)])
+def test_a_vector_that_is_no_direction_is_a_counted_miss(
+    bench: Bench, bad: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.ask("color", context=LAST)
+    assert not bench.cache.try_reuse(bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}).hit
+    monkeypatch.setattr(bench.encoder, "encode", lambda texts: np.tile(bad, (len(texts), 1)))
+    assert not bench.look("else", context=LAST.replace("one", "two")).hit
+    assert bench.cache.stats().faults == {"hook": 1, "semantic_text": 2}
+
+
+def test_vectors_of_another_length_than_1_are_compared_by_their_angle(make: Make) -> None:
+    bench = make(embedding_layers=())
+    plain = bench.encoder.encode
+    bench.encoder.encode = lambda texts: 9 * plain(texts)  # type: ignore[method-assign]
+    bench.ask("color", context=LAST)
+    assert not bench.look("color~0.85", context=LAST).plan.full
+    assert not bench.look("else", context=LAST + "~0.85").hit
+    assert bench.look("color~0.95", context=LAST).plan.full
 
 
 def test_a_broken_catalog_leaves_what_needs_it_not_and_records_nothing(bench: Bench) -> None:

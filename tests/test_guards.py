@@ -77,8 +77,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     ("name", "passed", "lost"),
     [
         ("traps.jsonl", 25, 0),
-        ("classes.jsonl", 6, 8),
-        ("other_languages.jsonl", 3, 0),
+        ("classes.jsonl", 5, 8),
+        ("other_languages.jsonl", 1, 0),
         ("last_turns.jsonl", 5, 2),
         ("paraphrases.jsonl", 0, 63),
     ],
@@ -112,9 +112,33 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("How tall is it?\nAnswer in metres.", "How tall is it? Answer in metres.", None),
         ("Polish furniture tips", "polish furniture tips", "case"),
         ("Windows crashed", "windows crashed", "case"),
+        ("What does 😂 mean?", "What does 😭 mean?", "symbol"),
+        ("What flag is 🇧🇬?", "What flag is 🇬🇧?", "symbol"),
+        (
+            "What flag is 🏴\U000e0067\U000e0062\U000e0065\U000e007f?",
+            "What flag is 🏴\U000e0067\U000e0062\U000e0073\U000e007f?",
+            "symbol",
+        ),
+        ("Do I like it when it is 30 °C? 🎉", "Do I like it when it is 30 degrees C?", None),
+        ("What does userId mean in this schema?", "What does userID mean in this schema?", "code"),
+        ("What is in src/app?", "What is in app/src?", "code"),
+        ("What does %d print?", "What does %s print?", "code"),
+        ("What do pandas eat?", "When do pandas eat?", "question word"),
+        ("Who is Siri?", "What is Siri?", "question word"),
+        ("What is the weather in Rome?", "How is the weather in Rome?", None),
+        ("What is the best time to go?", "When is the best time to go?", None),
+        ("Who is the interviewer?", "Who is the interviewee?", "antonym"),
+        ("Is this a meat lasagna?", "Is this a meatless lasagna?", "antonym"),
+        ("The tenant shall repair it.", "The tenant may repair it.", "modality"),
+        ("Do I need exactly two witnesses?", "Do I need at least two witnesses?", "comparison"),
+        ("How long does concrete take?", "How long does wet concrete take?", "substitution"),
+        ("What are the features of it?", "What are the key features of it?", None),
+        ("How old is Tom Hanks?", "How old is the actor Tom Hanks?", None),
+        ("Was ist Weg?", "Was ist weg?", "language"),
+        ("Was ist Weg?", "was ist weg?", None),
     ],
 )
-def test_pairs_with_lines_units_and_capitals(a: str, b: str, reason: str | None) -> None:
+def test_pairs_by_hand(a: str, b: str, reason: str | None) -> None:
     assert veto(a, b) == veto(b, a) == reason
 
 
@@ -167,6 +191,7 @@ MARKS = st.sampled_from(
     ", who what how many did dog cat Paris bites less than as 1,000 15:00 2024-05-01 ½ ² İ ß ﷺ . - / 's' US "
     "will must may I you they than Polish polish HELLO hello letters third 5+3 unless every other hotter "
     "hottest up to at least within before after look turn in over for required recommended only even could can had "
+    "userId userID a/b b/a 😂 😭 %d %s "
     "spell translate Co CO LN-5A LN-5 web01 web-01 branch Prod prod H. W. many r as more him he if me my us bit bitten "
     "safe unsafe larger smaller over under + < > <> ** = AND OR km/h m/s per hour pounds lb kg £ quarter half past six "
     "ago AC alternating current asked ask of 'a%' '%a' x² → percentage points won wins A. d. deploy".split()

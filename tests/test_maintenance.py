@@ -67,11 +67,11 @@ def test_stats_count_what_is_there(used: Path) -> None:
     }
     assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in block_files(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
-    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", "s ago", "a-model (model)", " KiB"))
+    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " KiB"))
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
     result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
-    assert "nothing is here of carol; known: alice, bob\n" in result.stderr
+    assert "no data of tenant carol; known tenants: alice, bob\n" in result.stderr
 
 
 def damage(path: Path) -> None:
@@ -130,6 +130,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     assert left(used) == []
 
 
+@pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
+def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
+    result = invoke([*command.split(), "--cache-dir", str(used)])
+    assert result.exit_code == EXIT_ERROR
+    assert f"{used / 'media'} cannot be read" in result.stderr
+
+
 def test_a_purge_says_which_folders_it_does_not_follow(used: Path) -> None:
     (used / "kv").rename(used.parent / "elsewhere")
     (used / "kv").symlink_to(used.parent / "elsewhere")
@@ -155,7 +163,7 @@ def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
     assert running.try_reuse(asked).hit
     assert "0 entries, 0 answers" in call("gc", "--cache-dir", str(used), "--max-age-days", "0")
     said = call("gc", "--cache-dir", str(used), "--max-age-days", "30")
-    assert "0 of KV, 0 of fusion states, 1 pictures, 4 entries, 1 answers" in said
+    assert "0 of KV, 0 of fusion states, 1 images, 4 entries, 1 answers" in said
     assert not running.try_reuse(asked).hit
     running.close()
     found = inspect(used)
@@ -197,6 +205,11 @@ def break_page(path: Path) -> None:
     path.write_bytes(data)
 
 
+def break_table(path: Path) -> None:
+    """The text that declares a table."""
+    path.write_bytes(path.read_bytes().replace(b"created REAL", b"\xffreated REAL"))
+
+
 def make_foreign(path: Path) -> None:
     path.unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as db:
@@ -231,7 +244,7 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
         "stats": "fusion",
         "verify": "",
         "verify --repair": "",
-        "gc --max-age-days 1": "0 pictures, 0 entries, 0 answers",
+        "gc --max-age-days 1": "0 images, 0 entries, 0 answers",
         "purge --tenant alice": "0 entries, 0 answers and 1 files deleted",  # the rest is done all the same
     }.items():
         result = invoke([*command.split(), "--cache-dir", str(used)])
@@ -247,6 +260,14 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
             assert result.exit_code == EXIT_ERROR
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("semkv: ")]
             assert str(used / CATALOG) in line
+    if harm is make_folder:
+        (used / CATALOG / "mine").touch()
+    stays = harm in (make_foreign, make_folder)
+    told = invoke(["purge", "--cache-dir", str(used)])
+    assert (told.exit_code, CATALOG in told.stderr.splitlines()[-1]) == (EXIT_ERROR if stays else 0, True)
+    assert left(used) == [f"{CATALOG}/mine"] * (harm is make_folder), "the rest is deleted all the same"
+    if harm is make_foreign:
+        assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before
 
 
 @pytest.mark.parametrize("harm", [break_whole, break_page, Path.unlink])
@@ -269,14 +290,20 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page])
-def test_a_purge_of_everything_takes_a_damaged_database_along(used: Path, harm: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
+def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
+    used: Path, harm: Callable[[Path], None]
+) -> None:
     harm(used / CATALOG)
     call("purge", "--cache-dir", str(used), "--dry-run")
     assert (used / CATALOG).exists()
     call("purge", "--cache-dir", str(used))
     assert left(used) == []
     assert inspect(used).unread == ()
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    harm(used / CATALOG)
+    SemanticCache(CacheConfig(used, semantic=False)).close()
+    assert left(used) == [f"{CATALOG}.damaged"]
 
 
 # -- what one tenant has: stats and purge by its name -----------------------------------------------------------------
@@ -351,19 +378,6 @@ def test_a_name_that_is_no_text_is_refused(used: Path) -> None:
     assert "UTF-8" in refused("purge", "--cache-dir", str(used), "--tenant", "\udcff")
 
 
-def test_a_purge_goes_on_where_the_database_cannot_be_deleted(used: Path) -> None:
-    for beside in used.glob(f"{CATALOG}*"):
-        beside.unlink()
-    (used / CATALOG).mkdir()
-    (used / CATALOG / "mine").touch()
-    result = invoke(["purge", "--cache-dir", str(used)])
-    assert result.exit_code == EXIT_ERROR
-    assert CATALOG in result.stderr
-    assert block_files(used, "kv") == block_files(used, "fusion") == []
-    assert not list(used.glob("media/??/*"))
-    assert (used / CATALOG / "mine").exists()
-
-
 # -- whose a directory is ---------------------------------------------------------------------------------------------
 
 
@@ -385,6 +399,9 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     (root / "media" / "cd").symlink_to(outside, target_is_directory=True)
     assert purge_directory(root, dry_run=True) == len(ours) + 2
     assert len(left(root)) == len(ours + theirs) + 2
+    with pytest.raises(StoreError, match=f"{root / 'media' / 'cd'} is a link"):
+        prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
+    (root / "media" / "cd").unlink()
     prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
     assert left(root) == sorted(theirs)
     assert left(fusion) == []

@@ -174,13 +174,15 @@ class ConfigFile:
             if argument.parse and name.startswith("--") and name not in argument.negatives
         }
         own = flags.pop("config", None)
-        file = own.tokens[-1].value if own and own.tokens else self._environment.get("SEMKV_CONFIG", "")
+        key, file = "SEMKV_CONFIG", self._environment.get("SEMKV_CONFIG", "")
+        if own and own.tokens:
+            key, file = "--config", own.tokens[-1].value
         if not file:
             return
         try:
             given = tomllib.loads(Path(file).expanduser().read_text("utf-8"))
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError("--config", file, f"a TOML file ({error})") from None
+            raise ConfigError(key, file, f"a TOML file ({error})") from None
         for key, value in given.items():
             if key not in flags:
                 raise ConfigError(file, key, flags)  # without the value, which may be a secret

@@ -12,6 +12,7 @@ of processor time after a start, and until then the search is exact.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import defaultdict
@@ -56,8 +57,15 @@ class Row:
     vector: Vector
 
 
+def as_cosine(score: float) -> float:
+    """A number in [-1, 1]; one that is none is -1, the least."""
+    return max(-1.0, min(1.0, float(score))) if math.isfinite(score) else -1.0
+
+
 class Index(Protocol):
     """Nearest vectors by cosine within a partition. Any thread may call any method.
+
+    ``SemanticCache(index=)`` is called with the length of its vectors.
 
     It lives in memory: at each start it gets the vectors of the catalog again. `VectorIndex` is one.
     """
@@ -261,7 +269,7 @@ class VectorIndex:
         if graph is not None:
             found += [(score, items[row]) for score, row in graph.search(query, k)]
         found.sort(key=lambda one: -one[0])
-        near = [Neighbour(item, max(-1.0, min(1.0, score))) for score, item in found if item in self._home and item]
+        near = [Neighbour(item, as_cosine(score)) for score, item in found if item in self._home and item]
         return near[:k]
 
     def score(self, item: str, vector: Vector) -> float | None:
@@ -271,7 +279,7 @@ class VectorIndex:
             if name is None:
                 return None
             home = self._partitions[name]
-            return max(-1.0, min(1.0, float(np.dot(home.vector(home.place[item]), vector))))
+            return as_cosine(float(np.dot(home.vector(home.place[item]), vector)))
 
     # -- in the background --------------------------------------------------------------------------------------
 

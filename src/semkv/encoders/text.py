@@ -54,6 +54,20 @@ class TextEncoder(Protocol):
         ...
 
 
+def at_unit_length(rows: Matrix) -> Matrix:
+    """Vectors of an encoder, which may be the user's own, at length 1: float32 [len(rows), dim].
+
+    Raises:
+        ValueError: one is zero or not finite.
+    """
+    found = np.asarray(rows, dtype=np.float32)
+    lengths = np.linalg.norm(found.astype(np.float64), axis=1, keepdims=True)  # float32 holds no square of 1e30
+    if not np.isfinite(found).all() or not lengths.all():
+        raise ValueError("a vector that is zero or not finite")
+    unit: Matrix = (found / lengths).astype(np.float32)
+    return unit
+
+
 def resolve_model(name: str) -> str:
     """The directory of the packaged default encoder where it is installed, else the name itself."""
     if name.removeprefix("sentence-transformers/") == DEFAULT_MODEL and not Path(name).is_dir():

@@ -23,7 +23,7 @@ Guard = Callable[[str, str], str | None]
 """Takes two similar texts; says why they must not stand in for each other, or None."""
 
 REASONS = (
-    "code", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
+    "code", "symbol", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
     "comparison", "quantity", "question word", "modality", "tense", "person", "word order", "relation", "entity",
     "substitution", "language",
 )  # fmt: skip
@@ -34,6 +34,7 @@ MOST_UNMATCHED = 8.0
 
 _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     values.code,
+    values.symbol,
     values.quote,
     values.case,
     meaning.form,
@@ -54,6 +55,7 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.relation,
     meaning.substitution,
     meaning.unknown_language,
+    meaning.narrower,
 )
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well

@@ -96,6 +96,8 @@ def opposites(p: Pair) -> str | None:
     first, second = ({t.word for t in only} for only in p.only)
     if not _superlatives(first, p).isdisjoint(second) or not _superlatives(second, p).isdisjoint(first):
         return "comparison"
+    if any(not _ended(mine, p).isdisjoint(other) for mine, other in ((first, second), (second, first))):
+        return "antonym"
     alike = ((x, y) for x in first for y in second if x[-3:] == y[-3:])
     return "antonym" if any(_contrary(x, y, p) for x, y in alike) else None
 
@@ -118,6 +120,11 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
 def _superlatives(words: Iterable[str], p: Pair) -> set[str]:
     """Superlatives of the words that are comparatives: "hottest" of "hotter"."""
     return {word.removesuffix(low) + high for low, high in p.language.degrees for word in words if word.endswith(low)}
+
+
+def _ended(words: Iterable[str], p: Pair) -> set[str]:
+    """The words with an ending that turns them: "payee" of "payer"."""
+    return {word.removesuffix(one) + other for one, other in p.language.endings for word in words if word.endswith(one)}
 
 
 def _contrary(x: str, y: str, p: Pair) -> bool:
@@ -192,6 +199,8 @@ def _mentions(text: Text) -> bool:
 def question(p: Pair) -> str | None:
     """Another question word: who, when, where, why, how, how many; or "what size" against "what color"."""
     first, second = _asked(p.a), _asked(p.b)
+    if [len(only) for only in p.only] == [1, 1] and _another_question(p):
+        return "question word"
     if first and second and not first & second and not (first | second == _LOOSE and _own(p.a) and _own(p.b)):
         return "question word"
     if bool(first) != bool(second) and (first | second) != {"manner"} and _closed(p.b if first else p.a):
@@ -203,6 +212,19 @@ def question(p: Pair) -> str | None:
     kinds = {kind.split()[1] for kind in asked if " " in kind} if named else ()  # "which birds", "how many birds"
     classes = p.language.classes.get(named.stem, ()) if named else ()
     return "question word" if kinds and kinds.isdisjoint(map(str, classes)) else None
+
+
+def _another_question(p: Pair) -> bool:
+    """Whether nothing but the question word differs: "what do pandas eat", "when do pandas eat"; not "what is the
+    weather in Rome", "how is the weather in Rome"; "what is the best time", "when is the best time"."""
+    (x,), (y,) = p.only
+    language = p.language
+    kinds = {language.questions.get(token.word, "statement") for token in (x, y)}
+    if len(kinds) == 1 or "statement" in kinds or kinds == _LOOSE or not language.asked.isdisjoint(p.words):
+        return False
+    pairs = itertools.chain(itertools.pairwise(p.a.tokens), itertools.pairwise(p.b.tokens))
+    helped = any(after.word in language.helpers for before, after in pairs if before in (x, y))
+    return helped or kinds != {"", "manner"}
 
 
 def _asked(text: Text) -> frozenset[str]:
@@ -389,11 +411,35 @@ def _in_one_place(p: Pair) -> bool:
 
 
 def unknown_language(p: Pair) -> str | None:
-    """Other words, or in another order, where a text is not in the language whose words the guards know."""
+    """Other words, in another order or with other capitals (but for a text all small), where a text is not in the
+    language whose words the guards know."""
     if not p.language.telling or knows(p):
         return None
+    if None not in (p.a.cased, p.b.cased) and p.a.cased != p.b.cased and all(x.cased or x.starts for x in (p.a, p.b)):
+        return "language"
     first, second = ([t.word for t in text.tokens if t.word not in STOPS] for text in (p.a, p.b))
     return "language" if first != second else None
+
+
+def narrower(p: Pair) -> str | None:
+    """One word more, which tells one kind from the others: "wet concrete", "work legally"; not where a name follows,
+    which says it too ("the actor Tom Hanks"), nor a verb ("of drinking tea")."""
+    only_a, only_b = p.only
+    language, text = p.language, p.a if only_a else p.b
+    if (only_a and only_b) or not language.function:
+        return None
+    extra = [token for token in only_a + only_b if token.word not in language.articles]
+    if len(extra) != 1 or extra != [*p.unmatched[0], *p.unmatched[1]]:
+        return None
+    common = not language.open_classes.isdisjoint(language.classes.get(extra[0].stem, ()))
+    if common or extra[0].word in language.emphases:
+        return None
+    for before, token, after in triples((END, *text.tokens, END)):
+        if token == extra[0]:
+            verb = token.word.endswith(language.gerund) and before.word in language.relations
+            noun = after.word[0].isalpha() and after.word not in language.function and not after.name
+            return "substitution" if token.word.endswith(language.adverbs) or (noun and not verb) else None
+    return None
 
 
 def knows(p: Pair) -> bool:

@@ -18,6 +18,8 @@ _FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
 _SIGNS = frozenset("%°$€£¥₹")
+_SYMBOLS = frozenset(("So", "Sk", "Sm", "Sc", "Co", "Cn"))  # kinds of signs in Unicode, and what is newer or private
+_FLAG_LETTERS = frozenset(map(chr, range(0xE0020, 0xE0080)))  # of the flags of England, Scotland and Wales
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 END = Token("?", "?", False)
@@ -36,6 +38,7 @@ _CODE = re.compile(
     | \S*/\S*/\S*
     | [vV]\d+(?:\.\d+)*                 # versions
     | \d+(?:\.\d+){2,}
+    | %[-+.\d]*[a-z]{1,2}                # a format
     """,
     re.VERBOSE,
 )
@@ -79,6 +82,8 @@ class Text(NamedTuple):
     for."""
     operators: tuple[str, ...]
     """Signs between operands, sorted."""
+    symbols: str
+    """Emojis and signs that are no words, in their order."""
     quotes: frozenset[str]
     dates: frozenset[str]
     """Dates in figures whose order of day and month is open."""
@@ -119,6 +124,7 @@ def read(text: str, language: Language) -> Text:
         code=_NONE.union(*[chunk.code for chunk in chunks]),
         spelled=_NONE.union(*[chunk.spelled for chunk in chunks]),
         operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
+        symbols="" if plain.isascii() else _symbols(plain),
         quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
         dates=_NONE.union(*[chunk.dates for chunk in chunks]),
         cased=None if titled else _NONE.union(*[chunk.cased for chunk in chunks]),
@@ -262,16 +268,21 @@ class Chunk:
 short_chunk = lru_cache(maxsize=8192)(Chunk)
 
 
+def is_camel(word: str) -> bool:
+    """Whether a word is written "likeThis"."""
+    return bool(_CAMEL.fullmatch(word))
+
+
 def is_code(core: str) -> bool:
     """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
     if not core or core.isalpha():
-        return bool(_CAMEL.fullmatch(core))
-    if core[0] in _SIGNS or not any(map(str.isalnum, core)):
+        return is_camel(core)
+    if core[0] in _SIGNS - {"%"} or not any(map(str.isalnum, core)):
         return False
     inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
     inner = inner.lstrip("([{<").strip(_EDGE)
     if not inner or inner.isalpha():
-        return bool(_CAMEL.fullmatch(inner))
+        return is_camel(inner)
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
@@ -322,6 +333,12 @@ def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
 def _quoted(text: str) -> frozenset[str]:
     found = (next(filter(None, m.groups())) for m in _QUOTES.finditer(text.replace('""', '"')))
     return frozenset(" ".join(_PART.findall(content.casefold())) for content in found)
+
+
+def _symbols(text: str) -> str:
+    """Its emojis and signs in their order: two letters are a flag."""
+    signs = (sign for sign in text if not sign.isascii() and sign not in _SIGNS)
+    return "".join(sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS)
 
 
 def _one_form(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from semkv.guards.language import Token, Words
 from semkv.guards.pairs import MOST, Pair
 from semkv.guards.quantities import Quantity, differ
-from semkv.guards.text import STOPS, Text
+from semkv.guards.text import STOPS, Text, is_camel
 
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
@@ -24,7 +24,9 @@ def code(p: Pair) -> str | None:
     for mine, other in ((p.a, p.b), (p.b, p.a)):
         if any(found not in other.spelled and found not in other.words for found in mine.code):
             return "code"
-    if p.a.spelled != p.b.spelled and _respelled(p):
+    if p.a.spelled != p.b.spelled and (
+        _respelled(p) or _rearranged(p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled)
+    ):
         return "code"
     a, b = p.a.operators, p.b.operators
     return "code" if a and b and a != b else None
@@ -52,8 +54,23 @@ def _respelled(p: Pair) -> bool:
     )
 
 
+def _rearranged(mine: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether two parts of a chunk have changed places ("src/app", "EUR/USD"), or "userId" is "userID" there; of the
+    chunks that one text alone has."""
+    humped = {word.casefold() for word in other if is_camel(word)}
+    return any(
+        ("/" in word and "/".join(word.split("/")[::-1]) in other) or (is_camel(word) and word.casefold() in humped)
+        for word in mine
+    )
+
+
 def _bare(word: str) -> str:
     return _SIGNS.sub("", word).casefold()
+
+
+def symbol(p: Pair) -> str | None:
+    """Other emojis or signs: encoders read all of them as one unknown word."""
+    return "symbol" if p.a.symbols and p.b.symbols and p.a.symbols != p.b.symbols else None
 
 
 def quote(p: Pair) -> str | None:

@@ -298,7 +298,8 @@ def is_store(root: Path) -> bool:
     is another program's database."""
     if is_ours(root / INDEX) is False:
         return False
-    return (root / FILES).is_dir() and any((root / name).is_file() for name in (INDEX, f"{INDEX}.lock"))
+    files = [root / INDEX, root / f"{INDEX}.lock"]
+    return os.path.isdir(root / FILES) and any(map(os.path.isfile, files))  # noqa: PTH112 (False where it cannot be read)
 
 
 def make_store(root: Path) -> None:

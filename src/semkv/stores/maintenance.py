@@ -45,7 +45,7 @@ _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 # What semkv writes into a cache directory besides databases and block stores. Earlier versions wrote markers.
 _MARKERS = ("semkv.json", "kv/semkv.json", "fusion/semkv.json")
 _FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, *_STRAYS, *_MARKERS)
-_FOLDERS = (*_STORES, "media", "weights", "ahead*")
+_FOLDERS = (*_STORES, "media", "media/??", "weights", "ahead*")
 
 
 @dataclass(slots=True)
@@ -135,14 +135,26 @@ def is_ours(root: Path) -> bool:
     return found or bool(_stores(root)) or (root / _MARKERS[0]).is_file()
 
 
-def check_is_cache(cache_dir: Path) -> None:
-    """Refuse a directory that is no cache, rather than make one.
+def _begin(cache_dir: Path, **counts: int) -> Report:
+    """The report of a command, with a line for each folder that it cannot read.
 
     Raises:
         StoreError: nothing there was written by semkv.
     """
-    if not database.is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
-        raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
+    try:
+        if not database.is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
+            raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
+    except OSError as error:
+        raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
+    return Report(counts, unread=[f"{folder} cannot be read" for folder in _folders(cache_dir) if not _is_open(folder)])
+
+
+def _folders(root: Path) -> list[Path]:
+    return [folder for name in _FOLDERS for folder in matching(root, name)]
+
+
+def _is_open(folder: Path) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
@@ -197,10 +209,11 @@ def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, P
 def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
     """The index of a block store as it is, to read. With ``whole`` its structure is checked before."""
     schema = block_index.SCHEMA
-    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened, opened as db:
+    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened:
         if whole:
-            database.quick_check(db)
-        yield db
+            opened.check()
+        with opened as db:
+            yield db
 
 
 @contextmanager
@@ -236,8 +249,7 @@ def inspect(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    check_is_cache(cache_dir)
-    found, stores = Report({}), list[StoreUse]()
+    found, stores = _begin(cache_dir), list[StoreUse]()
     owners = None if tenants is None else _owners(salts)
     for name, root in _block_stores(cache_dir, fusion_dir):
         with _noting(found, name, root / INDEX), _index(root) as db:
@@ -281,8 +293,7 @@ def verify(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    check_is_cache(cache_dir)
-    found = Report({"checked": 0, "entries": 0, "answers": 0, "deleted": 0})
+    found = _begin(cache_dir, checked=0, entries=0, answers=0, deleted=0)
 
     def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
         for reason in reading(reasons, name, count):
@@ -338,9 +349,8 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    check_is_cache(cache_dir)
+    found = _begin(cache_dir, kv=0, fusion=0, media=0, entries=0, answers=0, strays=_drop_strays(cache_dir))
     max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
-    found = Report({"kv": 0, "fusion": 0, "media": 0, "entries": 0, "answers": 0, "strays": _drop_strays(cache_dir)})
     for name, root in _block_stores(cache_dir, fusion_dir):
         with _store(found, name, root, max_age_s) as store:
             found.counts[name] = store.sweep()
@@ -377,8 +387,7 @@ def purge(
         StoreError: there is no cache, it was written by another format version, or a directory is not known to be
             semkv's.
     """
-    check_is_cache(cache_dir)
-    found = Report({"entries": 0, "answers": 0, "files": 0})
+    found = _begin(cache_dir, entries=0, answers=0, files=0)
     if tenants is None and tag is None and salts is None:
         _purge_all(cache_dir, fusion_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
@@ -490,8 +499,13 @@ def _purge_below(root: Path, found: Report, *, dry_run: bool) -> int:
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
     _delete(_files(root, *_FORMS), found)
-    for link in (link for name in _FOLDERS for link in matching(root, name) if link.is_symlink()):
-        found.unread.append(f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()} yourself")
+    for folder in _folders(root):
+        if folder.is_symlink():
+            found.unread.append(
+                f"{folder} is a link, and nothing behind it is deleted: see to {folder.resolve()} yourself"
+            )
+        elif not _is_open(folder):
+            found.unread.append(f"{folder} cannot be read")
     return len([file for file in files if not os.path.lexists(file)])
 
 
@@ -506,12 +520,10 @@ def _empty_database(file: Path) -> list[str]:
             if opened.empty():
                 return []
         return [f"{file} is being read: its write-ahead log has what was deleted, purge again"]
-    except sqlite3.Error as error:
-        if database.is_transient(error):
+    except (StoreError, sqlite3.Error, UnicodeDecodeError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) or database.is_transient(cause) or not os.access(file, os.R_OK):
             return [f"{file} cannot be emptied ({error}), purge again"]
-    except StoreError as error:
-        if error.__cause__ is not None:
-            return [str(error)]
     try:
         with database.opening(file):
             database.delete_files(file)

@@ -9,11 +9,12 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import described, make_folder, matching, read_bytes, remove_strays, replacing
+from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, remove_strays, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".tmp"  # ends the name of a file that is being written
@@ -86,9 +87,10 @@ class MediaStore:
         file = self._where(media_id)
         try:
             data = read_bytes(file)
-            os.utime(file)  # recently used
         except (OSError, StoreError):
             return None
+        with suppress(OSError):  # another user's, or a read-only disk
+            os.utime(file)  # recently used
         if digest_of(data) == media_id:
             return data
         self.delete(media_id)
@@ -134,6 +136,5 @@ class MediaStore:
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
             if self._bytes <= self.max_bytes * 9 // 10:
                 return
-            if file != new and not file.name.endswith(_NEW):
-                file.unlink(missing_ok=True)
+            if file != new and not file.name.endswith(_NEW) and not delete_all([file]):
                 self._bytes -= status.st_size

@@ -7,7 +7,6 @@ question, in its tenant and model; guards and policy have the last word. A fault
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from semkv.errors import ConfigError
-from semkv.index import Index, Neighbour, Row
+from semkv.index import Index, Neighbour, Row, as_cosine
 from semkv.types import Entry, Request, Score
 
 if TYPE_CHECKING:
@@ -207,8 +206,3 @@ class Layer:
         """Call the index's own ``close``, where it has one."""
         with self._tally.boundary("index"):
             getattr(self.index, "close", lambda: None)()
-
-
-def as_cosine(score: float) -> float:
-    """A number in [-1, 1]; one that is none is -1, the least."""
-    return max(-1.0, min(1.0, float(score))) if math.isfinite(score) else -1.0

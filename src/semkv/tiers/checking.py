@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from semkv.encoders.text import at_unit_length
 from semkv.guards import veto
 from semkv.keys import digest, normalise
 from semkv.stores.files import replace_text
@@ -67,7 +68,7 @@ class SameMeaning:
             return False
         if veto(first, second) is not None or not (self._encoder.fits(first) and self._encoder.fits(second)):
             return False
-        a, b = self._encoder.encode([first, second])
+        a, b = at_unit_length(self._encoder.encode([first, second]))
         return float(a @ b) >= _SAME_MEANING
 
 

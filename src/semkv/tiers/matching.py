@@ -19,13 +19,15 @@ import numpy as np
 from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders import EmbeddingHook, image_roots, read_media
+from semkv.encoders.text import at_unit_length
 from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import no_veto, pictures, veto, wording
+from semkv.index import as_cosine
 from semkv.keys import Keyed, context_rows, digest, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
-from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, as_cosine, status_of
+from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, status_of
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
@@ -321,7 +323,7 @@ class Matching:
         """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
         if self._encoder is None or not text.strip() or not self._encoder.fits(text):
             return None
-        found: Vector = self._encoder.encode([text])[0]
+        found: Vector = at_unit_length(self._encoder.encode([text]))[0]
         return found
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -434,7 +436,7 @@ class PendingEntry:
             return Candidate(self.donor, run, EXACT, 1.0, (EXACT,))
         if not self.slot_key or self.slot_key != to.slot_key or self.vector is None or to.vector is None:
             return None
-        score = min(1.0, float(self.vector @ to.vector))
+        score = as_cosine(float(self.vector @ to.vector))
         found = Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,), similar=self.question)
         return found if score >= self.least else None
 

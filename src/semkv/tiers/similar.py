@@ -24,8 +24,9 @@ import numpy as np
 from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders import wrong_dimension
+from semkv.encoders.text import at_unit_length
 from semkv.guards import Guard, forget
-from semkv.index import Index, Neighbour, Row, VectorIndex
+from semkv.index import Index, Neighbour, Row, VectorIndex, as_cosine
 from semkv.keys import Keyed, first_context, is_context, segment_key, sentences, sketch, with_media
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers import SEMANTIC, Candidate, Every, Layer, Tally, status_of
@@ -352,8 +353,8 @@ class SimilarContext:
             return 1.0
         if not all(self._encoder.fits(text) for text in texts):
             return None
-        vectors = self._encoder.encode(texts)
-        return min(1.0, float(np.min(np.sum(vectors[0::2] * vectors[1::2], axis=1))))
+        vectors = at_unit_length(self._encoder.encode(texts))
+        return as_cosine(float(np.min(np.sum(vectors[0::2] * vectors[1::2], axis=1))))
 
 
 def unit_vectors(
@@ -376,10 +377,7 @@ def unit_vectors(
         rows = np.atleast_2d(vector)
         if len(rows) != expected:
             raise ValueError(f"layer {layer.name}: {len(rows)} vectors where {expected} belong")
-        lengths = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)  # float32 holds no square of 1e30
-        if not np.isfinite(rows).all() or not lengths.all():
-            raise ValueError(f"layer {layer.name}: a vector that is zero or not finite")
-        unit = (rows / lengths).astype(np.float32)
+        unit = at_unit_length(rows)
         vectors[layer.name] = unit[0] if len(unit) == 1 else unit
     return vectors
 
