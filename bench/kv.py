@@ -5,6 +5,7 @@
     python bench/kv.py --repeats 0 --tp 2 --rate 10 --out ...                   (two GPUs)
     python bench/kv.py --tiny --engines none,semkv,semkv-disk --out /tmp/kv.json    (on a CPU, to see that it runs)
     python bench/kv.py --table bench/results/h100/kv.json
+    python bench/kv.py --lookups --out bench/results/cpu/kv-lookups.json    (of the index only; no vLLM)
 
 Random tokens through Qwen2.5-7B's shape with dummy weights. An engine is an AsyncLLM in a process of its own, with
 vLLM's engine core in another below it, as in a server. All are started at once, stay up and take turns, so that they
@@ -27,6 +28,9 @@ In a chat every user has a document of 6,000 to 9,000 tokens behind a system tex
 question of 50 tokens and an answer of 64. Requests start at ``--rate``, each round in another order of users; a user's
 next question waits for the last answer. ``digest`` is of all answers: with dummy weights two tokens may tie, so unequal
 ones are reported, no more.
+
+``--lookups`` asks the index of 40,000 blocks, as the engine's thread does, for the blocks of one prompt, while no, one
+or two threads of the process compute: then the interpreter may be theirs for 5 ms each time that SQLite lets go of it.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +90,7 @@ WARM, DECODING, FILLED = 1000, 2000, 3000  # repeats whose prompts no other meas
 START_LIMIT_S, LIMIT_S = 300, 180  # of a start and of one command
 QUIET_S = 0.5  # a store whose files have not grown for so long has ended
 READ_BYTES, READ_S = 4 << 20, 4.0  # of one plain reading; for one rate
+LOOKUPS = 200  # of each kind
 
 
 def base(name: str) -> str:
@@ -307,11 +313,11 @@ def sources(found: Iterable[Request]) -> dict[str, int]:
     return total
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
+def percentiles(values: Iterable[float], digits: int = 2) -> dict[str, float]:
     """p50, p95, p99 (nearest rank) and the mean."""
     ordered = sorted(values)
     found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 95, 99)}
-    return {name: round(value, 2) for name, value in (found | {"mean": statistics.fmean(ordered)}).items()}
+    return {name: round(value, digits) for name, value in (found | {"mean": statistics.fmean(ordered)}).items()}
 
 
 # ------------------------------------------------------------------ the calling process
@@ -480,6 +486,47 @@ def read_rate(folder: Path, threads: int) -> float:
     return round(total / (time.perf_counter() - start) / 1e9, 2)
 
 
+# ------------------------------------------------------------------ lookups in the index
+
+
+def lookups() -> list[dict[str, Any]]:
+    """Milliseconds of `BlockStore.find`, by busy threads and by how many blocks are asked for; all are there."""
+    import numpy as np
+
+    from semkv.stores.blocks import BlockStore
+
+    rows, done, random = [], threading.Event(), np.random.default_rng(0)
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(1000))
+
+    with tempfile.TemporaryDirectory() as folder:
+        store, keys = BlockStore(Path(folder, "kv"), "kv"), [random.bytes(36) for _ in range(40_000)]
+        for start in range(0, len(keys), 100):
+            store.write("bench", {}, keys[start : start + 100], [np.zeros(64, np.uint8)] * 100)
+        for busy in (0, 1, 2):
+            done.clear()
+            threads = [threading.Thread(target=compute) for _ in range(busy)]
+            for thread in threads:
+                thread.start()
+            for count in (1, 4, 32, 512):
+                taken = []
+                for start in random.integers(len(keys) - count, size=LOOKUPS):
+                    began = time.perf_counter()
+                    found = store.find("bench", keys[start : start + count])
+                    taken.append((time.perf_counter() - began) * 1e3)
+                    assert all(found)
+                    time.sleep(0.001)
+                rows.append({"busy_threads": busy, "blocks": count, "ms": percentiles(taken, 3)})
+                print(rows[-1], flush=True)
+            done.set()
+            for thread in threads:
+                thread.join()
+        store.close()
+    return rows
+
+
 # ------------------------------------------------------------------ tables
 
 
@@ -546,6 +593,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("kv.json"))
     parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
     parser.add_argument("--table", type=Path, help="print the table of a result instead")
+    parser.add_argument("--lookups", action="store_true", help="measure the index of blocks instead")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.set_defaults(max_model_len=16384)
     options = parser.parse_args()
@@ -554,6 +602,9 @@ def main() -> None:
         return
     if options.table:
         print(table(json.loads(options.table.read_text())))
+        return
+    if options.lookups:
+        write_json(options.out, {"machine": machine("numpy"), "lookups": lookups()})
         return
     options.engines = options.engines.split(",")
     if unknown := [name for name in options.engines if name not in NAMES and base(name) not in STORES]:

@@ -77,46 +77,25 @@ def write_family(family: str, directory: Path) -> None:
 SHAPE = "qwen3-vl-2b"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MOST_PIXELS = 1280 * 32 * 32  # its own 16.8 million make vLLM's profiling encode 16,384 tokens
-VISION_TOKENS = {
-    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
-    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
-}  # fmt: skip
 
 
 def write_shape(directory: Path) -> None:
     """https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json"""
-    from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLProcessor, Qwen3VLVideoProcessor
-
     sys.path.insert(0, str(ROOT / "tests"))
     import tiny_models
 
-    tokenizer = tiny_models.tokenizer(directory, [*VISION_TOKENS.values()])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(
-            size={"shortest_edge": 65536, "longest_edge": MOST_PIXELS}, patch_size=16
-        ),
-        tokenizer=tokenizer, video_processor=Qwen3VLVideoProcessor(), chat_template=TEMPLATE,
-    ).save_pretrained(directory)  # fmt: skip
     text = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-        "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True,
-        },
+        "tie_word_embeddings": True, "rope": {"rope_theta": 5e6, "mrope_section": [24, 20, 20]},
     }  # fmt: skip
     vision = {
-        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2048, "num_position_embeddings": 2304,
-        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
+        "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
     }  # fmt: skip
-    config = Qwen3VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=True, dtype="bfloat16",
-        architectures=["Qwen3VLForConditionalGeneration"],
-        **{key: tokenizer.convert_tokens_to_ids(token) for key, token in VISION_TOKENS.items()},
-    )  # fmt: skip
+    config = tiny_models.qwen3_vl_config(directory, text, vision, (65536, MOST_PIXELS), TEMPLATE)
+    more = {"tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    config.update(more)
     config.save_pretrained(directory)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from semkv.connectors.kv import IdleConnector
 
 MARK = 11
 PROMISED = 64
@@ -22,7 +24,7 @@ class Broken(KVConnectorMetadata):
     blocks: list[int] = field(default_factory=list)
 
 
-class BrokenConnector(KVConnectorBase_V1):
+class BrokenConnector(IdleConnector):
     """Both halves; an engine in one process has one of each."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -32,31 +34,27 @@ class BrokenConnector(KVConnectorBase_V1):
         self.failed: set[int] = set()
         self.tensors: dict[str, Any] = {}
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
     # the scheduler's half
 
-    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         marked = request.prompt_token_ids[0] == MARK and request.request_id not in self.promised
-        return (PROMISED if ARMED and marked and not computed else 0), False
+        return (PROMISED if ARMED and marked and not num_computed_tokens else 0), False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:
-        if tokens:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
             self.promised.add(request.request_id)
             self.planned += blocks.get_block_ids()[0][:2]
 
-    def build_connector_meta(self, _output: Any) -> Broken:
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
         planned, self.planned = self.planned, []
         return Broken(planned)
 
     # the worker's half
 
-    def register_kv_caches(self, caches: dict[str, Any]) -> None:
-        self.tensors = caches
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self.tensors = kv_caches
 
-    def start_load_kv(self, *_args: Any, **_fields: Any) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         step = self._get_connector_metadata()
         assert isinstance(step, Broken)
         for block in step.blocks:
@@ -67,9 +65,3 @@ class BrokenConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self.failed = self.failed, set()
         return failed
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, *_args: Any, **_fields: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...

@@ -10,9 +10,9 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tiny_models
 import vllm_forks
@@ -106,6 +106,12 @@ class Engine(LocalEngine):
 
         self.core.step_fn = patient
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def page(self) -> int:
         """How many tokens a block of the coarsest KV cache group holds: prompts are loaded in multiples of it."""
@@ -126,6 +132,15 @@ class Engine(LocalEngine):
                 own.connector_scheduler.reset_cache()
             self.settle()
 
+    def levels(self, asked: Sequence[Any], **fields: Any) -> dict[str, list[Answer]]:
+        """The answers while nothing is stored, then from host memory, then from the disk."""
+        found = {}
+        for level, keep_host in (("cold", True), ("host", True), ("disk", False)):
+            self.forget(keep_host=keep_host)
+            found[level] = self.ask(asked, **fields)
+        self.forget()
+        return found
+
     def left(self) -> dict[str, int]:
         """What is left in the scheduler and the connectors when every request has ended: nothing, if all is well."""
         self.settle()
@@ -139,22 +154,20 @@ class Engine(LocalEngine):
 
 
 class CachedEngine(Engine):
-    """An engine of one of `tiny_models.PROMPTS` with both connectors over a directory, or without any.
+    """An engine of one of `tiny_models.PROMPTS` with both connectors over a directory.
 
     Args:
         model: the folder of the checkpoint, named as its family.
-        cache_dir: what the connectors store; without it there are none.
+        cache_dir: what the connectors store.
         kv: settings of the KV connector.
     """
 
-    def __init__(
-        self, model: Path, cache_dir: Path | None = None, kv: dict[str, Any] | None = None, **args: Any
-    ) -> None:
+    def __init__(self, model: Path, cache_dir: Path, kv: dict[str, Any] | None = None, **args: Any) -> None:
         self.cache_dir = cache_dir
-        media = {} if model.name == "opt" else {"limit_mm_per_prompt": {"image": 1, "video": 0}}
-        if cache_dir is not None and media:
+        if model.name != "opt":
+            args["limit_mm_per_prompt"] = {"image": 1, "video": 0}
             args["ec_transfer_config"] = encoder_connector(cache_dir)
-        super().__init__(model, connector(cache_dir, **(kv or {})) if cache_dir else None, **media, **args)
+        super().__init__(model, connector(cache_dir, **(kv or {})), **args)
 
     def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
         # Some 100 tokens after the picture, whatever the tokenizer's luck.
@@ -170,6 +183,22 @@ class CachedEngine(Engine):
         (output,) = self.run(prompt, extra=extra)
         return answer(output), read_outcome(output)
 
+    def store(self, prompt: dict[str, Any], *, keep_host: bool = False) -> list[int]:
+        """The answer to a prompt, whose blocks are then on disk, and in host memory if told."""
+        tokens, _ = self.one(prompt)
+        self.forget(keep_host=keep_host)
+        return tokens
+
+    def from_disk(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+        """As `one`, with nothing in vLLM's caches and in host memory."""
+        self.forget()
+        return self.one(prompt, **fields)
+
+    def from_host(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+        """As `one`, with nothing in vLLM's caches."""
+        self.forget(keep_host=True)
+        return self.one(prompt, **fields)
+
     @property
     def connector(self) -> Any:
         return self.scheduler.connector
@@ -178,7 +207,6 @@ class CachedEngine(Engine):
         return Counter(self.connector.shared.totals())
 
     def files(self, store: str = "kv") -> set[Path]:
-        assert self.cache_dir is not None
         return set((self.cache_dir / store).glob("*/*/*.safetensors"))
 
 

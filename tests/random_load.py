@@ -26,7 +26,7 @@ class RandomLoad:
 
     Args:
         model, cache: the checkpoint's folder and the connector's.
-        answers: after how many it ends.
+        answers: after how many it ends, but not before a request was preempted where ``preempts`` is set.
         blocks: of the engine's own cache.
         prompts, longest: how many different ones, and the tokens of the longest.
         purges: whether the store is purged now and then.
@@ -44,6 +44,7 @@ class RandomLoad:
         blocks: int = 40,
         prompts: int = 24,
         longest: int = 400,
+        preempts: bool = False,
         purges: bool = False,
         kills: float = 0.0,
         seed: int = 1,
@@ -51,7 +52,8 @@ class RandomLoad:
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.beside = model, cache, args or {}, settings or {}
-        self.answers, self.purges, self.kills, self.cache = answers, purges, kills, Path(cache)
+        self.answers, self.preempts, self.purges, self.kills = answers, preempts, purges, kills
+        self.cache = Path(cache)
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.wrong: list[Any] = []
@@ -89,7 +91,7 @@ class RandomLoad:
 
     def run(self) -> dict[str, Any]:
         """What happened, by kind; wrong answers come with the reason."""
-        while self.counts["answers"] < self.answers:
+        while self.counts["answers"] < self.answers or (self.preempts and not self.preempted):
             self.one_round()
         if self.other is not None:
             self.end_other()
@@ -98,6 +100,11 @@ class RandomLoad:
         for which, reference in enumerate(self.references):
             (answer,) = self.engine.ask([self.made(which)], TOKENS)
             self.compare("afterwards", answer, reference)
+        longest = max(range(len(self.prompts)), key=lambda which: len(self.prompts[which]))
+        for keep_host in (False, True):  # whatever happened to the store, it stores and loads
+            self.engine.forget(keep_host=keep_host)
+            (answer,) = self.engine.ask([self.made(longest)], TOKENS)
+        self.counts["loaded at last"] = answer["loaded"]
         self.engine.close()
         return {"wrong": self.wrong[:5], "left": left, "preemptions": len(self.preempted), **self.counts}
 

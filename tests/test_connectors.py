@@ -41,27 +41,31 @@ def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = 
     return ConnectorOutcome(tokens, {"disk": tokens} if tokens else {}, *fusion, tokens if cached is None else cached)
 
 
+def flip(file: Path, at: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= 4
+    file.write_bytes(raw)
+
+
 @pytest.fixture(scope="class")
 def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
     """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
-    e = CachedEngine(checkpoint("llava"), tmp_path_factory.mktemp("cache"), max_num_batched_tokens=128, max_num_seqs=8)
-    yield e
-    e.close()
+    folder = tmp_path_factory.mktemp("cache")
+    with CachedEngine(checkpoint("llava"), folder, max_num_batched_tokens=128, max_num_seqs=8) as made:
+        yield made
 
 
 class TestEngine:
     def test_encoder_output_is_loaded_when_the_kv_is_not(self, engine: CachedEngine) -> None:
         before, prompt = engine.files("fusion"), engine.prompt("encoder", picture=3)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(1, 0)))
         engine.forget()
         both = SKIP | {"ec_transfer_params": {"semkv": {"skip": True}}}
         assert engine.one(prompt, extra=both) == (cold, disk(0, fusion=(0, 1)))
         engine.forget()
         (file,) = engine.files("fusion") - before
-        raw = file.read_bytes()
-        file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+        flip(file, -1)
         assert engine.one(prompt, extra=SKIP) == (cold, disk(0, fusion=(0, 1)))
 
     def test_what_a_request_may_say(self, engine: CachedEngine) -> None:
@@ -72,36 +76,29 @@ class TestEngine:
         claims = kv_params(semkv={"owner": tenant_tag("yours"), "adapter": "x"})
         assert engine.one(prompt, extra=claims)[1].loaded_tokens == 0
         engine.settle()
-        assert engine.cache_dir is not None
         assert purge_from_here(engine.cache_dir, salts=["yours"], dry_run=True).counts["files"] == 0
         assert purge_from_here(engine.cache_dir, salts=["mine"], dry_run=True).counts["files"]
         limits = ({"max_load_tokens": 70}, 64), ({"kv_load_tiers": [{"medium": "CPU"}]}, 0)
         for extra, expected in ((SKIP, 0), *((kv_params(**limit), loaded) for limit, loaded in limits)):
-            engine.forget()
-            tokens, outcome = engine.one(prompt, extra=extra)
+            tokens, outcome = engine.from_disk(prompt, extra=extra)
             assert (tokens, outcome.loaded_tokens) == (cold, expected)
-        engine.forget()
-        assert engine.one(prompt)[1].loaded_tokens > 64
+        assert engine.from_disk(prompt)[1].loaded_tokens > 64
 
     def test_salts_share_nothing(self, engine: CachedEngine) -> None:
-        assert engine.cache_dir is not None
         a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
         cold, _ = engine.one(a)
         for host in (False, True):
             engine.forget(keep_host=not host)
             assert engine.one(b, extra=kv_params(max_offload_tokens=0)) == (cold, disk(0, fusion=(0, 1)))
             purge_from_here(engine.cache_dir, salts=["b"])
-        engine.forget()
-        assert engine.one(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
-        engine.forget()
-        again, outcome = engine.one(a)
+        assert engine.from_disk(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
+        again, outcome = engine.from_disk(a)
         assert outcome.loaded_tokens
         assert again == cold
 
     def test_a_purge_reaches_a_running_engine(self, engine: CachedEngine) -> None:
         """Of a tenant, and an operator's of everything: neither the disk nor host memory serves what was there; the
         other tenant's stays, and all goes on."""
-        assert engine.cache_dir is not None
         mine, yours = (engine.prompt("of a tenant", picture=8, salt=s) for s in ("me", "you"))
         cold, _ = engine.one(mine)
         engine.one(yours)
@@ -113,28 +110,25 @@ class TestEngine:
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
         assert engine.counts()["purged_blocks"] > before
         for prompt in (yours, mine):  # one was left alone, the other is stored anew
-            engine.forget(keep_host=True)
-            assert engine.one(prompt)[1].sources.get("host")
+            assert engine.from_host(prompt)[1].sources.get("host")
         engine.forget(keep_host=True)
         purge(engine.cache_dir)
         assert not engine.files()
         assert engine.one(mine) == (cold, disk(0, fusion=(0, 1)))
-        engine.forget()
-        again, outcome = engine.one(mine)
+        again, outcome = engine.from_disk(mine)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
     @pytest.mark.parametrize(("damage", "counted"), [("flip", "corrupt"), ("swap", "corrupt"), ("gone", "missing")])
     def test_damage_is_a_miss_with_the_same_answer(self, engine: CachedEngine, damage: str, counted: str) -> None:
-        engine.settle()
+        engine.store(engine.prompt("another file", picture=19))
         before, prompt = engine.files(), engine.prompt(f"damage {damage}", picture=20)
         (cold,) = engine.run(prompt)
         engine.forget()
         file = max(engine.files() - before, key=lambda p: p.stat().st_mtime_ns)
-        raw = file.read_bytes()
         if damage == "flip":
-            file.write_bytes(raw[:-5000] + bytes([raw[-5000] ^ 4]) + raw[-4999:])
+            flip(file, -5000)
         elif damage == "swap":
-            file.write_bytes(next(p for p in sorted(before) if p != file).read_bytes())
+            file.write_bytes(min(before).read_bytes())
         else:
             file.unlink()
         counts = engine.counts()
@@ -143,8 +137,8 @@ class TestEngine:
         assert (outcome.loaded_tokens or 0) < full_blocks(cold)
         assert engine.counts()[counted] > counts[counted]
         assert not file.exists()
-        engine.forget()
-        tokens, outcome = engine.one(prompt)  # stored again meanwhile
+        engine.from_disk(prompt)  # which stores what lay undamaged in the file, too
+        tokens, outcome = engine.from_disk(prompt)
         assert (tokens, outcome.loaded_tokens) == (answer(cold), full_blocks(cold))
 
     def test_a_store_that_fails_costs_the_hit_and_nothing_else(
@@ -152,8 +146,7 @@ class TestEngine:
     ) -> None:
         """Whatever the disk tier's store raises, in vLLM's thread or in ours, the engine answers."""
         prompt, shared = engine.prompt("faults", picture=22), engine.connector.shared
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("broken")
@@ -167,8 +160,7 @@ class TestEngine:
                 engine.one(engine.prompt(f"new for {name}", picture=22))
                 engine.settle()
                 assert engine.counts()["errors"] > errors or name == "purges_after"
-        engine.forget()
-        assert engine.one(prompt)[1].loaded_tokens
+        assert engine.from_disk(prompt)[1].loaded_tokens
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_disks_process_may_die_or_fall_silent(
@@ -176,8 +168,7 @@ class TestEngine:
     ) -> None:
         """Requests go on without the disk, and with it once it was started again."""
         prompt = engine.prompt(f"dies of {how.name}", picture=22)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         (tier,) = engine.connector.manager.secondary_tiers
         with monkeypatch.context() as patch:
             patch.setattr("semkv.connectors.disk_process._SILENT_S", 0.5)
@@ -185,13 +176,11 @@ class TestEngine:
             os.kill(tier._disk._process.pid, how)
             assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
             assert engine.counts()["errors"] > errors
-        engine.forget(keep_host=True)
-        assert engine.one(prompt)[1].sources.get("host")
+        assert engine.from_host(prompt)[1].sources.get("host")
         engine.forget()
         tier._disk._started -= 3600.0
         engine.one(engine.prompt("starts it", picture=22))
-        engine.forget()
-        again, outcome = engine.one(prompt)
+        again, outcome = engine.from_disk(prompt)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
     def test_vllm_counts_host_hits_as_in_its_own_lookups(
@@ -209,8 +198,7 @@ class TestEngine:
         monkeypatch.setattr(OffloadingConnectorStats, "increase_counter", counting)
         for _ in range(2):
             counted.clear()
-            engine.forget(keep_host=True)
-            assert engine.one(prompt)[1].sources.get("host")
+            assert engine.from_host(prompt)[1].sources.get("host")
             engine.settle()
             seen.append(dict(counted))
             monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: 0)  # now by vLLM's way
@@ -225,8 +213,7 @@ class TestEngine:
         monkeypatch.setattr(tier, "_queue_bytes", 0)
         monkeypatch.setattr(tier, "_waiting_bytes", 1)
         before = engine.counts()["dropped"]
-        cold, _ = engine.one(prompt)
-        engine.forget(keep_host=True)
+        cold = engine.store(prompt, keep_host=True)
         assert engine.counts()["dropped"] > before
         again, outcome = engine.one(prompt)
         assert (again, set(outcome.sources)) == (cold, {"host"})
@@ -236,16 +223,14 @@ class TestEngine:
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompt, shared = engine.prompt("old", picture=22), engine.connector.shared
-        cold, _ = engine.one(prompt)
-        engine.forget(keep_host=True)
+        cold = engine.store(prompt, keep_host=True)
         old = {key: (owner, 1.0) for key, (owner, _) in shared.records.items()}
         shared.records.update(old)
         settings = KVSettings(shared.settings.cache_dir, max_age_s=3600.0)
         monkeypatch.setattr(shared, "settings", settings)
         again, outcome = engine.one(prompt, extra=kv_params(kv_load_tiers=[{"medium": "CPU"}]))
         assert (again, outcome.loaded_tokens) == (cold, 0)
-        engine.forget(keep_host=True)
-        assert engine.one(prompt)[1].sources.get("host")  # computed and stored anew
+        assert engine.from_host(prompt)[1].sources.get("host")  # computed and stored anew
 
     @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "of host memory hold fewer than 8 blocks"])
     def test_a_connector_that_has_too_little_memory_stays_idle(
@@ -277,7 +262,6 @@ class TestEngine:
         assert {len(t) for t in chunk.tensors.values()} == {len(chunk.block_hashes)}
         assert sum(t.shape[1] for t in chunk.tensors.values()) <= chunk.rows.shape[1]
         assert adapter.capture("nobody") is None
-        assert engine.cache_dir is not None
         purge(engine.cache_dir)
         engine.forget()
         params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -288,9 +272,7 @@ class TestEngine:
         assert not adapter.inject("other", chunk)
         assert "differ" in adapter.refusal("other", chunk)
         assert not adapter.inject("unknown", chunk)
-        done = {}
-        while llm_engine.has_unfinished_requests():
-            done |= {o.request_id: o for o in llm_engine.step() if o.finished}
+        done = step(engine)
         assert answer(done["mine"]) == answer(cold)
         assert read_outcome(done["mine"]).loaded_tokens == full_blocks(cold)
 
@@ -313,6 +295,8 @@ class TestEngine:
         self, engine: CachedEngine, how: str, pictures: tuple[int, int]
     ) -> None:
         """Other weights follow: neither KV nor encoder outputs are served; what another engine stored stays its own."""
+        from vllm import SamplingParams
+
         from semkv.connectors.adapter import KVAdapter
 
         mine, yours = (engine.prompt("weights", picture=picture) for picture in pictures)
@@ -321,7 +305,6 @@ class TestEngine:
         (output,) = engine.run(yours)
         chunk = adapter.capture(output.request_id)
         assert chunk is not None
-        assert engine.cache_dir is not None
         other = BlockStore(engine.cache_dir / "kv", "kv", writer="another")
         key = b"another engine's block".ljust(36)
         assert other.write(chunk.namespace, {}, [key], [chunk.rows[0]])
@@ -340,16 +323,13 @@ class TestEngine:
         for prompt in (mine, yours):
             fresh, outcome = engine.one(prompt)
             assert outcome == disk(0, fusion=(0, 1))
-            engine.forget()
-            again, outcome = engine.one(prompt, extra=SKIP)
+            again, outcome = engine.from_disk(prompt, extra=SKIP)
             assert (again, outcome.fusion_loaded) == (fresh, 1)
-            engine.forget()
-            again, outcome = engine.one(prompt)
+            again, outcome = engine.from_disk(prompt)
             assert (again, bool(outcome.loaded_tokens)) == (fresh, True)
-        engine.llm.llm_engine.add_request("late", yours, _one_token())
+        engine.llm.llm_engine.add_request("late", yours, SamplingParams(max_tokens=1))
         assert "reset" in adapter.refusal("late", chunk)
-        while engine.llm.llm_engine.has_unfinished_requests():
-            engine.llm.llm_engine.step()
+        step(engine)
 
     def test_a_reset_amid_requests_stores_nothing_until_one_finds_none(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
@@ -360,23 +340,23 @@ class TestEngine:
         for _ in range(6):
             llm_engine.step()
         assert not engine.llm.reset_prefix_cache(reset_connector=True)
-        while llm_engine.has_unfinished_requests():
-            llm_engine.step()
-        before = engine.counts()["stored_blocks"]
-        engine.one(prompt)
+        step(engine)
         engine.settle()
+        before = engine.counts()["stored_blocks"]
+        engine.store(prompt)
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
-        cold, _ = engine.one(prompt)
-        engine.forget()
+        cold = engine.store(prompt)
         again, outcome = engine.one(prompt)
         assert (again, bool(outcome.loaded_tokens)) == (cold, True)
 
 
-def _one_token() -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(max_tokens=1)
+def step(engine: CachedEngine) -> dict[str, Any]:
+    """The outputs of the requests under way, by name, when all have ended."""
+    core, done = engine.llm.llm_engine, dict[str, Any]()
+    while core.has_unfinished_requests():
+        done |= {output.request_id: output for output in core.step() if output.finished}
+    return done
 
 
 def _other_weights(model: Any) -> None:
@@ -392,30 +372,45 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     """Its blocks on disk would push each other out of host memory for ever."""
     row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
     kv = {"host_bytes": 14 * (row + 4096)}
-    first = CachedEngine(checkpoint("opt"), tmp_path)
-    prompt = first.prompt("long " * 120)
-    (cold,) = first.run(prompt)
+    with CachedEngine(checkpoint("opt"), tmp_path) as large:
+        (cold,) = large.run(large.prompt("long " * 120))
+        large.settle()
     assert full_blocks(cold) > 16 * BLOCK
-    first.settle()
-    first.close()
-    small = CachedEngine(checkpoint("opt"), tmp_path, kv)
-    tokens, outcome = small.one(prompt)
+    with CachedEngine(checkpoint("opt"), tmp_path, kv) as small:
+        tokens, outcome = small.one(small.prompt("long " * 120))
     assert tokens == answer(cold)
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
-    small.close()
+
+
+def test_other_tiers_are_left_alone_once_the_weights_may_be_others(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
+    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}
+    with CachedEngine(checkpoint("opt"), tmp_path, kv) as engine:
+        prompt = engine.prompt("elsewhere")
+        engine.store(prompt)
+        purge(tmp_path)
+        assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        engine.llm.apply_model(_other_weights)
+        cold, outcome = engine.one(prompt)
+        assert outcome.loaded_tokens == 0
+        files = sorted((tmp_path / "fs").rglob("*"))
+        engine.one(engine.prompt("new"))
+        again, outcome = engine.from_disk(prompt)
+        assert (again, set(outcome.sources)) == (cold, {"disk"})
+        assert sorted((tmp_path / "fs").rglob("*")) == files
 
 
 def test_an_engine_that_cannot_be_served_answers(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = CachedEngine(checkpoint("opt"), tmp_path, enable_prefix_caching=False)
-    assert caplog.text.count("prefix caching is off") == 1
-    prompt = engine.prompt("idle")
-    cold, outcome = engine.one(prompt)
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    assert engine.one(prompt) == (cold, outcome)
+    with CachedEngine(checkpoint("opt"), tmp_path, enable_prefix_caching=False) as engine:
+        assert caplog.text.count("prefix caching is off") == 1
+        cold, outcome = engine.one(engine.prompt("idle"))
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert engine.one(engine.prompt("idle")) == (cold, outcome)
     assert outcome.loaded_tokens is None
-    engine.close()
 
 
 def test_an_engine_whose_directories_are_files_answers(
@@ -423,16 +418,13 @@ def test_an_engine_whose_directories_are_files_answers(
 ) -> None:
     for name in ("kv", "fusion"):
         (tmp_path / name).write_text("in the way")
-    engine = CachedEngine(checkpoint("llava"), tmp_path)
-    assert "no KV is kept on disk" in caplog.text
-    assert "no encoder outputs are kept" in caplog.text
-    prompt = engine.prompt("no disk", picture=22)
-    cold, _ = engine.one(prompt)
-    engine.settle()
-    assert engine.llm.reset_prefix_cache()
-    again, outcome = engine.one(prompt)
+    with CachedEngine(checkpoint("llava"), tmp_path) as engine:
+        assert "no KV is kept on disk" in caplog.text
+        assert "no encoder outputs are kept" in caplog.text
+        prompt = engine.prompt("no disk", picture=22)
+        cold, _ = engine.one(prompt)
+        again, outcome = engine.from_host(prompt)
     assert (again, set(outcome.sources)) == (cold, {"host"})
-    engine.close()
 
 
 def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
@@ -534,6 +526,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"host_bytes": -1}, "host_bytes"),
         ({"secondary_tiers": "p2p"}, "secondary_tiers"),
         ({"secondary_tiers": [{"type": "semkv"}, {"type": "semkv"}]}, "secondary_tiers"),
+        ({"secondary_tiers": [{"type": "semkv", "max_bytes": 1}]}, "stand beside secondary_tiers"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)
@@ -613,27 +606,27 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     store = FusionStore.open(tmp_path, "ns")
     ec = ECScheduler(store.blocks, "ns", tmp_path)
     mine, yours = media("1", "me"), media("2", "you")
-    ec.observe(mine)
-    assert not ec.has("cat.jpg")
+
+    def has(request: Any) -> bool:
+        ec.observe(request)
+        return ec.has("cat.jpg")
+
+    assert not has(mine)
     ec.allocated(mine, 0)
     ((key, _),) = ec.build_step().saves.values()
     store.save(FusionState.from_array(key, np.ones((2, 4), np.float32)))
-    assert ec.has("cat.jpg")
-    ec.observe(yours)  # while both run, the name says nothing about whose item it is
-    assert not ec.has("cat.jpg")
+    assert has(mine)
+    assert not has(yours), "while both run, the name says nothing about whose item it is"
     assert ec.finished(mine) == {"semkv": {"loaded": 0, "encoded": 1}}
-    assert not ec.has("cat.jpg")
+    assert not has(yours)
     ec.finished(yours)
     again = media("5", "me")
-    ec.observe(again)
-    assert ec.has("cat.jpg")
+    assert has(again)
     ec.allocated(again, 0)
     assert list(ec.build_step().loads) == ["cat.jpg"]
     assert ec.finished(again) == {"semkv": {"loaded": 1, "encoded": 0}}
     store.save(FusionState.from_array(digest("ec", "cat.jpg", "odd"), np.ones((3, 4), np.float32)))
-    odd = media("6", "odd")
-    ec.observe(odd)
-    assert not ec.has("cat.jpg")  # three rows for two positions
+    assert not has(media("6", "odd")), "three rows for two positions"
 
 
 def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) -> None:

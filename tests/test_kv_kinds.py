@@ -11,18 +11,7 @@ from typing import Any
 
 import pytest
 
-from kv_engines import (
-    NOTHING,
-    SKIP,
-    Engine,
-    connector,
-    differs,
-    in_child,
-    prompt,
-    report,
-    token_ids,
-    usable,
-)
+from kv_engines import NOTHING, SKIP, Engine, connector, differs, in_child, prompt, report, token_ids, usable
 from tiny_models import Checkpoint
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,8 +36,8 @@ def model(checkpoint: Checkpoint) -> Path:
     return checkpoint("llama")
 
 
-def some(*sizes: int, seed: int = 9) -> list[dict[str, Any]]:
-    rng = random.Random(seed)
+def some(*sizes: int) -> list[dict[str, Any]]:
+    rng = random.Random(9)
     return [prompt(token_ids(rng, size)) for size in sizes]
 
 
@@ -76,18 +65,11 @@ def all_kinds(engine: Engine, *, keep_host: bool | None = None) -> dict[str, Any
 
 
 def kinds(model: str, cache: str) -> dict[str, Any]:
-    plain = Engine(model)
-    found = {"plain": all_kinds(plain)}
-    plain.close()
-    engine = Engine(model, connector(cache))
-    found |= {
-        "cold": all_kinds(engine),
-        "host": all_kinds(engine, keep_host=True),
-        "disk": all_kinds(engine, keep_host=False),
-    }
-    found["left"] = engine.left()
-    engine.close()
-    return found
+    with Engine(model) as plain:
+        found = {"plain": all_kinds(plain)}
+    with Engine(model, connector(cache)) as engine:
+        found |= {"cold": all_kinds(engine), "host": all_kinds(engine, keep_host=True)}
+        return found | {"disk": all_kinds(engine, keep_host=False), "left": engine.left()}
 
 
 @pytest.mark.engine
@@ -117,25 +99,19 @@ def odd(model: str, cache: str) -> dict[str, Any]:
     import torch
 
     args: dict[str, Any] = {"kv_cache_dtype": "fp8", "enable_prompt_embeds": True}
-    asked, plain = some(130, 333), Engine(model, **args)
-    found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40)}
-    follow = [prompt(p["prompt_token_ids"] + a["tokens"]) for p, a in zip(asked, found["plain"], strict=True)]
-    found["plain follow"] = plain.ask(follow)
-    plain.close()
-    engine = Engine(model, connector(cache, capture_decode=True), speculative_config=DRAFTS, **args)
-    for level, keep_host in (("cold", True), ("host", True), ("disk", False)):
-        engine.forget(keep_host=keep_host)
-        found[level] = engine.ask(asked, tokens=40)
-    engine.forget()
-    found["follow"] = engine.ask(follow)
+    asked = some(130, 333)
     one = (torch.randn(100, 128, generator=torch.Generator().manual_seed(0)) / 10).to(torch.bfloat16)
-    found["embeddings"] = []
-    for embeddings in (one, -one, one):
-        engine.forget()
-        found["embeddings"] += engine.ask([{"prompt_embeds": embeddings}])
-    found["left"] = engine.left()
-    engine.close()
-    return found
+    with Engine(model, **args) as plain:
+        found: dict[str, Any] = {"plain": plain.ask(asked, tokens=40), "embeddings": []}
+        follow = [prompt(p["prompt_token_ids"] + a["tokens"]) for p, a in zip(asked, found["plain"], strict=True)]
+        found["plain follow"] = plain.ask(follow)
+    with Engine(model, connector(cache, capture_decode=True), speculative_config=DRAFTS, **args) as engine:
+        found |= engine.levels(asked, tokens=40)
+        found["follow"] = engine.ask(follow)
+        for embeddings in (one, -one, one):
+            engine.forget()
+            found["embeddings"] += engine.ask([{"prompt_embeds": embeddings}])
+        return found | {"left": engine.left()}
 
 
 @pytest.mark.engine

@@ -59,10 +59,8 @@ LOADABLE = [288, 160, 416]
 
 
 def alone(model: str) -> dict[str, list[Answer]]:
-    engine = Engine(model)
-    found = {"short": engine.ask(marked()), "long": engine.ask(marked(), tokens=100)}
-    engine.close()
-    return found
+    with Engine(model) as engine:
+        return {"short": engine.ask(marked()), "long": engine.ask(marked(), tokens=100)}
 
 
 def right(answers: list[Answer], references: list[Answer]) -> list[bool]:
@@ -94,9 +92,9 @@ def failing(model: str, cache: str, references: dict[str, list[Answer]]) -> dict
         again = engine.ask(prompts)
         found[level] = right(again, short)
         found[f"{level} loaded"] = [answer["loaded"] for answer in again]
-    found["left"] = engine.left()
+    left = engine.left()
     engine.close()
-    return found
+    return found | {"left": left}
 
 
 @pytest.mark.engine
@@ -143,9 +141,9 @@ def siblings(model: str, cache: str, short: list[Answer]) -> dict[str, Any]:
         found[level] = right(answers, short)
         found[f"{level} loaded"] = sum(answer["loaded"] for answer in answers)
         engine.forget()
-    found["left"] = engine.left()
+    left = engine.left()
     engine.close()
-    return found
+    return found | {"left": left}
 
 
 @pytest.mark.engine
@@ -165,22 +163,17 @@ def test_connectors_beside_each_other(model: Path, tmp_path: Path, references: A
 
 
 def pooled(model: str, cache: str) -> dict[str, Any]:
-    prompts, found = marked(), {}
-
     def embed(engine: Engine) -> list[list[float]]:
-        outputs = engine.llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+        outputs = engine.llm.encode(marked(), pooling_task="embed", use_tqdm=False)
         return [output.outputs.data.tolist() for output in outputs]
 
     kind = {"runner": "pooling", "convert": "embed"}
-    plain = Engine(model, **kind)
-    found["plain"] = embed(plain)
-    plain.close()
-    engine = Engine(model, connector(cache), **kind)
-    found["cold"] = embed(engine)
-    engine.forget()
-    found["disk"], found["left"] = embed(engine), engine.left()
-    engine.close()
-    return found
+    with Engine(model, **kind) as plain:
+        found = {"plain": embed(plain)}
+    with Engine(model, connector(cache), **kind) as engine:
+        found["cold"] = embed(engine)
+        engine.forget()
+        return found | {"disk": embed(engine), "left": engine.left()}
 
 
 @pytest.mark.engine
@@ -202,19 +195,17 @@ def under_load(model: str, cache: str, fields: dict[str, Any]) -> dict[str, Any]
 def assert_well(found: dict[str, Any]) -> None:
     assert not found["wrong"], found
     assert found["left"] == NOTHING, found
-    assert found["loaded tokens"] > 0, found
+    assert found["loaded at last"] > 0, found
 
 
 @pytest.mark.engine
 def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-    tight = {"answers": 40, "longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+    tight = {"answers": 40, "longest": 300, "blocks": 24, "preempts": True, "args": {"max_model_len": 640}}
     found = in_child(under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small})
     assert_well(found)
-    assert found["preemptions"] > 0, found
-    assert found["aborted"] > 0, found
-    assert found["purges"] > 0, found
+    assert min(found["aborted"], found["purges"]) > 0, found
     assert found["began"] == found["kills"] > 0, found
 
 
@@ -223,10 +214,8 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
 def test_a_random_load_on_windows_and_on_states(
     checkpoint: Checkpoint, tmp_path: Path, family: str, blocks: int, args: dict[str, Any]
 ) -> None:
-    fields = {"prompts": 12, "longest": 600, "blocks": blocks, "args": args}
-    found = in_child(under_load, checkpoint(family), tmp_path, fields)
-    assert_well(found)
-    assert found["preemptions"] > 0, found
+    fields = {"prompts": 12, "longest": 600, "blocks": blocks, "preempts": True, "args": args}
+    assert_well(in_child(under_load, checkpoint(family), tmp_path, fields))
 
 
 class Pictures(random_load.RandomLoad):

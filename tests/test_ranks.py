@@ -15,23 +15,16 @@ from tiny_models import Checkpoint
 
 def ranks(model: str, cache: str) -> dict[str, Any]:
     """Tokens, loaded tokens and their sources: computed, from host memory, from the disk, and around a purge."""
-    engine = CachedEngine(Path(model), Path(cache), tensor_parallel_size=2, max_model_len=512)
-    prompt, found = engine.prompt(picture=1), {}
-
-    def ask(what: str, *, keep_host: bool) -> None:
-        engine.forget(keep_host=keep_host)
-        (output,) = engine.run(prompt, tokens=4)  # few: ranks that wait for each other spin
-        outcome = read_outcome(output)
-        found[what] = [answer(output), outcome.loaded_tokens, outcome.sources]
-
-    ask("computed", keep_host=True)
-    ask("from host", keep_host=True)
-    ask("from disk", keep_host=False)
-    engine.settle()
-    purge_directory(Path(cache))
-    ask("after a purge", keep_host=True)
-    ask("loaded again", keep_host=False)
-    return {"seen": found, "left": engine.left(), "counts": engine.counts()}
+    found: dict[str, Any] = {}
+    with CachedEngine(Path(model), Path(cache), tensor_parallel_size=2, max_model_len=512) as engine:
+        for what in ("computed", "from host", "from disk", "after a purge", "loaded again"):
+            engine.forget(keep_host=what not in ("from disk", "loaded again"))
+            if what == "after a purge":
+                purge_directory(Path(cache))
+            (output,) = engine.run(engine.prompt(picture=1), tokens=4)  # few: ranks that wait for each other spin
+            outcome = read_outcome(output)
+            found[what] = [answer(output), outcome.loaded_tokens, outcome.sources]
+        return {"seen": found, "left": engine.left()}
 
 
 @pytest.mark.engine

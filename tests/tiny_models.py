@@ -14,7 +14,7 @@ Checkpoint = Callable[[str], Path]
 SPECIAL = ["<s>", "</s>", "<pad>", "<unk>"]
 
 
-def tokenizer(directory: Path, extra: list[str], **special: str) -> Any:
+def tokenizer(directory: Path, extra: list[str], **special: Any) -> Any:
     """A byte-level BPE with a few merges: every text has tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -34,40 +34,29 @@ def tokenizer(directory: Path, extra: list[str], **special: str) -> Any:
 
 def llava(directory: Path) -> Path:
     """LLaVA: CLIP tower on 64 pixels (64 image tokens), 4-layer Llama with 2 KV heads of 64."""
-    import torch
+    import transformers
     from safetensors.torch import load_file, save_file
-    from transformers import (
-        CLIPImageProcessor,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
 
     tok = tokenizer(directory, ["<image>"])
     image = tok.convert_tokens_to_ids("<image>")
-    LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
-        tokenizer=tok,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        image_token="<image>",
-    ).save_pretrained(directory)
-    vision = CLIPVisionConfig(
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
+    transformers.LlavaProcessor(
+        image_processor=processor, tokenizer=tok, patch_size=8, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1, image_token="<image>",
+    ).save_pretrained(directory)  # fmt: skip
+    vision = transformers.CLIPVisionConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, image_size=64,
         patch_size=8, projection_dim=64,
     )  # fmt: skip
-    text = LlamaConfig(
+    text = transformers.LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    config = LlavaConfig(
+    config = transformers.LlavaConfig(
         vision_config=vision, text_config=text, image_token_index=image, image_token_id=image,
         vision_feature_select_strategy="default", vision_feature_layer=-2, image_seq_length=64,
     )  # fmt: skip
-    _save(LlavaForConditionalGeneration, config, directory, torch.bfloat16)
+    _save(transformers.LlavaForConditionalGeneration, config, directory)
     file = directory / "model.safetensors"  # vLLM wants vision_tower.vision_model.*, transformers 5 saves without
     tensors = {
         k if "vision_model." in k else k.replace("vision_tower.", "vision_tower.vision_model."): v
@@ -79,85 +68,69 @@ def llava(directory: Path) -> Path:
 
 def opt(directory: Path) -> Path:
     """OPT: text only, learned absolute positions."""
-    import torch
-    from transformers import OPTConfig, OPTForCausalLM
+    import transformers
 
     tokenizer(directory, [])
-    config = OPTConfig(
+    config = transformers.OPTConfig(
         vocab_size=512, hidden_size=128, num_hidden_layers=3, ffn_dim=256, num_attention_heads=2,
         max_position_embeddings=1024, word_embed_proj_dim=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
-    return _save(OPTForCausalLM, config, directory, torch.bfloat16)
+    return _save(transformers.OPTForCausalLM, config, directory)
 
 
-_QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"]
+_QWEN_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+    "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+}  # fmt: skip
 
 
-def _qwen_ids(tok: Any) -> dict[str, int]:
-    names = {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
-    return {key: tok.convert_tokens_to_ids(name) for key, name in names.items()}
+def qwen3_vl_config(directory: Path, text: Any, vision: Any, pixels: Any, template: str | None = None) -> Any:
+    """A configuration of Qwen3-VL whose tokenizer and processor are in the directory: deepstack (the encoder's output
+    is wider than the model), interleaved M-RoPE. ``pixels``: the least and the most of a picture."""
+    import transformers
+
+    tok = tokenizer(directory, [*_QWEN_TOKENS.values()], **({"chat_template": template} if template else {}))
+    least, most = pixels
+    transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(
+            size={"shortest_edge": least, "longest_edge": most}, patch_size=16
+        ),
+        tokenizer=tok, video_processor=transformers.Qwen3VLVideoProcessor(), chat_template=template,
+    ).save_pretrained(directory)  # fmt: skip
+    ids = {key: tok.convert_tokens_to_ids(name) for key, name in _QWEN_TOKENS.items()}
+    rope = {"rope_type": "default", "mrope_interleaved": True, **text.pop("rope")}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "rope_parameters": rope}
+    vision |= {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
 
 
 def qwen3_vl(directory: Path) -> Path:
-    """Qwen3-VL: deepstack (the encoder's output is wider than the model), interleaved M-RoPE."""
-    import torch
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLProcessor,
-        Qwen3VLVideoProcessor,
-    )
+    import transformers
 
-    tok = tokenizer(directory, _QWEN_TOKENS)
-    pixels = {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}
-    Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
-        tokenizer=tok,
-        video_processor=Qwen3VLVideoProcessor(),
-    ).save_pretrained(directory)
     text = {
         "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
-        "eos_token_id": 1, "pad_token_id": 2,
-        "rope_parameters": {
-            "rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True, "rope_theta": 1e4,
-        },
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "rope": {"rope_theta": 1e4, "mrope_section": [12, 10, 10]},
     }  # fmt: skip
     vision = {
-        "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 16,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 256, "num_position_embeddings": 256,
-        "deepstack_visual_indexes": [0, 1, 2],
+        "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256,
+        "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1, 2],
     }  # fmt: skip
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **_qwen_ids(tok))
-    return _save(Qwen3VLForConditionalGeneration, config, directory, torch.bfloat16)
+    config = qwen3_vl_config(directory, text, vision, (4 * 32 * 32, 64 * 32 * 32))
+    return _save(transformers.Qwen3VLForConditionalGeneration, config, directory)
 
 
 def internvl(directory: Path) -> Path:
     """InternVL in the layout of transformers: InternViT with pixel shuffle, Qwen2 language model."""
-    import torch
-    from transformers import (
-        GotOcr2ImageProcessor,
-        InternVLConfig,
-        InternVLForConditionalGeneration,
-        InternVLProcessor,
-        InternVLVideoProcessor,
-    )
+    import transformers
 
     tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
     tok = tokenizer(directory, [*tokens.values(), "<video>"], extra_special_tokens={**tokens, "video_token": "<video>"})
     size = {"height": 64, "width": 64}
-    InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=False),
-        tokenizer=tok,
-        video_processor=InternVLVideoProcessor(size=size),
-        image_seq_length=16,
-    ).save_pretrained(directory)
+    transformers.InternVLProcessor(
+        image_processor=transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=False),
+        tokenizer=tok, video_processor=transformers.InternVLVideoProcessor(size=size), image_seq_length=16,
+    ).save_pretrained(directory)  # fmt: skip
     text = {
         "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
@@ -167,11 +140,11 @@ def internvl(directory: Path) -> Path:
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": [64, 64], "patch_size": [8, 8],
     }  # fmt: skip
-    config = InternVLConfig(
+    config = transformers.InternVLConfig(
         text_config=text, vision_config=vision, image_token_id=tok.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=16, downsample_ratio=0.5,
     )  # fmt: skip
-    return _save(InternVLForConditionalGeneration, config, directory, torch.bfloat16)
+    return _save(transformers.InternVLForConditionalGeneration, config, directory)
 
 
 _WIDTHS = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -217,40 +190,27 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
 
 def text(family: str, directory: Path) -> Path:
     """A text model of one of the families of `TEXT`, with weights in float32."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    import transformers
 
     tokenizer(directory, [])
     name, fields = TEXT[family]
-    usual = {
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    return _save(AutoModelForCausalLM.from_config, CONFIG_MAPPING[name](**usual, **fields), directory, torch.float32)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config = transformers.CONFIG_MAPPING[name](vocab_size=512, max_position_embeddings=2048, **ids, **fields)
+    return _save(transformers.AutoModelForCausalLM.from_config, config, directory, "float32")
 
 
-def _save(kind: Any, config: Any, directory: Path, dtype: Any) -> Path:
-    """Random weights, large enough that attention tells positions and pictures apart."""
+def _save(kind: Any, config: Any, directory: Path, dtype: str = "bfloat16") -> Path:
+    """Random weights: the usual 0.02 makes a tiny model answer every prompt alike, so the matrices are scaled up."""
     import torch
 
     torch.manual_seed(0)
-    model = kind(config).to(dtype)
-    _spread(model)
-    model.save_pretrained(directory)
-    return directory
-
-
-def _spread(model: Any) -> None:
-    """Scale the matrices up: the usual 0.02 makes a tiny model answer every prompt alike."""
-    import torch
-
+    model = kind(config).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4.0)
+    model.save_pretrained(directory)
+    return directory
 
 
 def picture(seed: int = 0, size: int = 64) -> Any:

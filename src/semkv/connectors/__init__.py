@@ -104,10 +104,12 @@ class KVSettings:
 
     def __post_init__(self) -> None:
         check(self, flags=False)
-        if not all(tier.get("type") for tier in self.secondary_tiers):
+        if not all(tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers):
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
-        if sum(tier.get("type") == TIER for tier in self.secondary_tiers) > 1:
-            raise ConfigError("secondary_tiers", list(self.secondary_tiers), f"at most one tier of type {TIER!r}")
+        ours = [tier for tier in self.secondary_tiers if tier.get("type") == TIER]
+        if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
+            allowed = f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from semkv.connectors import TIER
 from semkv.connectors.shared import KVShared, request_fact
 
 log = logging.getLogger("semkv.connectors")
@@ -73,16 +75,31 @@ class SemKVManager(TieringOffloadingManager):
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
     _heard: int  # the last purge
     _held: int  # keys found in host memory that vLLM's metrics have not heard of yet
+    _shares: bool  # whether what is being stored may go to other tiers
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
-        manager._held = 0
+        manager._held, manager._shares = 0, False
         manager._heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
+        for tier in manager.secondary_tiers:
+            if tier.tier_type != TIER:
+                tier.lookup = functools.partial(manager._look_elsewhere, tier.lookup)
         return manager
+
+    def _may_share(self, req_context: Any) -> bool:
+        """Whether other tiers may hold blocks of a request: their names do not say which weights computed a block,
+        those of a LoRA adapter or those of the engine since a reset."""
+        return not self._shared.renamed and not request_fact(req_context.kv_transfer_params, "adapter")
+
+    def _look_elsewhere(self, lookup: Callable[[Any, Any], LookupResult], key: Any, req_context: Any) -> LookupResult:
+        return lookup(key, req_context) if self._may_share(req_context) else LookupResult.MISS
+
+    def _should_store_to_tier(self, tier: Any, num_blocks: int) -> bool:
+        return (self._shares or tier.tier_type == TIER) and bool(super()._should_store_to_tier(tier, num_blocks))
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         try:
@@ -158,6 +175,7 @@ class SemKVManager(TieringOffloadingManager):
         if success:
             record = (request_fact(req_context.kv_transfer_params, "owner"), time.time())
             self._shared.records.update(dict.fromkeys(keys, record))
+        self._shares = self._may_share(req_context)
         super().complete_store(keys, req_context, success)
 
     def spoil(self, keys: Collection[bytes]) -> None:

@@ -48,15 +48,17 @@ INSERT INTO purges(id) VALUES(:now);
     ),
     discard=discard_blocks,
 )
-# One row for all keys: the interpreter may be handed to another thread at each row of SQLite's.
-_FIND = """SELECT group_concat(hex(key) || ' ' || number || ' ' || CAST(row AS INTEGER) || ' ' ||
-CAST(created AS INTEGER) || ' ' || hex(owner), ';')
-FROM blocks JOIN files ON number=file WHERE committed AND key IN (%s)"""
+# One statement and one row for all keys, a line for each file: at each step and each new statement the interpreter may
+# be handed to another thread. CROSS JOIN keeps the order: keys, their blocks, the files of these.
+_FIND = """WITH RECURSIVE asked(at) AS (VALUES (0) UNION ALL SELECT at+1 FROM asked WHERE at+1 < :count)
+SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner) || ' ' || places, ';') FROM (
+  SELECT file, group_concat(at || ' ' || CAST(row AS INTEGER), ' ') AS places
+  FROM asked CROSS JOIN blocks ON key = substr(:keys, at * :size + 1, :size) GROUP BY file
+) CROSS JOIN files ON number=file WHERE committed"""
 # total() is exact below 2**53, and no sum of what is stored makes it fail.
 _TOTALS = "count(*), CAST(total(blocks) AS INTEGER), CAST(total(nbytes) AS INTEGER)"
 _AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEGER),
 CAST(coalesce(max(used), 0) AS INTEGER) FROM files WHERE committed=1 AND (owner IN (%s) OR ?) GROUP BY namespace"""  # noqa: S608
-_ASKED = 256  # keys in one query
 _MOST_PURGES = 1000  # records that are kept
 _PURGED = -1  # in ``committed``: purged while it is being written
 
@@ -134,16 +136,20 @@ def _where(which: Mapping[str, str]) -> tuple[str, list[bytes]]:
 
 
 def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
-    """Where each block is, None for what is not stored."""
+    """Where each block is, None for what is not stored. The keys are of one length."""
+    found: list[BlockRef | None] = [None] * len(keys)
+    if not keys:
+        return found
     space = _space(namespace)
-    wanted, known = [space + key for key in keys], dict[str, BlockRef]()
-    for at in range(0, len(wanted), _ASKED):
-        asked = wanted[at : at + _ASKED]
-        (answer,) = db.execute(_FIND % ",".join("?" * len(asked)), asked).fetchone()
-        for line in filter(None, (answer or "").split(";")):
-            key, file, row, created, owner = line.split(" ")
-            known[key] = BlockRef(_id(int(file)), int(row), int(created) / 1e6, _text(bytes.fromhex(owner)))
-    return [known.get(key.hex().upper()) for key in wanted]
+    size = len(space) + len(keys[0])
+    asked = {"keys": b"".join(space + key for key in keys), "count": len(keys), "size": size}
+    (answer,) = db.execute(_FIND, asked).fetchone()
+    for line in filter(None, (answer or "").split(";")):
+        number, created, owner, *places = line.split(" ")
+        file, written, tag = _id(int(number)), int(created) / 1e6, _text(bytes.fromhex(owner))
+        for at, row in zip(places[::2], places[1::2], strict=True):
+            found[int(at)] = BlockRef(file, int(row), written, tag)
+    return found
 
 
 def last_purge(db: sqlite3.Connection) -> int:
