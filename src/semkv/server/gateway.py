@@ -112,7 +112,8 @@ class Gateway:
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault)
         self.pending: list[Pending] = []  # in the order in which they went upstream
-        self._seen: dict[asyncio.Future[Lookup], list[Pending]] = {}  # by lookup, what is on its way at any time of it
+        # By running lookup: the key of its request, and what is on its way at any time of it.
+        self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._explained = False  # why requests of `sampled` are misses
@@ -172,7 +173,10 @@ class Gateway:
                 if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
                     self._start(request, request.canonical, looking)
                 if request.reader is None:
-                    self._seen[looking] = earlier
+                    # Equal requests share a lookup, so what was on its way when it began counts for each of them.
+                    key = self._flight_key(request.canonical)
+                    earlier = next((list(seen) for other, seen in self._seen.values() if other == key), earlier)
+                    self._seen[looking] = key, earlier
                     looking.add_done_callback(self._seen.pop)
                 flight = None if request.reader is None else request.reader.flight
                 if flight is not None:
@@ -184,7 +188,7 @@ class Gateway:
                         if (answer := await self._without_asking(request, found, earlier)) is not None:
                             self._give_up(request)
                             return answer
-                earlier.clear()  # none of them stays in memory as long as this request
+                earlier = []  # none of them stays in memory as long as this request
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
@@ -287,7 +291,7 @@ class Gateway:
         pending = Pending(canonical, flight, looking, self.cache)
         if shared:
             self.pending.append(pending)
-            for seen in self._seen.values():
+            for _, seen in self._seen.values():
                 seen.append(pending)
         self.spawn(self._record(request, pending))
 
