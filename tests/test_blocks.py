@@ -194,6 +194,7 @@ def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it
         newer = open_store(tmp_path)
         assert save(newer, 1)
     monkeypatch.setattr(blocks, "REOPEN_S", 0.0)
+    monkeypatch.setattr(blocks, "_WARN_S", 3600.0)
     caplog.clear()
     for _ in range(3):
         assert found(older, 1) == 0

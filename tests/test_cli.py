@@ -34,18 +34,24 @@ def semkv(*arguments: object, **environment: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "semkv", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
         env={**os.environ, "COLUMNS": "160", **environment},
     )
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    questions = ["What is the capital of France?", "what is the  capital of France?", "Who wrote Faust?"]
-    rows = [{"id": f"{i}", "question": q, "answer": "x"} for i, q in enumerate(questions)]
+def write_rows(path: Path, *questions: str) -> Path:
+    rows = [{"id": f"{i}", "question": question, "answer": "x"} for i, question in enumerate(questions)]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    questions = ("What is the capital of France?", "what is the  capital of France?", "Who wrote Faust?")
+    return write_rows(tmp_path / "prompts.jsonl", *questions)
 
 
 def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
@@ -80,17 +86,24 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
     }
 
 
-def test_bad_input_is_one_line_and_exit_code_2() -> None:
-    for arguments, expected in (
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         ("--preset gpt-9", "--preset: 'gpt-9' is not allowed; expected one of internvl3.5-2b, minigqa, opt-125m"),
         ("--similarity-threshold 1.5", "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1"),
         ("--cache-mode maybe", "expected 'off', 'dry-run' or 'live'"),
-    ):
-        out = invoke(["run", *arguments.split()])
-        assert (out.exit_code, out.stdout) == (2, "")
-        assert len(out.stderr.splitlines()) == 1
-        assert out.stderr.startswith("semkv: ")
-        assert expected in out.stderr
+        ("--model /no/such/model", "model '/no/such/model' is not a directory"),
+        # No data set is looked for before the model is there: this one would be a download.
+        ("--model nobody/no-such-model", "copy the cache here (HF_HOME), or give its directory with --model"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: str, expected: str) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "SEMKV_CACHE_DIR": str(tmp_path / "cache")}
+    out = semkv("run", "--dataset", "gqa", "--disable-semantic-cache", *arguments.split(), **offline)
+    assert (out.returncode, out.stdout) == (2, "")
+    assert len(out.stderr.splitlines()) == 1
+    assert out.stderr.startswith("semkv: ")
+    assert expected in out.stderr
 
 
 def test_a_run_prints_and_writes(tmp_path: Path, prompts: Path) -> None:
@@ -105,8 +118,7 @@ def test_a_run_prints_and_writes(tmp_path: Path, prompts: Path) -> None:
         "[2] miss | latency=T | answer match=False | " + tiers.format("miss"),
     ]
     assert "saved beyond it" in out.stdout
-    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["provenance"] for row in rows] == ["", "text:normalised", ""]
+    assert [row["provenance"] for row in read_rows(tmp_path / "s.jsonl")] == ["", "text:normalised", ""]
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["summary"]["hits"] == 1
     assert summary["settings"]["dataset"] == str(prompts)
@@ -123,23 +135,6 @@ def test_a_second_process_finds_what_the_first_one_left(tmp_path: Path, prompts:
     assert exact == ["hit (text:exact)", "miss", "hit (text:exact)"]
     for anew in (["--tenant", "other"], ["--purge"]):
         assert hits(invoke([*arguments, *anew]).stdout) == ["miss", normalised, "miss"]
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("/no/such/model", "model '/no/such/model' is not a directory"),
-        ("nobody/no-such-model", "copy the cache here (HF_HOME), or give its directory with --model"),
-    ],
-)
-def test_a_model_that_is_not_there(tmp_path: Path, model: str, expected: str) -> None:
-    # No data set is looked for before the model is there: this one would be a download.
-    arguments = ["run", "--model", model, "--dataset", "gqa", "--cache-dir", tmp_path / "cache"]
-    out = semkv(*arguments, "--disable-semantic-cache", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"))
-    assert out.returncode == 2
-    assert model in out.stderr
-    assert expected in out.stderr
-    assert "Traceback" not in out.stderr
 
 
 class Hook:
@@ -165,9 +160,7 @@ def test_a_hook_of_the_users_own_and_its_dimension(tmp_path: Path, prompts: Path
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
-    path = tmp_path / "many.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"question {i}"}) for i in range(100_000)), encoding="utf-8")
-    samples = tmp_path / "s.jsonl"
+    path, samples = write_rows(tmp_path / "many.jsonl", *map(str, range(100_000))), tmp_path / "s.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c,
@@ -175,17 +168,15 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     while process.poll() is None and (not samples.exists() or samples.stat().st_size < 10_000):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=900)
+    out, err = process.communicate()
     assert process.returncode == 130, err
     assert "interrupted" in out
-    done = len(samples.read_text(encoding="utf-8").splitlines())
-    assert f"{done} samples answered so far" in out
+    assert f"{len(read_rows(samples))} samples answered so far" in out
     assert "Traceback" not in err
 
 
 def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, samples = tmp_path / "few.jsonl", tmp_path / "s.jsonl"
-    path.write_text("\n".join(json.dumps({"question": f"question {i}"}) for i in range(5)), encoding="utf-8")
+    path, samples = write_rows(tmp_path / "few.jsonl", *"abcde"), tmp_path / "s.jsonl"
     asked: list[object] = []
     to_json = console.to_json
 
@@ -199,5 +190,4 @@ def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, mon
     result = invoke([*run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"])
     assert result.exit_code == 130
     assert "the 3 samples answered so far" in result.stdout
-    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
-    assert [row["question"] for row in rows] == [f"question {i}" for i in range(3)]
+    assert [row["question"] for row in read_rows(samples)] == [*"abc"]

@@ -85,7 +85,7 @@ def test_purge_of_a_tenant_reaches_a_running_gateway_and_outlives_it(
     with Pair(tmp_path, semantic=True, **PROXY) as pair:
         for number in range(12):
             assert [ask(pair, number, tenant) for tenant in ("alice", "bob")] == ["miss"] * 2
-        wait_until(lambda: kept() == 24)
+        wait_until(lambda: kept() == 24 and not any(log.stat().st_size for log in (tmp_path / "ahead").iterdir()))
         assert files_with(tmp_path, b"alicehouse")
         for dry, done in ((["--dry-run"], "would"), ([], "deleted")):
             assert ask(pair, 0, "alice") == "hit tier=exact"

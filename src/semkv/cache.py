@@ -63,7 +63,7 @@ class CacheStats:
         vetoes: approximate matches that a guard turned down, by reason.
         barred: approximate matches turned down because the donor was found wrong for the same text before.
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
-        checked_beside: checks that the policy asked for beside the sample.
+        checked_beside: checks that the policy asked for in addition to the sample.
         reported_wrong: hits that a user reported.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.

@@ -65,6 +65,8 @@ def as_cosine(score: float) -> float:
 class Index(Protocol):
     """Nearest vectors by cosine within a partition. Any thread may call any method.
 
+    ``SemanticCache(index=)`` is called with the length of its vectors.
+
     It lives in memory: at each start it gets the vectors of the catalog again. `VectorIndex` is one.
     """
 

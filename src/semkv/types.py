@@ -106,7 +106,7 @@ Segment = TextSegment | MediaSegment
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Who may share with whom: everything is partitioned by this before any search.
+    """Tenant and model; every store is partitioned by them before any search.
 
     Attributes:
         tenant: an opaque tenant id; empty for a single-tenant deployment.
@@ -210,7 +210,7 @@ class Match:
         entry_id: the donor.
         score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
         exactness: of the weakest substituted segment.
-        whole: whether the donor's whole prompt matched, so that its own answer would do.
+        whole: whether the donor's whole prompt matched, so that its answer can be used.
         wording: how the words differ (`semkv.guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
     """
@@ -238,7 +238,7 @@ class Plan:
             substituted.
         substituted: how many leading segments come from the donor (0: none).
         match: the donor and why, or None.
-        full: whether every segment comes from the donor (the donor's own answer would do).
+        full: whether every segment comes from the donor, so that its answer can be used.
     """
 
     segments: tuple[Segment, ...]

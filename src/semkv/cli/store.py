@@ -78,14 +78,14 @@ purge = _command("""\
       run forget what they hold within a second or so. What vLLM itself holds on the device goes with
       reset_prefix_cache and reset_encoder_cache
   semkv purge --tenant alice
-      delete one tenant's entries, with the pictures that only they had, its answers, KV blocks and encoder outputs. The
+      delete one tenant's entries, with the images that only they had, its answers, KV blocks and encoder outputs. The
       latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
       its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
       count what would go""")
 export = _command("""\
   semkv export cache.tar --cache-dir /var/lib/semkv
-      answers, entries, pictures, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
+      answers, entries, images, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
       and encoder outputs, and no answers in Redis""")
 import_ = _command(
     """\
@@ -116,7 +116,7 @@ def _stats(
             everybody = inspect(folder, fusion_cache_dir)
             known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
             listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
-            print(f"nothing is here of {_tenant(tenant)}; known: {listed or 'nobody'}", file=sys.stderr)
+            print(f"no data of tenant {_tenant(tenant)}; known tenants: {listed or 'none'}", file=sys.stderr)
     _report(asdict(found), as_json, lambda: _print_use(found))
 
 
@@ -182,20 +182,20 @@ def _gc(
         Parameter(
             validator=validators.Number(gte=0),
             help="Delete also what was stored longer ago: KV blocks, encoder outputs, entries (prompts and answers), "
-            "the pictures that only those have, a gateway's answers. 0: any age may stay.",
+            "the images that only those have, a gateway's answers. 0: any age may stay.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete orphaned files, and anything that was stored too long ago.
 
-    Orphaned are files that no index names, and pictures that no entry has any more.
+    Orphaned are files that no index names, and images that no entry has any more.
     """
     from semkv.stores.maintenance import collect
 
     found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
     said = (
-        "deleted: {kv} of KV, {fusion} of fusion states, {media} pictures, {entries} entries, {answers} answers, "
+        "deleted: {kv} of KV, {fusion} of fusion states, {media} images, {entries} entries, {answers} answers, "
         "{strays} temporary files"
     )
     left = [_INVALIDATE] * bool(max_age_days)
@@ -384,7 +384,7 @@ def _salts(folder: Path, names: Sequence[str]) -> list[str | None]:
 def _unattributed(folder: Path) -> list[str]:
     """What is on the disk and not known to be a tenant's, for people."""
     unattributed = [
-        "KV blocks and encoder outputs without a salt, or stored before files said whose they are",
+        "KV blocks and encoder outputs without a salt, or stored before files named their tenant",
         "what clients of a gateway asked with a cache_salt of their own",
     ]
     if not _secret(folder):

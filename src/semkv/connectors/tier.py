@@ -280,6 +280,6 @@ COUNTERS = {
     "purged_blocks": "KV blocks taken out of host memory by a purge or for their age",
     "spoiled_blocks": "KV blocks not kept because another connector's load had failed",
     "refused_loads": "Requests computed because that was faster than the disk",
-    "lora_skipped": "Requests left alone because the weights of their LoRA adapter are not known for certain",
+    "lora_skipped": "Requests not cached because the weights of their LoRA adapter are not known for certain",
     "errors": "Faults of the disk or of the tier",
 }

@@ -45,6 +45,8 @@ _SUFFIXES = (".jpg", ".png", ".jpeg")
 class EmbeddingHook(Protocol):
     """Fills the embedding layers. Called from any thread, before the engine sees the request.
 
+    ``--embedding-hook`` calls a dotted path with the `CacheConfig`.
+
     Attributes:
         dims: length of the vectors by layer, as far as known before the first call.
         fingerprint: names what computes the vectors.

@@ -61,7 +61,7 @@ class EnginePrompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """What came back, and how much of it had to be computed.
+    """An answer, and how much of the prompt had to be computed.
 
     Attributes:
         text: the generated text, special tokens left out.
@@ -100,7 +100,10 @@ class EngineResult:
 
 
 class Engine(Protocol):
-    """Answers one prompt at a time. Not thread-safe unless the class says so."""
+    """Answers one prompt at a time. Not thread-safe unless the class says so.
+
+    ``semkv run --engine`` calls a dotted path with the run's settings, and whether caches may be attached.
+    """
 
     @property
     def accepts_images(self) -> bool:

@@ -79,7 +79,7 @@ class VllmOptions:
         trust_remote_code: run model code from the checkpoint.
         max_model_len: longest prompt plus answer, in tokens; None for the model's own.
         max_images: most images in one prompt.
-        connectors: our connectors; None for vLLM's own caches alone.
+        connectors: our connectors; None for vLLM's own caches only.
         arguments: more of ``vllm.LLM``; they win over ours.
         verbose: let vLLM log at its usual level.
     """

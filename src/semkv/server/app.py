@@ -294,7 +294,7 @@ def gateway_of(
 def _named(settings: ServerSettings) -> str:
     """The store, without names and passwords in its URL."""
     if settings.store == "memory":
-        return "memory alone"
+        return "memory only"
     return re.sub("//.*@", "//", settings.store) or str(settings.cache_dir / CATALOG)
 
 

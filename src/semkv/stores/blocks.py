@@ -152,7 +152,7 @@ class BlockStore:
             if not isinstance(cause, OSError) or cause.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
             opened = Database(file, schema=schema, timeout_s=0.0, replace=False)
-            log.warning("semkv: nothing is written to %s (%s); what is there is used", self.root, cause)
+            log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)
             self._read_only = True
             return opened
 
@@ -190,7 +190,7 @@ class BlockStore:
 
     def _pause(self, error: Exception) -> None:
         """The disk is full or fails: nothing is written for a while."""
-        text = "semkv: cannot write to %s (%s); tried again every %g s, what is there is used"
+        text = "semkv: cannot write to %s (%s); tried again every %g s, stored blocks are still read"
         self._warn(text, self.root, error, RETRY_S)
         self._write_after = time.monotonic() + RETRY_S
 

@@ -360,17 +360,8 @@ class Catalog:
         Args:
             repair: delete those that are damaged.
         """
-        after = 0
-        while True:
-            with self.database.write() if repair else self.database as db:
-                rows = db.execute(f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?", (after, _BATCH)).fetchall()
-                found = [(row, _fault(db, row, *columns)) for row, *columns in rows]
-                if repair:
-                    delete(db, [row for row, fault in found if fault])
-            yield from (fault for _, fault in found)
-            if not found or found[-1][0] <= after:  # a damaged tree may lead back
-                return
-            after = found[-1][0]
+        statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?"
+        return self.database.pages(statement, _BATCH, _fault, delete if repair else None)
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most

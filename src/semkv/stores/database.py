@@ -35,7 +35,7 @@ _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TRANSIENT = (
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_NOMEM),
-    sqlite3.SQLITE_PROTOCOL,
+    *(sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_SCHEMA),
 )
 _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
@@ -241,7 +241,7 @@ class Database:
         with suppress(sqlite3.Error):
             if self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
-        if is_damage(error) and self._replace and not self._closed and not self._schema.discard:
+        if _code(error) in _DAMAGE and self._replace and not self._closed and not self._schema.discard:
             with suppress(sqlite3.Error):  # the next use tries again
                 self._open_anew(damaged=self._file)
         if self._raises_store_error and isinstance(error, sqlite3.Error):
@@ -265,7 +265,32 @@ class Database:
     def check(self) -> None:
         """Raise the first fault in the structure of the file."""
         with self as db:
-            quick_check(db)
+            found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+        if found != "ok":
+            raise sqlite3.DatabaseError(found.splitlines()[-1])
+
+    def pages(
+        self, statement: str, size: int, fault: Callable[..., str], delete: Callable[..., object] | None
+    ) -> Iterator[str]:
+        """What ``fault`` says of each row that a statement finds, or an empty string, a page at a time.
+
+        Args:
+            statement: it finds the rows above its first value, in order, and at most its second. A row begins with its
+                number.
+            fault: of the connection, and a row.
+            delete: called with the connection and the numbers of rows that have a fault; None where they stay.
+        """
+        after = 0
+        while True:
+            with self.write() if delete else self as db:
+                rows = db.execute(statement, (after, size)).fetchall()
+                found = [(row[0], fault(db, *row)) for row in rows]
+                if delete:
+                    delete(db, [number for number, text in found if text])
+            yield from (text for _, text in found)
+            if not found or found[-1][0] <= after:  # a damaged tree may lead back
+                return
+            after = found[-1][0]
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
@@ -420,18 +445,6 @@ def _text(stored: bytes) -> str:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
-
-
-def quick_check(db: sqlite3.Connection) -> None:
-    """Raise the first fault in the structure of a database."""
-    found = str(db.execute("PRAGMA quick_check(1)").fetchone()[0])
-    if found != "ok":
-        raise sqlite3.DatabaseError(found.splitlines()[-1])
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether SQLite says that a file is damaged, or no database."""
-    return isinstance(error, sqlite3.Error) and _code(error) in _DAMAGE
 
 
 def is_transient(error: BaseException) -> bool:

@@ -209,10 +209,11 @@ def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, P
 def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
     """The index of a block store as it is, to read. With ``whole`` its structure is checked before."""
     schema = block_index.SCHEMA
-    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened, opened as db:
+    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened:
         if whole:
-            database.quick_check(db)
-        yield db
+            opened.check()
+        with opened as db:
+            yield db
 
 
 @contextmanager

@@ -38,14 +38,14 @@ _PROMPT_HOOKS = ("prompt", "prompt_vision")  # whose prompt layer is the text en
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Yes or no, and what it rests on.
+    """Whether a donor may be used, and why.
 
     Attributes:
         accept: whether the donor may be used.
         reason: why, in a few words for the log.
         risk: the chance of a wrong answer, where the policy knows one.
-        check: the least chance with which this hit should be checked.
-        stake: of the budget, what a check gives back that finds the answer right.
+        check: check this hit at least with this chance.
+        stake: the part of the budget that comes back when a check finds the answer right.
     """
 
     accept: bool
@@ -56,13 +56,15 @@ class Decision:
 
 
 class Decider(Protocol):
-    """Judges approximate matches; exact and normalised ones are not asked about. Called from any thread.
+    """Judges approximate matches, not exact or normalised ones. Called from any thread.
 
-    One that derives from this learns nothing until it says otherwise.
+    ``--policy`` calls a dotted path with the `CacheConfig`.
+
+    A class that derives from this and has no `observe` learns nothing.
 
     Attributes:
         learns: whether `observe` has any effect, so that comparisons are worth making.
-        floor: least score worth asking about; None leaves it to the tiers' thresholds.
+        floor: matches of a lower score are not judged; None leaves it to the tiers' thresholds.
     """
 
     learns: bool = False

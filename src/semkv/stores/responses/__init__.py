@@ -168,9 +168,11 @@ def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredRespons
 class ResponseStore(Protocol):
     """Responses under exact keys, bounded in bytes; the least recently used go first.
 
+    ``--store`` calls a dotted path with the default file and the most bytes.
+
     Every method blocks, may be called from any thread and may raise `StoreError` (unreachable, locked, full).
-    Invalidations are logged in the store itself, so that they outlive every process and reach all that share the store,
-    those too that could not be reached at the time: `news` hands them out.
+    The store itself logs invalidations, and `news` returns them: so they reach all processes that share the store, even
+    those that were away at the time.
     """
 
     def get(self, key: str) -> StoredResponse | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,9 +156,9 @@ class SqliteStore(ResponseStore):
             for row, size in db.execute(oldest, values):
                 if nbytes <= most * 0.98:
                     break
-                gone.append((row,))
+                gone.append(row)
                 nbytes -= size
-            db.executemany("DELETE FROM responses WHERE rowid=?", gone)
+            _delete(db, gone)
         return nbytes
 
     # -- invalidation -------------------------------------------------------------------------------------------
@@ -173,9 +173,9 @@ class SqliteStore(ResponseStore):
                 with suppress(CorruptValue):
                     if not selector.matches(decode(name, head, None)):
                         continue
-                gone.append((row,))
+                gone.append(row)
             if not dry_run:
-                db.executemany("DELETE FROM responses WHERE rowid=?", gone)
+                _delete(db, gone)
                 db.execute("INSERT INTO invalidations (selector) VALUES (?)", (json.dumps(selector.view()),))
                 db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (LOG,))
         return len(gone)
@@ -227,24 +227,18 @@ class SqliteStore(ResponseStore):
         Args:
             repair: delete those that would not.
         """
-        after = 0
         some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT ?"  # noqa: S608
-        while True:
-            with self.database.write() if repair else self.database as db:
-                found = [(row, _fault(*response)) for row, *response in db.execute(some, (after, _BATCH))]
-                if repair:
-                    bad = [(row,) for row, fault in found if fault]
-                    db.executemany("DELETE FROM responses WHERE rowid=?", bad)
-            yield from (fault for _, fault in found)
-            if not found or found[-1][0] <= after:  # a damaged tree may lead back
-                return
-            after = found[-1][0]
+        return self.database.pages(some, _BATCH, _fault, _delete if repair else None)
 
     def close(self) -> None:
         self.database.close()
 
 
-def _fault(key: str, head: bytes, payload: bytes) -> str:
+def _delete(db: sqlite3.Connection, rows: Iterable[int]) -> None:
+    db.executemany("DELETE FROM responses WHERE rowid=?", ((row,) for row in rows))
+
+
+def _fault(db: sqlite3.Connection, row: int, key: str, head: bytes, payload: bytes) -> str:
     try:
         decode(key, head, payload)
     except CorruptValue as error:
