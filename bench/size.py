@@ -14,10 +14,10 @@ from semkv.cli import app
 from semkv.config import CacheConfig
 from semkv.connectors import ECSettings, KVSettings
 from semkv.server.settings import ServerSettings
-from semkv_lab.settings import QualityFlags, RunSettings, SweepFlags
+from semkv_lab.settings import RunSettings, SweepFlags
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = (CacheConfig, ServerSettings, KVSettings, ECSettings, RunSettings, QualityFlags, SweepFlags)
+SETTINGS = (CacheConfig, ServerSettings, KVSettings, ECSettings, RunSettings, SweepFlags)
 WORD = re.compile(r"\S*\w\S*")
 THREADS = re.compile(r"threading\.Thread[()]|ThreadPoolExecutor\(")
 

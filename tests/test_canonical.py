@@ -18,7 +18,7 @@ from semkv.keys import media_id
 from semkv.server.request_key import CanonicalRequest, canonicalise, loads
 from semkv.server.routes import ROUTES, Unkeyable
 from semkv.stores.media import MediaStore
-from semkv.types import MediaSegment, Plan, Role, TextSegment
+from semkv.types import Plan
 
 SECRET = b"s" * 32
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -212,21 +212,21 @@ def test_no_body_raises(raw: bytes) -> None:
             canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
 
 
-@pytest.mark.parametrize(
-    ("fields", "sampled"),
-    [
-        ({"temperature": 0}, False),
-        ({"temperature": 0.0}, False),
-        ({"temperature": 0.7, "seed": 0}, False),
-        ({"temperature": 0.7}, True),
-        ({"temperature": None}, True),
-        ({"temperature": False}, True),
-        ({"temperature": "0"}, True),
-        ({"temperature": 1, "seed": True}, True),
-    ],
-)
-def test_which_requests_are_drawn_at_random(fields: dict[str, Any], sampled: bool) -> None:
-    assert canonical(chat(**fields)).sampled is sampled
+def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:
+    def deeper(frames: int, one: CanonicalRequest) -> object:
+        return deeper(frames - 1, one) if frames else one.request
+
+    nested: list[Any] = []
+    with contextlib.suppress(Unkeyable):
+        while True:
+            nested = [nested]
+            deeper(50, canonical(chat(extra=nested)))
+
+
+def test_which_requests_are_drawn_at_random() -> None:
+    fixed = [{"temperature": 0}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 0}]
+    drawn = [*({"temperature": value} for value in (0.7, None, False, "0")), {"temperature": 1, "seed": True}]
+    assert [canonical(chat(**fields)).sampled for fields in (*fixed, *drawn)] == [False] * 3 + [True] * 5
 
 
 # -- segments and plans -----------------------------------------------------------------------------------------------
@@ -242,94 +242,71 @@ TURNS = (
 )
 
 
-def test_segments_stand_in_prompt_order() -> None:
-    request = canonical(chat(*TURNS)).request
-    assert request is not None
-    assert request.segments == (
-        TextSegment("Be brief.", Role.SYSTEM),
-        TextSegment("Hi", Role.CONTEXT),
-        TextSegment("Hello", Role.CONTEXT),
-        MediaSegment(media_id(image(1))),
-        TextSegment("A page.", Role.CONTEXT),
-        TextSegment("What?", Role.QUESTION),
-    )
+def test_an_answer_that_shows_the_prompt_is_of_no_other() -> None:
     assert canonical(chat(*TURNS)).prompt == "A page.\nWhat?"
+    assert canonical(chat(*TURNS)).request is not None
     for shows in ({"echo": True}, {"prompt_logprobs": 0}, {"return_token_ids": True}, {"suffix": "x"}):
-        assert canonical(chat(*TURNS, **shows)).request is None, "an answer that shows the prompt is of no other"
+        assert canonical(chat(*TURNS, **shows)).request is None
 
 
 def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:
-    def space(body: dict[str, Any], **more: Any) -> Any:
-        request = canonical(body, **more).request
+    def space(*turns: Any, **fields: Any) -> Any:
+        more = {name: fields.pop(name) for name in ("tenant", "version") if name in fields}
+        request = canonical(chat(*(turns or TURNS), **fields), **more).request
         assert request is not None
         return request.namespace
 
-    base = space(chat(*TURNS))
-    for same in ({"temperature": 0.3, "seed": 1}, {"max_tokens": 9}, {"stop": ["x"]}, {"stream": True}):
-        assert space(chat(*TURNS, **same)) == base
-    turns = copy.deepcopy(TURNS)
+    base, turns, named = space(), copy.deepcopy(TURNS), copy.deepcopy(TURNS)
     turns[0]["content"], turns[3]["content"][0] = "Be long.", picture(image(2))  # type: ignore[index]
-    assert space(chat(*turns)) == base
-    different = [
-        {name: CHANGES[name]}
-        for name in ("model", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
-    ]
-    found = [space(chat(*TURNS, **fields)) for fields in different]
-    found += [space(chat(*TURNS), tenant="u"), space(chat(*TURNS), version="2"), space(chat(*TURNS[1:]))]
-    named = copy.deepcopy(TURNS)
     named[1]["name"] = "bob"
-    found.append(space(chat(*named)))
+    for same in ({"temperature": 0.3, "seed": 1}, {"max_tokens": 9}, {"stop": ["x"]}, {"stream": True}):
+        assert space(*turns, **same) == base
+    fields = ("model", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
+    found = [space(**{name: CHANGES[name]}) for name in fields]
+    found += [space(tenant="u"), space(version="2"), space(*TURNS[1:]), space(*named)]
     assert len({base, *found}) == len(found) + 1
 
 
 def test_a_plan_gives_the_donors_request(tmp_path: Path) -> None:
-    store = MediaStore(tmp_path)
     donor_body = copy.deepcopy(chat(*TURNS, max_tokens=7))
     donor_body["messages"][3]["content"][0] = picture(image(2))
     donor_body["messages"][3]["content"][2]["text"] = "What is it?"
-    donor = canonical(donor_body)
-    donor_request = donor.with_media(store)
-    mine = canonical(chat(*TURNS, max_tokens=7))
+    donor, mine = canonical(donor_body), canonical(chat(*TURNS, max_tokens=7))
+    donor_request = donor.with_media(MediaStore(tmp_path))
     assert donor_request is not None
-    planned = mine.with_plan(Plan(donor_request.segments, 6))
+    assert mine.request is not None
+    planned, own = mine.with_plan(Plan(donor_request.segments, 6)), mine.with_plan(Plan(mine.request.segments))
     assert planned is not None
-    assert planned.key == donor.key
-    assert planned.key != mine.key
-    strip = {"cache_salt": None, "messages": None}
-    assert planned.body() | strip == donor.body() | strip
-    assert planned.body()["messages"] == donor.body()["messages"]
-    own = mine.with_plan(Plan(mine.request.segments))  # type: ignore[union-attr]
     assert own is not None
-    assert own.key == mine.key
+    assert (planned.key, planned.body()) == (donor.key, donor.body())
+    assert own.key == mine.key != planned.key
 
 
 # -- what goes upstream -----------------------------------------------------------------------------------------------
 
 
-def test_the_body_is_the_clients_own_with_salt_and_uuids() -> None:
-    sent = chat(*TURNS, user="bob", stream=True)
-    before = copy.deepcopy(sent)
-    body = canonical(sent).body()
-    assert sent == before
-    salt, part = body.pop("cache_salt"), body["messages"][3]["content"][0]
-    assert len(salt) == 64
-    assert len(part.pop("uuid")) == 32
-    assert body == before
-
-
-def test_salts_and_uuids_are_a_tenants_own_and_cannot_be_guessed() -> None:
+def test_the_body_is_the_clients_own_with_salts_and_uuids_of_its_tenant() -> None:
     def seen(body: dict[str, Any], **more: Any) -> tuple[str, str]:
-        out = canonical(body, **more).body()
-        return out["cache_salt"], out["messages"][3]["content"][0].get("uuid", "")
+        """The salt, and the name of the image; all else is as it came."""
+        before, out = copy.deepcopy(body), canonical(body, **more).body()
+        parts = [sent["messages"][3]["content"][0] for sent in (before, out)]
+        found = out.pop("cache_salt"), parts[1].pop("uuid", "")
+        assert body == before
+        before.pop("cache_salt", None)
+        parts[0].pop("uuid", None)
+        assert out == before
+        return found
 
-    base = seen(chat(*TURNS))
+    base = seen(chat(*TURNS, user="bob", stream=True))
+    assert [*map(len, base)] == [64, 32]
     assert seen(chat(*TURNS, max_tokens=3)) == base
     for other in (seen(chat(*TURNS), tenant="u"), seen(chat(*TURNS), secret=b"other")):
         assert other[0] != base[0]
         assert other[1] != base[1]
     assert seen(chat(*TURNS, cache_salt="mine"))[0] not in ("mine", base[0])
-    assert seen(chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}}))[1] == ""
-    assert canonical(chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}})).request is None, "seen in another way"
+    read_in_another_way = chat(*TURNS, media_io_kwargs={"image": {"mode": "L"}})
+    assert seen(read_in_another_way)[1] == ""
+    assert canonical(read_in_another_way).request is None
     liar = copy.deepcopy(TURNS)
     liar[3]["content"][0]["uuid"] = "another image's"  # type: ignore[index]
     assert seen(chat(*liar)) == base

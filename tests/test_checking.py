@@ -15,16 +15,7 @@ from cache_helpers import Bench, WrittenEncoder
 from semkv.tiers import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
-from semkv.types import (
-    CacheMode,
-    Exactness,
-    Match,
-    Namespace,
-    PolicyName,
-    Request,
-    ReuseReport,
-    TextSegment,
-)
+from semkv.types import CacheMode, Exactness, Match, Namespace, PolicyName, Request, ReuseReport, TextSegment
 
 
 def asking(text: str = "a") -> Request:

@@ -21,34 +21,10 @@ from semkv.config import PRESETS, CacheConfig, ConfigFile, Variables, _declared,
 from semkv.connectors import KVSettings, read_settings
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
-from semkv.types import (
-    CacheMode,
-    EmbeddingLayer,
-    MatchPolicy,
-    PolicyName,
-    Scope,
-)
+from semkv.types import CacheMode, EmbeddingLayer, PolicyName
 from semkv_lab.settings import resolve
 
 PROMPT = EmbeddingLayer("prompt", 384, 0.8)
-
-
-def test_text_will_do_where_a_flag_takes_it() -> None:
-    words: dict[str, tuple[Any, Any]] = {
-        "cache_dir": ("c", Path("c")),
-        "fusion_cache_dir": ("f", Path("f")),
-        "mode": ("dry-run", CacheMode.DRY_RUN),
-        "match": ("any", MatchPolicy.ANY),
-        "scope": ("any", Scope.ANY),
-        "policy": ("bounded", PolicyName.BOUNDED),
-        "calibration": ("c.json", Path("c.json")),
-        "verify_rate": (1, 1.0),
-        "embedding_layers": (["prompt:384:0.8"], (PROMPT,)),
-        "embedding_hook": ("prompt", "prompt"),
-    }
-    config = CacheConfig(**{name: given for name, (given, _) in words.items()})
-    for name, (_, typed) in words.items():
-        assert (getattr(config, name), type(getattr(config, name))) == (typed, type(typed))
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -186,15 +162,6 @@ class TestFile:
             "semkv: --ttl: -1.0 is not"
         )
         assert "--config: '/nowhere' is not allowed" in invoke(["serve", "--config", "/nowhere"]).stderr
-
-
-@pytest.mark.parametrize(
-    "argument", ["--max-entries=7.5", "--max-entries=none", "--verify-rate=null", "--max-error-rate=", "--cache-dir="]
-)
-def test_what_is_no_number_or_path_is_refused(argument: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        parse(CacheConfig, [argument])
-    assert raised.value.key == argument.partition("=")[0]
 
 
 anything = st.one_of(

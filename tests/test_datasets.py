@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +19,7 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples
+from semkv_lab.minigqa import generate, make_document, returning
 from semkv_lab.samples import (
     ZIPF_EXPONENT,
     ChunkSource,
@@ -158,6 +161,9 @@ def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Pat
     samples = load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
     assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (("yes", "no"), ("yes",), ())
     assert [s.question for s in samples] == [f"Is it {number}?" for number in range(11)]
+    (parts / "train_all_questions_11.json").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(DatasetError, match="1 ids stand for two samples, such as '10'"):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
 
 
 def test_gqa_root_and_image_root_from_the_environment(
@@ -186,6 +192,10 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
     (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
     with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
+        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
+    row = json.dumps(QUESTIONS["05515940"])
+    (gqa_root / "val_all_questions.json").write_text(f'{{"17": {row}, "17": {row}}}', encoding="utf-8")
+    with pytest.raises(DatasetError, match=r"val_all_questions\.json: the name '17' stands there twice"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
@@ -227,7 +237,8 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
     rows = [("red", "Is it red?", "Yes"), ("blue", "is it  red?", "No"), ("red", "Is  it red?", "Yes.")]
-    for color, _, _ in rows:
+    rows.append(("a missing file", "Is it red?", "Yes"))
+    for color in ("red", "blue"):
         (tmp_path / color).write_bytes(jpeg(color))
     path = write_lines(tmp_path / "rows.jsonl", *({"image": i, "question": q, "answer": a} for i, q, a in rows))
     command = f"run --preset opt-125m --engine labels --dataset {path} --baseline --quiet --disable-semantic-cache"
@@ -265,6 +276,19 @@ def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
     load_samples("minigqa", DatasetOptions(tmp_path / "a", max_samples=64))
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "a").rglob("*")}
+
+
+def test_what_a_seed_gives_stays_as_it_is(tmp_path: Path) -> None:
+    """The bundled model was trained on this data, and the tables in ``docs/results`` were made from it."""
+    folder = generate(tmp_path, 30, seed=2, split="train")
+    questions = (folder / "train_balanced_questions.json").read_bytes()
+    assert hashlib.sha256(questions).hexdigest() == "14360763e8580a6244ae62c3da26c6001ab278b924fa66c10c2b6b47689cc5ff"
+    pictures = b"".join(p.read_bytes() for p in sorted((folder / "images").iterdir()))
+    assert hashlib.sha256(pictures).hexdigest() == "ed40dff7567f3fa4b291974bf0c9f06e59c5fb30a8aa0a0e842cd583a4701a3c"
+    texts = "".join(make_document(Random(seed)).text for seed in range(20)) + json.dumps(returning(6, seed=4))
+    assert (
+        hashlib.sha256(texts.encode()).hexdigest() == "9ab0579e40c18af7ea9f74b786f51e6d4512fa102791a5e9a337feae13366e4a"
+    )
 
 
 # --- requests

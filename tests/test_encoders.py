@@ -21,7 +21,6 @@ from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, reso
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
-from semkv.tiers.similar import unit_vectors
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
@@ -128,13 +127,13 @@ def test_the_vector_is_a_grid_of_the_checkpoints_own_features_about_their_mean(
     assert vector @ encoder.encode(png(2)) < 0.99
 
 
-def saved(image: Image.Image, **options: Any) -> bytes:
+def saved(image: Image.Image) -> bytes:
     out = io.BytesIO()
-    image.save(out, "png", **options)
+    image.save(out, "png")
     return out.getvalue()
 
 
-def test_what_is_transparent_upright_or_at_the_ends_of_a_wide_picture_is_in_its_vector(llava: Path) -> None:
+def test_what_is_transparent_or_at_the_ends_of_a_wide_picture_is_in_its_vector(llava: Path) -> None:
     tower = TowerEncoder(llava)
 
     def cosine(a: Image.Image, b: Image.Image) -> float:
@@ -145,15 +144,9 @@ def test_what_is_transparent_upright_or_at_the_ends_of_a_wide_picture_is_in_its_
         ImageDraw.Draw(image).ellipse((x, 20, x + 24, 44), fill="black")
         return image
 
-    left, right, wide = blob(4), blob(36), blob(2, 192)
-    assert cosine(left, right) < 0.99
+    right, wide = blob(36), blob(2, 192)
+    assert cosine(blob(4), right) < 0.99
     assert cosine(right, blob(36, mode="RGBA")) == pytest.approx(1.0, abs=1e-4)
-    mirror = Image.Exif()
-    mirror[0x0112] = 2
-    turned = tower.encode(saved(left, exif=mirror)) @ tower.encode(
-        saved(left.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    )
-    assert turned > 0.9999
     assert cosine(wide, blob(166, 192)) < 0.99
     assert cosine(wide, wide.resize((384, 128))) > 0.95  # a copy of another size
     for size in ((1, 1), (1, 3000)):
@@ -297,13 +290,6 @@ def test_the_built_in_hooks_fill_what_they_say(llava: Path, tmp_path: Path, mini
         assert {layer: len(vector) for layer, vector in hook(request).items()} == dims
     long = Request("1", Namespace(), (TextSegment("word " * 300),))
     assert build_hook(CacheConfig(tmp_path, embedding_hook="prompt"), minilm)(long) == {}
-
-
-def test_a_vector_of_any_length_keeps_its_direction() -> None:
-    for scale in (1e30, -1e-30):
-        raw = {"prompt": np.array([0.6 * scale, 0, 0.8 * scale], dtype=np.float32)}
-        found = unit_vectors(pictured(), raw, (EmbeddingLayer("prompt", 3),), "own")["prompt"]
-        assert found == pytest.approx(np.copysign([0.6, 0, 0.8], [scale, 1, scale]), abs=1e-6)
 
 
 class Own:

@@ -220,7 +220,9 @@ def knows(pair: Pair, text: str) -> bool:
 
 
 def until_known(pair: Pair, text: str) -> None:
-    wait_until(lambda: knows(pair, text))
+    """Wait until near-repeats find it: an entry is in the catalog before it is in the index."""
+    indexed = pair.semantic._similar.layers["semantic_text"].items
+    wait_until(lambda: any(text in said and name in indexed for name, said in entries_of(pair)))
 
 
 @pytest.fixture(scope="module")

@@ -146,8 +146,6 @@ def test_a_deletion_takes_the_pieces_of_users_texts_from_memory(tmp_path: Path) 
     cache = SemanticCache(CacheConfig(tmp_path, semantic=False))
     cache.add_observation(cache.try_reuse(Request("1", Namespace(), (TextSegment("Who is Ann?"),))), "a friend")
     assert veto("Who is Ann?", "Who is Bob?")
-    cache.invalidate(namespace=Namespace(), dry_run=True)
-    assert all(remembered.cache_info().currsize for remembered in guards._CACHES)
     cache.invalidate(namespace=Namespace())
     cache.close()
     assert not any(remembered.cache_info().currsize for remembered in guards._CACHES)
@@ -202,9 +200,11 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(MARKS, max_size=12).map(" ".joi
 @given(TEXTS, TEXTS)
 @example("'s", "5")
 @example("1" * 5000, "1e999")
-def test_a_veto_does_not_depend_on_which_text_came_first(a: str, b: str) -> None:
+def test_neither_veto_nor_wording_depends_on_which_text_came_first(a: str, b: str) -> None:
     assert (veto(a, b) is None) == (veto(b, a) is None)
     assert veto(a, b) in (None, *REASONS)
+    assert wording(a, b) == wording(b, a)
+    assert all(0.0 <= part <= most for part, most in zip(wording(a, b), (8.0, 1.0, 1.0), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,6 @@ def test_a_veto_does_not_depend_on_which_text_came_first(a: str, b: str) -> None
 )
 def test_wording_by_hand(a: str, b: str, expected: tuple[float, float, float]) -> None:
     assert wording(a, b) == pytest.approx(expected)
-
-
-@given(TEXTS, TEXTS)
-def test_wording_is_symmetric_and_bounded(a: str, b: str) -> None:
-    unmatched, unshared, reordered = wording(a, b)
-    assert wording(b, a) == (unmatched, unshared, reordered)
-    assert 0.0 <= unmatched <= 8.0
-    assert 0.0 <= unshared <= 1.0
-    assert reordered in (0.0, 1.0)
 
 
 @given(TEXTS)

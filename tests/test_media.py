@@ -71,3 +71,22 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert MediaStore(tmp_path).nbytes == store.nbytes <= 3000
     assert not old.exists()
     assert (tmp_path / name[:2] / "mine.txt").exists()
+
+
+def test_a_file_of_another_user_is_served_and_stops_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MediaStore(tmp_path, max_bytes=3000)
+    names = [store.put(bytes([i]) * 1000) for i in range(3)]
+    for age, name in enumerate(names):
+        os.utime(tmp_path / name[:2] / name, (1000 + age, 1000 + age))
+    unlink, theirs = Path.unlink, store.path(names[0])
+
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        if path == theirs:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path)
+
+    monkeypatch.setattr(os, "utime", lambda path: path == theirs and refuse(path))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert store.get(names[0]) is not None
+    last = store.put(b"x" * 1000)
+    assert [store.path(name) is not None for name in (*names, last)] == [True, False, False, True]

@@ -187,20 +187,6 @@ def test_a_fusion_provider_of_ones_own(
 # -- index --------------------------------------------------------------------------------------------------------
 
 
-class Indexed(Bench):
-    """A cache with an index of one's own."""
-
-    def __init__(self, folder: Path, index: Any) -> None:
-        self.index = index
-        folder.mkdir()
-        super().__init__(folder)
-
-    def open(self) -> SemanticCache:
-        config = CacheConfig(self.root / "cache", **{"guards": False, **self.settings})
-        self.cache = SemanticCache(config, hook=self.hook, text_encoder=self.encoder, index=self.index)
-        return self.cache
-
-
 def story(bench: Bench) -> list[str]:
     """What some requests find, over a restart and an invalidation."""
     bench.ask("color", "car")
@@ -221,7 +207,7 @@ def story(bench: Bench) -> list[str]:
 def test_an_index_of_ones_own_finds_what_the_built_in_one_finds(tmp_path: Path) -> None:
     from numpy_index import NumpyIndex
 
-    own, built_in = story(Indexed(tmp_path / "own", NumpyIndex)), story(Indexed(tmp_path / "built in", None))
+    own, built_in = story(Bench(tmp_path / "own", index=NumpyIndex)), story(Bench(tmp_path / "built in"))
     assert own == built_in
     assert sum("hit" in one for one in own) == 4
 
@@ -255,7 +241,7 @@ class Broken(Liar):
 
 def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for index in (Liar, Broken):
-        bench = Indexed(tmp_path / index.__name__, index)
+        bench = Bench(tmp_path / index.__name__, index=index)
         bench.ask("color", "car")
         assert not bench.look("color~0.95", "car").hit
         assert bench.look("color", "car").provenance == "text:exact"
@@ -266,7 +252,7 @@ def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatc
             assert not bench.look("color~0.95", "car", tenant="other").hit
         bench.cache.close()
     with pytest.raises(ConfigError, match=r"index: 'object' is not allowed; expected a semkv.Index with extend, rem"):
-        Indexed(tmp_path / "nothing", nothing)
+        Bench(tmp_path / "nothing", index=nothing)
 
 
 # -- tiers --------------------------------------------------------------------------------------------------------

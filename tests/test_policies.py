@@ -222,17 +222,6 @@ def test_hits_are_checked_until_the_budget_has_room_for_a_sample() -> None:
     assert 0.1 < shares[1] < 0.4
 
 
-def test_crashes_spend_no_budget_twice() -> None:
-    first = Bounded(0.01)
-    traffic(first, {0.99: 0.0}, requests=9000, seed=0)
-    kept, bad = first.state(), 0
-    for life in range(40):  # each ends before it keeps anything
-        policy = Bounded(0.01)
-        policy.restore(kept)
-        bad += traffic(policy, {0.99: 1.0}, requests=25, seed=life)[1]
-    assert bad == 0, "no life had a hundred requests"
-
-
 def test_each_start_draws_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("semkv.tiers.bounded.SystemRandom", SystemRandom)
     assert len({tuple(Bounded(0.01)._random.random() for _ in range(3)) for _ in range(5)}) == 5

@@ -207,7 +207,7 @@ def test_samples_without_an_image_file_are_left_out_and_listed(tmp_path: Path) -
     assert len(go(lacking, settings(tmp_path), Scripted(accepts_images=False))[0]) == 3
     for asked, strict in ((lacking, False), (samples, True)):
         engine = Scripted()
-        with pytest.raises(DatasetError, match=r"3 images have no file \(the first is 'n0'\)"):
+        with pytest.raises(DatasetError, match="images without a file: 3, such as 'n0'"):
             go(asked, settings(tmp_path, strict=strict), engine)
         assert engine.closed
 
@@ -236,6 +236,20 @@ def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(tm
     assert cache.closed
     lines = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["sample_id"] for line in lines] == ["1", "2"]
+
+
+def test_samples_that_fail_in_both_passes_stop_neither(tmp_path: Path, shown: Sample) -> None:
+    class CannotRead(Scripted):
+        def generate(self, prompt: EnginePrompt) -> EngineResult:
+            if any(isinstance(segment, MediaSegment) for segment in prompt.segments):
+                raise MediaError("not a readable image")
+            return super().generate(prompt)
+
+    bad = [replace(shown, sample_id=f"image {n}") for n in range(4)] + [replace(SKY, sample_id=f"{n}") for n in "45"]
+    engines = [CannotRead(fails=(SKY.question,), store=store) for store in (set(), None)]
+    records, summary = go([*bad, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines)
+    assert [r.sample_id for r in records] == [CAR.sample_id]
+    assert summary["faults"]["failed samples"] == 7
 
 
 def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: Path) -> None:
@@ -287,8 +301,8 @@ def test_the_line_of_a_sample() -> None:
         ({"samples_out": "link.jsonl"}, "--samples-out: .* another file than that of --dataset"),
         ({"samples_out": "new", "summary_out": "./new"}, "--samples-out: .* another file than that of --summary-out"),
         ({"samples_out": "new", "summary_out": "new.settings.json"}, "than that of the settings beside --samples-out"),
-        ({"samples_out": "a file/out"}, "--samples-out: .* a file that can be written"),
-        ({"summary_out": "a file/out"}, "--summary-out: .* a file that can be written"),
+        ({"samples_out": "a file/out"}, "--samples-out: .* a place that can be written"),
+        ({"summary_out": "a file/out"}, "--summary-out: .* a place that can be written"),
     ],
 )
 def test_an_output_is_no_input_no_other_output_and_can_be_written(

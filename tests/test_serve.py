@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sqlite3
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,8 @@ def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(t
         assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (400, 400)
         address = ("127.0.0.1", httpx.URL(gateway.url).port or 0)
 
-        def connect(number: int) -> None:
-            for _ in range(number):
-                lines.enter_context(socket.create_connection(address, timeout=60))
+        def connect(number: int) -> list[socket.socket]:
+            return [lines.enter_context(socket.create_connection(address, timeout=60)) for _ in range(number)]
 
         def answers() -> bool:
             try:
@@ -99,9 +99,9 @@ def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(t
         wait_until(lambda: ask(gateway, "full").status_code == 503)
         assert answers()
         assert 'semkv_turned_away_total{what="connections"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
-        connect(32)
-        with socket.create_connection(address, timeout=60) as turned:
-            assert turned.recv(4096)[9:12] == b"503"
+        more = connect(40)
+        wait_until(lambda: select.select(more, [], [], 0)[0])
+        assert select.select(more, [], [], 0)[0][0].recv(4096)[9:12] == b"503", "it has room for 32 of them"
         lines.close()
         wait_until(lambda: answers() and ask(gateway, "no more").status_code == 502)
 
@@ -144,7 +144,7 @@ class TestWorkers:
         stats = httpx.get(f"{running.url}/semkv/api/stats", headers=KEY).json()
         assert stats["workers"] == len(workers_of(running)) == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
-        assert figure(running, "semkv_response_entries") == 4
+        wait_until(lambda: figure(running, "semkv_response_entries") == 4)
         wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"})
         assert (wrong.status_code, wrong.headers["connection"]) == (404, "close")  # the next try reaches either worker
         gone = {"prefix": "question", "dry_run": False}
@@ -182,11 +182,11 @@ class TestWorkers:
         stop.set()
         asking.join()
         wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))
+        with closing(sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite")) as db:
+            wait_until(lambda: db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole))
         both = workers_of(running)
         assert running.stop() == 0
         assert all(not Path(f"/proc/{pid}").exists() for pid in both)
-        with sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite") as db:
-            assert db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole)
 
 
 @pytest.mark.parametrize("serves", [True, False])

@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -85,18 +84,16 @@ class TestBodies:
         salted = request(raw, "Content-Encoding: gzip", target="/classify")
         assert ask(pair, salted)[0] != 400, "it has a place for a salt"
 
-    @pytest.mark.parametrize("damage", [lambda raw: raw[:-1], lambda raw: raw + raw, lambda _: b"{}"])
-    def test_what_is_no_gzip_is_refused(self, pair: Pair, damage: Callable[[bytes], bytes]) -> None:
+    def test_what_is_no_gzip_is_refused(self, pair: Pair) -> None:
         asked, raw = pair.upstream.total, gzip.compress(json.dumps(chat("packed")).encode())
-        assert ask(pair, request(damage(raw), "Content-Encoding: gzip"))[0] == 400
+        for damaged in (raw[:-1], raw + raw, b"{}"):
+            assert ask(pair, request(damaged, "Content-Encoding: gzip"))[0] == 400
+        for encoding in ("br", "gzip, gzip"):
+            status, answer = ask(pair, request(chat("packed"), f"Content-Encoding: {encoding}"))
+            assert status == 415
+            assert b"accept-encoding: gzip" in answer
+            assert f"the content encoding '{encoding}' is not read".encode() in answer
         assert pair.upstream.total == asked
-
-    @pytest.mark.parametrize("encoding", ["br", "gzip, gzip"])
-    def test_another_encoding_is_refused_by_name(self, pair: Pair, encoding: str) -> None:
-        status, answer = ask(pair, request(chat("packed"), f"Content-Encoding: {encoding}"))
-        assert status == 415
-        assert b"accept-encoding: gzip" in answer
-        assert f"the content encoding '{encoding}' is not read".encode() in answer
 
     def test_bodies_that_are_large_when_unpacked_have_so_much_room(self, tmp_path: Path) -> None:
         with Pair(tmp_path, max_body_mib=1) as small, ThreadPoolExecutor(12) as pool:
@@ -183,10 +180,10 @@ class TestHeads:
             assert b"}]" in line.send(request(chat("slow [delay=0.6]"))).until(b"}]"), "an answer may take longer"
             line.send(begun).rest()
 
-    @pytest.mark.parametrize("value", ["ü", "漢字", "a\tb"])
-    def test_header_values_go_on_byte_for_byte(self, pair: Pair, value: str) -> None:
-        pair.post(f"header {value!r}", headers={"X-Name": value.encode()})
-        assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
+    def test_header_values_go_on_byte_for_byte(self, pair: Pair) -> None:
+        for value in ("ü", "漢字", "a\tb"):
+            pair.post(f"header {value!r}", headers={"X-Name": value.encode()})
+            assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
 
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
         key = f"Sec-WebSocket-Key: {'a' * 22}=="

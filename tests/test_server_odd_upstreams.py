@@ -148,6 +148,15 @@ def test_who_does_not_stream_as_asked_is_asked_once(odd: Odd, which: str) -> Non
     assert (answer.status_code, answer.content, odd.upstream.asked) == (200, ODD_ANSWERS[which], 1)
 
 
+def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Odd) -> None:
+    whole = {"choices": [{"index": 0, "text": "Hello", "finish_reason": "stop"}]}
+    odd.says(json.dumps(whole).encode(), kind=b"application/json")
+    body = {"model": "m", "prompt": "which kind?", "temperature": 0}
+    first, again = (httpx.post(f"{odd.url}/v1/completions", json={**body, "stream": s}) for s in (False, True))
+    assert (kind(first), kind(again)) == ("miss", "hit")
+    assert '"text":"Hello"' in again.text
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
     events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]

@@ -7,7 +7,6 @@ import base64
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,11 +87,13 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
     again, said = ask(gateway.url, question, picture="scene.jpg")
     assert again == first
     assert said.startswith("hit tier=exact")
-    while not (answer := ask(gateway.url, "what color  is the large cube?", picture="scene.jpg"))[1].startswith("hit"):
-        time.sleep(0.2)  # the entry is recorded beside the requests
+    for blanks in range(60):  # until a lookup ends in time
+        answer, said = ask(gateway.url, "what color  is the large cube?" + " " * blanks, picture="scene.jpg")
+        if said.startswith("hit"):
+            break
     # By its vector, at 1.000, where the first request is found before its text is recorded.
-    assert answer[1].startswith(("hit tier=text:normalised", "hit tier=text:semantic score=1.000"))
-    assert text(answer[0]) == text(first)
+    assert said.startswith(("hit tier=text:normalised", "hit tier=text:semantic score=1.000"))
+    assert text(answer) == text(first)
     pieces, said = ask(gateway.url, question, picture="scene.jpg", stream=True)
     assert (streamed(pieces).strip(), said.split()[0]) == (text(first), "hit")
 

@@ -409,7 +409,8 @@ class Operations:
     async def hits(self, request: Request) -> Response:
         given = request.query_params.get("limit", "50")
         limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
-        return JSONResponse({"hits": [hit.view() for hit in self._gateway.recent_hits.recent(limit)]})
+        recent = self._gateway.recent_hits.recent(limit)
+        return JSONResponse({"hits": await asyncio.to_thread(lambda: [hit.view() for hit in recent])})
 
     async def invalidate(self, request: Request) -> Response:
         """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""

@@ -112,7 +112,7 @@ class Gateway:
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault)
         self.pending: list[Pending] = []  # in the order in which they went upstream
-        self._seen: dict[asyncio.Future[Lookup], list[Pending]] = {}  # by lookup, what is on its way at any time of it
+        self._seen: dict[str, list[Pending]] = {}  # by lookup, what is on its way at any time of it
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._explained = False  # why requests of `sampled` are misses
@@ -172,8 +172,10 @@ class Gateway:
                 if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
                     self._start(request, request.canonical, looking)
                 if request.reader is None:
-                    self._seen[looking] = earlier
-                    looking.add_done_callback(self._seen.pop)
+                    # Equal requests share a lookup, so what was on its way when it began counts for each of them.
+                    key = self._flight_key(request.canonical)
+                    earlier = self._seen.setdefault(key, earlier)
+                    looking.add_done_callback(lambda _: self._seen.pop(key, None))
                 flight = None if request.reader is None else request.reader.flight
                 if flight is not None:
                     await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +186,7 @@ class Gateway:
                         if (answer := await self._without_asking(request, found, earlier)) is not None:
                             self._give_up(request)
                             return answer
-                earlier.clear()  # none of them stays in memory as long as this request
+                earlier = []  # none of them stays in memory as long as this request
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)

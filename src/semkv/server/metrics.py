@@ -292,7 +292,9 @@ class RecentHits:
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
-            tokens = self._tokens[response.key] = max(0, usage_of(response.payload).get("output_tokens", 0))
+            writes = bool(lookup.canonical.route.fixed_by)  # others, as embeddings, hold megabytes of numbers instead
+            usage = usage_of(response.payload) if writes else {}
+            tokens = self._tokens[response.key] = max(0, usage.get("output_tokens", 0))
         self._metrics.tokens.inc(tokens)
         self._metrics.saved.inc(max(0.0, self._mean_s - seconds))
 

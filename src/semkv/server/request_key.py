@@ -106,7 +106,10 @@ class CanonicalRequest:
         rest[self._content.name] = self._content.template()
         deployment = self._deployment
         headers = (_encode(deployment.headers),) if deployment.headers else ()
-        model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest), *headers)
+        try:
+            model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest), *headers)
+        except RecursionError:  # nested as deeply as the key could just be made of
+            return None
         namespace = Namespace(deployment.tenant, model)
         return Request(self.key, namespace, self._content.segments)
 

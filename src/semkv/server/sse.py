@@ -317,7 +317,7 @@ def replay(answer: Mapping[str, Any], *, include_usage: bool) -> bytes:
     With ``include_usage`` every chunk has a ``usage`` field, null but in the closing one, as the API describes it.
     """
     _refuse_unknown(answer, _TOP_KNOWN, "answer")
-    chat = answer.get("object") != "text_completion"
+    chat = any("message" in choice for choice in answer.get("choices") or ())
     kind = "chat.completion.chunk" if chat else "text_completion"
     top = {name: answer[name] for name in _TOP if answer.get(name) is not None} | {"object": kind}
     null = {"usage": None} if include_usage else {}

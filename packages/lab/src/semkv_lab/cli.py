@@ -9,7 +9,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import PolicyConfig, command_line
 from semkv.errors import ConfigError
-from semkv_lab.settings import FLAT, SWITCH, QualityFlags, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
+from semkv_lab.settings import FLAT, SWITCH, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -111,7 +111,7 @@ def _sweep(*, flags: Annotated[SweepFlags, FLAT], dry_run: Annotated[bool, SWITC
 
 report = command_line(
     help_epilogue=_examples("""
-  semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html --title 'Two models'
+  semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html
       of two sweeps together: a page that needs nothing else
   semkv report runs/a/sweep.csv --out a.md
       Markdown, with the figures in the folder a
@@ -123,7 +123,6 @@ report = command_line(
 def _report(
     *logs: Annotated[Path, Parameter(required=True)],
     out: Path = Path("report.html"),
-    title: str = "",
 ) -> None:
     """Make one page of the logs of sweeps.
 
@@ -132,11 +131,10 @@ def _report(
     Args:
         logs: sweep.csv or sweep.jsonl, one or several sweeps together.
         out: The page.
-        title: Its heading.
     """
     from semkv_lab.report import write_report
 
-    write_report(logs, out, title=title)
+    write_report(logs, out)
     print(out)
 
 
@@ -186,7 +184,7 @@ def _eval_pairs(
     pairs: Path,
     /,
     *,
-    flags: Annotated[QualityFlags | None, FLAT] = None,
+    flags: Annotated[PolicyConfig | None, FLAT] = None,
     out: Path | None = None,
 ) -> None:
     """Precision of a policy on labeled pairs, and how many of each kind hit.
@@ -195,7 +193,7 @@ def _eval_pairs(
         pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
         out: Write the JSON here instead of printing it.
     """
-    flags = flags or QualityFlags()
+    flags = flags or PolicyConfig()
     _check_outputs(out, None, PAIRS=pairs, calibration=flags.calibration)
     from semkv_lab.semantic import eval_pairs
 
@@ -215,7 +213,7 @@ def _eval_stream(
     requests: Path,
     /,
     *,
-    flags: Annotated[QualityFlags | None, FLAT] = None,
+    flags: Annotated[PolicyConfig | None, FLAT] = None,
     out: Path | None = None,
     plot: Path | None = None,
 ) -> None:
@@ -228,7 +226,7 @@ def _eval_stream(
         out: Write the JSON here instead of printing it.
         plot: Draw a figure (.png, .svg, .pdf).
     """
-    flags = flags or QualityFlags()
+    flags = flags or PolicyConfig()
     _check_outputs(out, plot, REQUESTS=requests, calibration=flags.calibration)
     from semkv_lab.semantic import eval_stream
 
@@ -314,10 +312,11 @@ def _write(found: dict[str, Any], out: Path | None) -> None:
 
 def _check_outputs(out: Path | None, plot: Path | None, **inputs: Path | None) -> None:
     """Fail before the work, not after it."""
-    from semkv_lab.console import keep_apart
+    from semkv_lab.console import keep_apart, try_to_write
 
-    if plot is not None and (plot.suffix not in (".png", ".svg", ".pdf") or not plot.parent.is_dir()):
-        raise ConfigError("--plot", str(plot), "a .png, .svg or .pdf file in a folder that exists")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError("--out", str(out), "a file in a folder that exists")
+    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError("--plot", str(plot), "a .png, .svg or .pdf file")
     keep_apart({"--out": out, "--plot": plot}, inputs)
+    for key, path in (("--out", out), ("--plot", plot)):
+        if path is not None:
+            try_to_write(key, path)

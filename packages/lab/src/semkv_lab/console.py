@@ -280,11 +280,11 @@ def write_json(path: Path, value: object) -> None:
 
 @contextmanager
 def writing(key: str, path: Path) -> Iterator[None]:
-    """Names the setting where the block cannot write its file."""
+    """Names the setting where the block cannot write there."""
     try:
         yield
     except OSError as e:
-        raise ConfigError(key, str(path), f"a file that can be written ({e.strerror or e})") from e
+        raise ConfigError(key, str(path), f"a place that can be written ({e.strerror or e})") from e
 
 
 def try_to_write(key: str, path: Path) -> None:

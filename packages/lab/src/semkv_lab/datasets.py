@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,9 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
         raise ConfigError("--dataset", name, list(DATASETS))
     else:
         samples = DATASETS[name](options)
+    twice = [sample_id for sample_id, count in Counter(s.sample_id for s in samples).items() if count > 1]
+    if twice:
+        raise DatasetError(f"data set {name!r}: {len(twice)} ids stand for two samples, such as {twice[0]!r}")
     if not samples:
         raise DatasetError(f"data set {name!r} holds no samples for the options given")
     return samples
@@ -115,12 +119,20 @@ def _parts(folder: Path) -> list[Path]:
 
 def _objects(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except (OSError, ValueError, RecursionError) as e:
         raise DatasetError(f"{file}: {getattr(e, 'strerror', None) or e}") from e
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
     return data
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {twice!r} stands there twice")
+    return found
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,12 @@ class Section(NamedTuple):
     name: str = ""
 
 
-def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
+def write_report(logs: Sequence[Path], out: Path) -> None:
     """Write the page; equal logs give equal bytes.
 
     Args:
         logs: ``.csv`` or ``.jsonl`` files of sweeps.
         out: the page. Where its name ends in ``.md``, the figures go to a folder of its name without the suffix.
-        title: its heading.
     """
     read = {f"LOG {log.name}": log for log in logs}
     read |= {f"the JSON lines of {log.name}": log.with_suffix(".jsonl") for log in logs}
@@ -59,7 +58,6 @@ def write_report(logs: Sequence[Path], out: Path, *, title: str = "") -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         sections = _sections(experiments)
         page = environment.get_template(f"report.{kind}.j2").render(
-            title=title or "What each tier is worth",
             logs=", ".join(log.name for log in logs),
             version=__version__,
             counts=_counts(experiments),

@@ -132,6 +132,7 @@ class _Runner:
         self.cold: dict[str, Cold] = {}
         self.faults: Counter[str] = Counter()
         self.skipped: list[str] = []
+        self._failed: set[str] = set()
 
     def run(self, baseline: Path | None) -> None:
         if self.settings.baseline and baseline is None:
@@ -165,12 +166,13 @@ class _Runner:
         if lacking and (self.settings.strict or not self.samples):
             missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
             raise DatasetError(
-                f"{len(missing)} images have no file (the first is {missing[0]!r}): put them under the data set's "
+                f"images without a file: {len(missing)}, such as {missing[0]!r}; put them under the data set's "
                 "images/ folder, or name the folder in GQA_IMAGE_ROOT"
             )
 
     def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
+        alike = 0
         for sample in self._listener.track(self.samples, stage):
             try:
                 answer(sample)
@@ -178,9 +180,11 @@ class _Runner:
                 own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
                 if not own and not isinstance(e, EngineError):
                     raise
-                self.faults["failed samples"] += 1
+                self._failed.add(sample.sample_id)
+                self.faults["failed samples"] = len(self._failed)
                 self._listener.say(f"[{sample.sample_id}] failed | {e}")
-                if not done and self.faults["failed samples"] >= _GIVE_UP_AFTER:
+                alike += not isinstance(e, MediaError)  # an image that cannot be read is that sample's fault
+                if not done and alike >= _GIVE_UP_AFTER:
                     raise
 
     def _answer_cold(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:

@@ -296,7 +296,7 @@ def label_answers(samples: Iterable[Sample], instruction: str = "") -> Callable[
     question, gets an empty answer.
     """
     builder = RequestBuilder(Namespace(), instruction=instruction)
-    labels = {_prompt_key(builder.build(s).segments): s.answer or "" for s in samples}
+    labels = {_prompt_key(builder.build(s).segments): s.answer or "" for s in samples if s.complete}
     return lambda segments: labels.get(_prompt_key(segments), "")
 
 

@@ -25,25 +25,27 @@ from rich.console import Console
 
 from semkv import keys
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig, get_preset
+from semkv.config import CacheConfig, PolicyConfig, get_preset
 from semkv.encoders.text import SentenceEncoder, TextEncoder
-from semkv.errors import ConfigError
+from semkv.errors import DatasetError
 from semkv.guards import veto
 from semkv.tiers.checking import wilson
-from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
+from semkv.types import EmbeddingLayer, MediaSegment, Namespace, PolicyName, Request, TextSegment
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
 from semkv_lab.console import environment, percent, shown, table, version, write_json
-from semkv_lab.labels import KINDS, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
+from semkv_lab.labels import KINDS, SEED, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
 from semkv_lab.samples import read_jsonl, read_rows
-from semkv_lab.settings import CACHES, QualityFlags, SemanticFlags
+from semkv_lab.settings import CACHES, SemanticFlags
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from semkv_lab import scenes
 
+DATA = Path("bench/data")  # of the checkout in which the bench runs
+SCENES = 7  # of each kind, for images
 VERSIONS = ("numpy", "sentence-transformers", "gptcache", "faiss-cpu", "redisvl")
 Row = dict[str, Any]
 Found = tuple[Row, list["Table"]]
@@ -87,16 +89,16 @@ def _reliability(fitted: Fit) -> list[tuple[float, float]]:
     return [tuple(band.mean(axis=0)) for band in np.array_split(np.array(rows, dtype=float), min(10, len(rows)))]
 
 
-def eval_pairs(path: Path, flags: QualityFlags) -> Row:
+def eval_pairs(path: Path, flags: PolicyConfig) -> Row:
     """What a policy makes of pairs that it sees one by one. Raises `ConfigError` and `DatasetError`."""
     pairs = read_rows(path, Pair)
     with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
         figures = _pair_figures(cache, pairs)
     vetoed = sum(veto(pair.a, pair.b) is not None for pair in pairs) if flags.guards else 0
-    return {**flags.header(), "pairs": len(pairs), "vetoed": vetoed, **figures}
+    return {**_header(flags), "pairs": len(pairs), "vetoed": vetoed, **figures}
 
 
-def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
+def eval_stream(path: Path, flags: PolicyConfig, plot: Path | None) -> Row:
     """Play a stream through a cache. Raises `ConfigError` and `DatasetError`."""
     stream = read_rows(path, Asked)
     with closing(_cache(flags, (asked.text for asked in stream))) as cache:
@@ -113,7 +115,7 @@ def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
             axes.set_yscale("symlog", linthresh=1)
             axes.set_ylim(bottom=0)
     return {
-        **flags.header(),
+        **_header(flags),
         "verify_rate": flags.checked_share,
         **played.to_json(),
         "exact_hits": played.hits - cache.approximate,
@@ -126,7 +128,17 @@ def eval_stream(path: Path, flags: QualityFlags, plot: Path | None) -> Row:
     }
 
 
-def _cache(flags: QualityFlags, texts: Iterable[str]) -> SemKV:
+def _header(flags: PolicyConfig) -> Row:
+    """What a result says of the flags."""
+    shown: Row = {"policy": flags.policy, "encoder": flags.index_encoder, "guards": flags.guards}
+    if flags.policy is PolicyName.FIXED:
+        shown["similarity_threshold"] = flags.similarity_threshold
+    if flags.policy is PolicyName.BOUNDED:
+        shown["max_error_rate"] = flags.max_error_rate
+    return {**shown, "calibration": flags.calibration.name if flags.calibration else None}
+
+
+def _cache(flags: PolicyConfig, texts: Iterable[str]) -> SemKV:
     """The cache under a policy, with an encoder that knows the texts."""
     encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
     know(texts, encoder)
@@ -176,7 +188,7 @@ class Bench:
 
     @cached_property
     def data(self) -> list[Labeled]:
-        """All traps and paraphrases of ``--data``."""
+        """All traps and paraphrases of ``bench/data``."""
         files = (("traps.jsonl", False, "category", "passed_first"), ("paraphrases.jsonl", True, "kind", "kept_first"))
         return [
             Labeled(Pair(row["a"], row["b"], same), row[kind], row["held_out"], row.get(first))
@@ -185,12 +197,10 @@ class Bench:
         ]
 
     def rows(self, name: str) -> list[Row]:
-        """Rows of a file of ``--data``. Raises `ConfigError` where it is not there."""
-        path = self.flags.data / name
-        if not path.is_file():
-            allowed = f"the folder bench/data of a checkout ({name} is not there); --parts streams --pairs needs none"
-            raise ConfigError("--data", str(path.parent), allowed)
-        return [dict(row) for _, row in read_jsonl(path)]
+        """Rows of a file of ``bench/data``. Raises `DatasetError` where it is not there."""
+        if not (DATA / name).is_file():
+            raise DatasetError(f"{DATA / name} is not here: run this in a checkout, or with --parts pairs --pairs FILE")
+        return [dict(row) for _, row in read_jsonl(DATA / name)]
 
     @cached_property
     def halves(self) -> tuple[list[Pair], list[Pair]]:
@@ -198,8 +208,12 @@ class Bench:
         if self.flags.pairs is None:
             fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
             return fitting, asking
-        one, other = halves(read_rows(self.flags.pairs, Pair), self.flags.seed)
-        return (other, one) if self.flags.swap_halves else (one, other)
+        asking, fitting = halves(read_rows(self.flags.pairs, Pair))
+        if not all(len({pair.same for pair in half}) == 2 for half in (fitting, asking)):
+            raise DatasetError(
+                f"{self.flags.pairs}: each half of the clusters needs pairs that are the same, and others"
+            )
+        return fitting, asking
 
     @cached_property
     def makers(self) -> list[Maker]:
@@ -211,7 +225,7 @@ class Bench:
         found: list[Maker] = []
         for name in names:
             try:
-                found += caches.makers(name, self.encoder, self._calibration, self.flags)
+                found += caches.makers(name, self.encoder, self._calibration, self.flags.max_error_rate)
             except ImportError as error:
                 self.absent.append(f"{name}: not installed: pip install {error.name}")
             except Exception as error:
@@ -237,7 +251,7 @@ class Bench:
 
 def run(flags: SemanticFlags, screen: Console) -> Row:
     """Measure, print a table for each part, and return everything as JSON values."""
-    given = {name: value for name, value in asdict(flags).items() if name not in ("out", "redis_url")}
+    given = {name: value for name, value in asdict(flags).items() if name != "out"}
     found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, Path(folder))
@@ -299,15 +313,14 @@ def traps_part(bench: Bench) -> Found:
     found, tables = _pairs(bench, strangers, "held-out traps and paraphrases by strangers")
     alone = _guards(bench)
     names = ("all", "held out", "at first sight")
-    rows = [(name, *(share_of(row[which]) for which in names)) for name, row in alone.items() if "held out" in row]
-    rows.append(("pairs in other languages", share_of(alone["other languages"]), "", ""))
+    rows = [(name, *(share_of(row[of]) if of in row else "" for of in names)) for name, row in alone.items()]
     return {"caches": found, "guards": alone}, [*tables, table("no veto by the guards", ("", *names), rows)]
 
 
 def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
     """Hits, precision at hit rate and the area under that curve (P-CHR AUC), by each cache's own confidence."""
     pairs = list(asking)
-    Random(bench.flags.seed).shuffle(pairs)  # noqa: S311
+    Random(SEED).shuffle(pairs)  # noqa: S311
     bench.know(pairs)
     found, rows = {}, []
     for make in bench.makers:
@@ -357,8 +370,12 @@ def _guards(bench: Bench) -> Row:
             "at first sight": rate(sum(bool(row.first) for row in first), len(first)),
             "by kind": {kind: f"{passed[kind]} of {count}" for kind, count in every.items()},
         }
-    foreign = bench.rows("other_languages.jsonl")
-    found["other languages"] = rate(sum(veto(row["a"], row["b"]) is None for row in foreign), len(foreign))
+    for name in ("classes", "last_turns", "other_languages"):
+        rows = bench.rows(f"{name}.jsonl")
+        for kind, same in (("traps", False), ("paraphrases", True)):
+            of_it = [veto(row["a"], row["b"]) for row in rows if row.get("same", False) == same]
+            if of_it:
+                found[f"{kind} of {name}.jsonl"] = {"all": rate(of_it.count(None), len(of_it))}
     return found
 
 
@@ -373,14 +390,15 @@ Static = list[tuple[float, int, int]]
 def streams_part(bench: Bench) -> Found:
     """Streams of each kind, or the user's own, through every cache; and the best that a fixed cosine could do."""
     flags, tables, found = bench.flags, [], {}
-    for kind in ["own"] if flags.stream else flags.kinds:
+    seeds = range(SEED, SEED + flags.seeds)
+    for kind in ["own"] if flags.stream else KINDS:
         if flags.stream:
             streams = [read_rows(flags.stream, Asked)]
         else:
-            streams = [KINDS[kind](bench.halves[1], flags.seed + n, flags.requests) for n in range(flags.seeds)]
+            streams = [KINDS[kind](bench.halves[1], seed, flags.requests) for seed in seeds]
         know((asked.text for stream in streams for asked in stream), bench.encoder)
         static = [static_thresholds(stream, bench.encoder) for stream in streams]
-        rows = dict(_through(streams, static, make, flags.seed) for make in bench.makers)
+        rows = dict(_through(streams, static, make) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
@@ -409,11 +427,11 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
     return found
 
 
-def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker, seed: int) -> tuple[str, Row]:
+def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
     played, counted = [], []
     for n, stream in enumerate(streams):
-        with closing(make(seed + n)) as cache:
+        with closing(make(SEED + n)) as cache:
             played.append(play(cache, stream))
             counted.append(cache.figures())
     total = sum(map(len, streams))
@@ -495,8 +513,7 @@ def images_part(bench: Bench) -> Found:
     from semkv.guards.pictures import LIMIT, difference
     from semkv_lab import scenes
 
-    made = scenes.pairs(bench.flags.scenes, bench.flags.seed)
-
+    made = scenes.pairs(SCENES)
     hits, seconds = [], []
     for pair in made:
         start = time.perf_counter()
@@ -509,7 +526,7 @@ def images_part(bench: Bench) -> Found:
         (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
         for name, row in found.items()
     ]
-    title = f"images: {bench.flags.scenes} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
+    title = f"images: {SCENES} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
 
 

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -31,7 +32,6 @@ from semkv.config import (
     typed,
 )
 from semkv.errors import ConfigError
-from semkv.types import PolicyName
 from semkv_lab.console import SETTINGS, keep_apart
 from semkv_lab.datasets import DATASETS
 from semkv_lab.samples import ChunkSource, DatasetOptions
@@ -178,7 +178,8 @@ def arguments(given: Mapping[str, Any]) -> list[str]:
     for key, value in given.items():
         option = "--" + key.replace("_", "-")
         if option not in known:
-            raise ConfigError("semkv run", key, [name.lstrip("-") for name in known])
+            names = [name.lstrip("-") for name in known]
+            raise ConfigError("semkv run", key, get_close_matches(option.lstrip("-"), names) or names)
         argument = known[option]
         many = get_origin(argument.hint) is tuple
         values = value if many and isinstance(value, list | tuple) else [value]
@@ -202,23 +203,8 @@ def _arguments() -> list[Argument]:
     return [a for a in app.assemble_argument_collection() if a.parse and not a.children]
 
 
-@dataclass(frozen=True, kw_only=True)
-class QualityFlags(PolicyConfig):
-    """Flags of ``eval-pairs`` and ``eval-stream``."""
-
-    def header(self) -> dict[str, Any]:
-        """What a result says of the flags."""
-        shown: dict[str, Any] = {"policy": self.policy, "encoder": self.index_encoder, "guards": self.guards}
-        if self.policy is PolicyName.FIXED:
-            shown["similarity_threshold"] = self.similarity_threshold
-        if self.policy is PolicyName.BOUNDED:
-            shown["max_error_rate"] = self.max_error_rate
-        return {**shown, "calibration": self.calibration.name if self.calibration else None}
-
-
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
 CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
-KINDS = ("zipf", "paraphrases", "hard-negatives", "templates", "minigqa", "shift")
 
 
 def _each(known: tuple[str, ...]) -> Allowed:
@@ -237,35 +223,22 @@ class SemanticFlags:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
         caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
             semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
-        data: Traps, paraphrases and last turns: the folder bench/data of a checkout.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
-            their clusters ask, the other half fits the calibration. By default the held-out rows of --data ask.
-        swap_halves: With --pairs: let the halves change places.
-        stream: A stream of your own instead of --kinds: JSONL of text and cluster in the order of requests.
-        kinds: Streams drawn from the pairs: zipf, paraphrases, hard-negatives; from templates with numbers:
-            templates; from MiniGQA: minigqa; first zipf, then minigqa: shift.
+            their clusters ask, the other half fits the calibration. By default the held-out rows of bench/data ask.
+        stream: A stream of your own instead of generated ones: JSONL of text and cluster in the order of requests.
         requests: Most requests of a stream, and of the one that warms up.
         seeds: Streams of each kind.
-        seed: The first seed: of streams, halves, scenes.
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
-        redis_url: A Redis server with the search module, for redisvl.
-        scenes: Generated scenes of each kind, for images.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
     parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), MANY] = SEMANTIC_PARTS
     caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-1]
-    data: Path = Path("bench/data")
     pairs: Path | None = None
-    swap_halves: Annotated[bool, SWITCH] = False
     stream: Path | None = None
-    kinds: Annotated[tuple[str, ...], _each(KINDS), MANY] = ("zipf", "hard-negatives", "templates")
     requests: Annotated[int, POSITIVE] = 2000
     seeds: Annotated[int, POSITIVE] = 2
-    seed: Annotated[int, NOT_NEGATIVE] = 0
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
-    redis_url: str = ""
-    scenes: Annotated[int, POSITIVE] = 2
     out: Path | None = None
 
     def __post_init__(self) -> None:

@@ -86,7 +86,8 @@ def read_spec(path: Path) -> list[Experiment]:
     lists = isinstance(defaults, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     if not lists or not rows or document:
         allowed = "an object of defaults (an object of flags) and experiments (a list with at least one object)"
-        raise ConfigError("--specs", str(path), allowed)
+        other = f", and nothing else ({', '.join(map(repr, document))})" if document else ""
+        raise ConfigError("--specs", str(path), allowed + other)
     found: dict[str, Experiment] = {}
     for number, row in enumerate(rows, 1):
         name, key = row.get("name"), f"{path.name}: name of experiment {number}"
