@@ -112,7 +112,8 @@ class Gateway:
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault)
         self.pending: list[Pending] = []  # in the order in which they went upstream
-        self._seen: dict[str, list[Pending]] = {}  # by lookup, what is on its way at any time of it
+        # By running lookup: the key of its request, and what is on its way at any time of it.
+        self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
         self._explained = False  # why requests of `sampled` are misses
@@ -174,8 +175,9 @@ class Gateway:
                 if request.reader is None:
                     # Equal requests share a lookup, so what was on its way when it began counts for each of them.
                     key = self._flight_key(request.canonical)
-                    earlier = self._seen.setdefault(key, earlier)
-                    looking.add_done_callback(lambda _: self._seen.pop(key, None))
+                    earlier = next((list(seen) for other, seen in self._seen.values() if other == key), earlier)
+                    self._seen[looking] = key, earlier
+                    looking.add_done_callback(self._seen.pop)
                 flight = None if request.reader is None else request.reader.flight
                 if flight is not None:
                     await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +291,7 @@ class Gateway:
         pending = Pending(canonical, flight, looking, self.cache)
         if shared:
             self.pending.append(pending)
-            for seen in self._seen.values():
+            for _, seen in self._seen.values():
                 seen.append(pending)
         self.spawn(self._record(request, pending))
 
