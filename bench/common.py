@@ -83,7 +83,7 @@ class Child:
         self.name, self.log, self.rest = name, log, b""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.answers, write = os.pipe()
-        command = [sys.executable, sys.argv[0], "--child", json.dumps({**spec, "answers": write})]
+        command = [sys.executable, sys.argv[0], "--child", json.dumps({**spec, "answer_pipe": write})]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, pass_fds=[write],
@@ -157,7 +157,7 @@ Answer = Callable[[Mapping[str, Any]], None]
 def serve(text: str, work: Callable[[dict[str, Any], Answer], None]) -> None:
     """The other side of `Child`: ``work`` gets what was specified, and answers."""
     spec = json.loads(text)
-    pipe = os.fdopen(spec["answers"], "w")
+    pipe = os.fdopen(spec.pop("answer_pipe"), "w")
 
     def answer(found: Mapping[str, Any]) -> None:
         print(json.dumps(found), file=pipe, flush=True)

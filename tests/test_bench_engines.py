@@ -29,7 +29,7 @@ import common
 def work(spec, answer):
     if spec["engine"] == "refuses":
         raise ValueError("no such device")
-    answer({{"start_s": 1}})
+    answer({{"start_s": spec.get("answers", 1)}})
     for line in sys.stdin:
         do = json.loads(line)["do"]
         if do == "die":
@@ -80,8 +80,10 @@ def test_a_failed_engine_is_named_with_its_reason_and_the_others_go_on(
 
 
 def test_the_one_answer_of_a_process_or_why_there_is_none(start: Any, tmp_path: Path) -> None:
-    found = [run_child("once", {"engine": name}, tmp_path / "log", 60, {}) for name in ("good", "refuses")]
-    assert found[0] == {"start_s": 1}
+    found = [
+        run_child("once", {"engine": name, "answers": 2}, tmp_path / "log", 60, {}) for name in ("good", "refuses")
+    ]
+    assert found[0] == {"start_s": 2}, "what was specified"
     assert found[1]["error"].startswith("once: run: ValueError: no such device")
 
 

@@ -84,18 +84,6 @@ class TestEngine:
             assert (tokens, outcome.loaded_tokens) == (cold, expected)
         assert engine.from_disk(prompt)[1].loaded_tokens > 64
 
-    def test_salts_share_nothing(self, engine: CachedEngine) -> None:
-        a, b = (engine.prompt("salted", picture=5, salt=s) for s in "ab")
-        cold, _ = engine.one(a)
-        for host in (False, True):
-            engine.forget(keep_host=not host)
-            assert engine.one(b, extra=kv_params(max_offload_tokens=0)) == (cold, disk(0, fusion=(0, 1)))
-            purge_from_here(engine.cache_dir, salts=["b"])
-        assert engine.from_disk(engine.prompt("salted", picture=5))[1].loaded_tokens == 0
-        again, outcome = engine.from_disk(a)
-        assert outcome.loaded_tokens
-        assert again == cold
-
     def test_a_purge_reaches_a_running_engine(self, engine: CachedEngine) -> None:
         """Of a tenant, and an operator's of everything: neither the disk nor host memory serves what was there; the
         other tenant's stays, and all goes on."""
@@ -527,6 +515,8 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"secondary_tiers": "p2p"}, "secondary_tiers"),
         ({"secondary_tiers": [{"type": "semkv"}, {"type": "semkv"}]}, "secondary_tiers"),
         ({"secondary_tiers": [{"type": "semkv", "max_bytes": 1}]}, "stand beside secondary_tiers"),
+        ({"secondary_tiers": [{"type": ["fs"]}]}, "each with a type"),
+        ({"secondary_tiers": [{"type": "example"}]}, "loads none"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)
@@ -635,34 +625,33 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
 
     from semkv.connectors.ec import ECScheduler, ECWorker
 
-    def engine(name: str) -> tuple[ECScheduler, ECWorker]:
+    planned: dict[str, ECScheduler] = {}
+    workers: dict[str, ECWorker] = {}
+    for name in ("one", "two"):
         blocks = BlockStore(tmp_path / "fusion", "fusion", writer=name)
-        identity.FOLLOWERS[name] = scheduler = ECScheduler(blocks, "ns", tmp_path)
-        return scheduler, ECWorker(blocks, "cpu", saves=True)
+        identity.FOLLOWERS[name] = planned[name] = ECScheduler(blocks, "ns", tmp_path)
+        workers[name] = ECWorker(blocks, "cpu", saves=True)
 
-    def has(ec: ECScheduler, name: str) -> bool:
-        ec.observe(media(name, None, name))
-        return ec.has(name)
+    def has(engine: str, item: str) -> bool:
+        planned[engine].observe(media(item, None, item))
+        return planned[engine].has(item)
 
-    def step(ec: ECScheduler, name: str) -> Any:
-        assert not has(ec, name)
-        ec.allocated(media(name, None, name), 0)
-        return ec.build_step()
+    def step(engine: str, item: str) -> Any:
+        assert not has(engine, item)
+        planned[engine].allocated(media(item, None, item), 0)
+        return planned[engine].build_step()
 
-    def save(worker: ECWorker, planned: Any, name: str) -> None:
-        worker.save(planned, {name: torch.ones(2, 4)}, name)
-        assert worker.flush(60)
+    def save(engine: str, planned_step: Any, item: str) -> None:
+        workers[engine].save(planned_step, {item: torch.ones(2, 4)}, item)
+        assert workers[engine].flush(60)
 
-    (one, mine), (two, yours) = engine("one"), engine("two")
-    save(mine, step(one, "cat"), "cat")
-    save(yours, step(two, "dog"), "dog")
-    under_way = step(one, "cow")
+    for engine, item in (("one", "cat"), ("two", "dog")):
+        save(engine, step(engine, item), item)
+    under_way = step("one", "cow")
     assert identity.may_have_changed("one")
-    assert not has(two, "cat")
-    save(mine, under_way, "cow")
-    assert not has(two, "cow")
-    assert has(two, "dog")
-    save(mine, step(one, "dog"), "dog")
-    assert has(one, "dog")
-    one.close()
-    assert digest("ec", "dog", "") not in one.store
+    save("one", under_way, "cow")
+    assert [has("two", item) for item in ("cat", "cow", "dog")] == [False, False, True]
+    save("one", step("one", "dog"), "dog")
+    assert has("one", "dog")
+    planned["one"].close()
+    assert digest("ec", "dog", "") not in planned["one"].store

@@ -106,6 +106,9 @@ class KVSettings:
         check(self, flags=False)
         if not all(tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers):
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
+        if any(tier["type"] == "example" for tier in self.secondary_tiers):
+            allowed = "no tier of type 'example': vLLM's demonstration says that blocks were loaded and loads none"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
         ours = [tier for tier in self.secondary_tiers if tier.get("type") == TIER]
         if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
             allowed = f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"

@@ -81,13 +81,10 @@ class SemKVManager(TieringOffloadingManager):
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
-        manager._held, manager._shares = 0, False
+        manager._held, manager._shares = 0, True
         manager._heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
-        for tier in manager.secondary_tiers:
-            if tier.tier_type != TIER:
-                tier.lookup = functools.partial(manager._look_elsewhere, tier.lookup)
         return manager
 
     def _may_share(self, req_context: Any) -> bool:
@@ -95,11 +92,21 @@ class SemKVManager(TieringOffloadingManager):
         those of a LoRA adapter or those of the engine since a reset."""
         return not self._shared.renamed and not request_fact(req_context.kv_transfer_params, "adapter")
 
+    def guard_tiers(self) -> None:
+        """Have vLLM ask the other tiers only where `_may_share`."""
+        for tier in self.secondary_tiers:
+            if tier.tier_type != TIER:
+                tier.lookup = functools.partial(self._look_elsewhere, tier.lookup)
+
     def _look_elsewhere(self, lookup: Callable[[Any, Any], LookupResult], key: Any, req_context: Any) -> LookupResult:
         return lookup(key, req_context) if self._may_share(req_context) else LookupResult.MISS
 
     def _should_store_to_tier(self, tier: Any, num_blocks: int) -> bool:
         return (self._shares or tier.tier_type == TIER) and bool(super()._should_store_to_tier(tier, num_blocks))
+
+    def _cascade_existing_chunks_to_request_level_tiers(self, keys: Any, req_context: Any, tiers: set[int]) -> None:
+        self._shares = self._may_share(req_context)
+        super()._cascade_existing_chunks_to_request_level_tiers(keys, req_context, tiers)
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
         try:
@@ -244,6 +251,7 @@ class SemKVSpec(TieringOffloadingSpec):
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):
             self._manager = SemKVManager.of(super().get_manager(), self.extra_config["semkv"])
+            self._manager.guard_tiers()
             self._unlink()
         return self._manager
 
