@@ -1,6 +1,6 @@
 """Thousands of random requests under every disturbance that the KV connector must stand: how many answers are wrong?
 
-    python bench/kv_stress.py --out bench/results/cpu/kv-stress.json      (2,000 answers, half an hour on two cores)
+    python bench/kv_stress.py --out bench/results/cpu/kv-stress.json      (2,000 answers, ten minutes on two cores)
     python bench/kv_stress.py --answers 200 --only tenants,drafts --seed 7
 
 Greedy answers of tiny random models, compared with those of an engine without the connector; see tests/random_load.py
@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Answer, run_child, serve, stop_on_signals, write_json
+from common import ROOT, Answer, machine, run_child, serve, stop_on_signals, write_json
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
@@ -77,7 +77,7 @@ def main() -> None:
         total.update({key: value for key, value in found.items() if isinstance(value, int)})
         total["bad loads"] += bool(found.get("wrong")) or found.get("left") != NOTHING
         print(name, found, flush=True)
-        write_json(options.out, {"seed": options.seed, **total, "loads": loads})
+        write_json(options.out, {"machine": machine("vllm", "torch"), "seed": options.seed, **total, "loads": loads})
     sys.exit(1 if total["bad loads"] else 0)
 
 
