@@ -62,7 +62,7 @@ SPARSE = {"major": "1", "minor": "0", "name": "media/ab/x", "realsize": str(1 <<
         ("is nothing that export writes", "w", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
         ("is nothing", "w", {"pax_headers": {f"GNU.sparse.{name}": value for name, value in SPARSE.items()}}),
         ("null byte", "w", {"pax_headers": {"path": "media/ab/x\0y"}}),
-        ("", "w:gz", {}),  # a small one may fill a disk
+        ("compressed", "w:gz", {}),  # a small one may fill a disk
     ],
 )
 def test_an_archive_of_somebody_else_writes_nothing(

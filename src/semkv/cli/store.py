@@ -310,7 +310,11 @@ def _import(
             if root.exists():
                 root.rmdir()
             made.rename(root)
-    except (OSError, EOFError, sqlite3.Error, tarfile.TarError, ValueError, LookupError) as error:
+    except tarfile.ReadError as error:
+        raise StoreError(
+            f"{file}: not a tar archive as export writes it, but a compressed or damaged one ({error})"
+        ) from error
+    except (OSError, EOFError, sqlite3.Error, tarfile.TarError, ValueError, LookupError, OverflowError) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 

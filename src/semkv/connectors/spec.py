@@ -109,6 +109,8 @@ class SemKVManager(TieringOffloadingManager):
         super()._cascade_existing_chunks_to_request_level_tiers(keys, req_context, tiers)
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
+        if exclude_tier_idx is not None and self._shared.renamed:  # a tier asks for its peers, which have other weights
+            return LookupResult.MISS
         try:
             if (self._doomed or self._shared.settings.max_age_s) and (key in self._doomed or self._too_old(key)):
                 return LookupResult.MISS

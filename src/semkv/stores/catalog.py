@@ -35,8 +35,9 @@ _TEXTS = "entry_id", "tenant", "model", "segments", "chunk_text", "response", "m
 _TAGS = "SELECT CAST(json_group_array(CAST(tag AS TEXT)) AS BLOB) FROM tags WHERE entry=entries.id"
 _CAST = ", ".join(f"CAST({name} AS BLOB)" for name in _TEXTS)
 _ENTRIES = f"SELECT id, {_CAST}, ({_TAGS}), created, last_hit, hits FROM "  # noqa: S608 (our own words)
-_VECTORS = """SELECT vector FROM vectors WHERE entry=?1 UNION ALL
-SELECT vector FROM entry_media JOIN media_vectors USING (space, media) WHERE entry=?1"""
+_VECTORS = """SELECT 'vectors', id, vector FROM vectors WHERE entry=?1 UNION ALL
+SELECT 'media_vectors', media_vectors.rowid, vector FROM entry_media JOIN media_vectors USING (space, media)
+WHERE entry=?1"""
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
     "entry_id": "entry_id=?",
@@ -358,10 +359,10 @@ class Catalog:
         """Read every entry with its vectors: for each what is wrong with it, or an empty string.
 
         Args:
-            repair: delete those that are damaged.
+            repair: delete those that cannot be read, and vectors that are damaged.
         """
         statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?"
-        return self.database.pages(statement, _BATCH, _fault, delete if repair else None)
+        return self.database.pages(statement, _BATCH, _fault, _delete_damaged if repair else None)
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
@@ -434,12 +435,28 @@ def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
         entry = _entry(*columns)
     except CorruptValue as error:
         return str(error)
-    try:
-        for (data,) in db.execute(_VECTORS, (row,)):
+    return next((f"entry {entry.entry_id}: {reason}" for _, _, reason in _bad_vectors(db, row)), "")
+
+
+def _bad_vectors(db: sqlite3.Connection, row: int) -> list[tuple[str, int, str]]:
+    """Table, number and fault of the damaged vectors of an entry and its images."""
+    found = []
+    for table, number, data in db.execute(_VECTORS, (row,)):
+        try:
             unpack(data, max(1, len(data) // 4))
-    except (CorruptValue, TypeError) as error:
-        return f"entry {entry.entry_id}: {error}"
-    return ""
+        except (CorruptValue, TypeError) as error:
+            found.append((table, number, str(error)))
+    return found
+
+
+def _delete_damaged(db: sqlite3.Connection, rows: Sequence[int]) -> None:
+    """Without a vector an entry is still found by its text, and gets another one when that is recorded again."""
+    for row in rows:
+        for table, number, _ in _bad_vectors(db, row):
+            db.execute(f"DELETE FROM {table} WHERE rowid=?", (number,))  # noqa: S608 (our own words)
+        for found in db.execute(f"{_ENTRIES}entries WHERE id=?", (row,)).fetchall():
+            if _fault(db, *found):
+                delete(db, [row])
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:

@@ -280,12 +280,17 @@ class Database:
             fault: of the connection, and a row.
             delete: called with the connection and the numbers of rows that have a fault; None where they stay.
         """
+
+        def look(db: sqlite3.Connection) -> list[tuple[int, str]]:
+            return [(row[0], fault(db, *row)) for row in db.execute(statement, (after, size)).fetchall()]
+
         after = 0
         while True:
-            with self.write() if delete else self as db:
-                rows = db.execute(statement, (after, size)).fetchall()
-                found = [(row[0], fault(db, *row)) for row in rows]
-                if delete:
+            with self as db:
+                found = look(db)
+            if delete and any(text for _, text in found):
+                with self.write() as db:  # rare, so that other processes go on writing
+                    found = look(db)
                     delete(db, [number for number, text in found if text])
             yield from (text for _, text in found)
             if not found or found[-1][0] <= after:  # a damaged tree may lead back

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -135,7 +136,7 @@ def is_ours(root: Path) -> bool:
     return found or bool(_stores(root)) or (root / _MARKERS[0]).is_file()
 
 
-def _begin(cache_dir: Path, **counts: int) -> Report:
+def _begin(cache_dir: Path, fusion_dir: Path | None, **counts: int) -> Report:
     """The report of a command, with a line for each folder that it cannot read.
 
     Raises:
@@ -146,7 +147,8 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
             raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
     except OSError as error:
         raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in _folders(cache_dir) if not _is_open(folder)])
+    folders = _folders(cache_dir) + ([fusion_dir] if fusion_dir else [])
+    return Report(counts, unread=[f"{folder} cannot be read" for folder in folders if not _is_open(folder)])
 
 
 def _folders(root: Path) -> list[Path]:
@@ -154,7 +156,11 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _is_open(folder: Path) -> bool:
-    return os.access(folder, os.R_OK | os.X_OK)
+    """Whether a folder can be read; what is not there, or is none, has nothing to be read."""
+    try:
+        return not stat.S_ISDIR(folder.stat().st_mode) or os.access(folder, os.R_OK | os.X_OK)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
@@ -177,7 +183,8 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
         else:
-            more = "" if name == "catalog" else f"; {remedy}"  # a lost index is read no more either
+            refused = name == "catalog" or isinstance(cause, StoreError)  # which names the remedy
+            more = "" if refused else f"; {remedy}"  # a lost index is read no more either
             found.unread.append(f"{name}: {file} cannot be read ({error}){more}")
 
 
@@ -219,8 +226,7 @@ def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
 @contextmanager
 def _store(found: Report, name: str, root: Path, max_age_s: float = 0.0) -> Iterator[BlockStore]:
     """A block store to delete from. What could not be deleted becomes a line of ``found``."""
-    bounds = Bounds(max_bytes=0, max_age_s=max_age_s)
-    with _noting(found, name, root / INDEX), closing(BlockStore(root, name, bounds)) as store:
+    with closing(BlockStore(root, name, Bounds(max_bytes=0, max_age_s=max_age_s))) as store:
         yield store
         if store.counters["errors"] or not store.writable:
             found.unread.append(f"{name}: not all in {root} could be read or deleted, do it again")
@@ -249,7 +255,7 @@ def inspect(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found, stores = _begin(cache_dir), list[StoreUse]()
+    found, stores = _begin(cache_dir, fusion_dir), list[StoreUse]()
     owners = None if tenants is None else _owners(salts)
     for name, root in _block_stores(cache_dir, fusion_dir):
         with _noting(found, name, root / INDEX), _index(root) as db:
@@ -293,7 +299,7 @@ def verify(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found = _begin(cache_dir, checked=0, entries=0, answers=0, deleted=0)
+    found = _begin(cache_dir, fusion_dir, checked=0, entries=0, answers=0, deleted=0)
 
     def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
         for reason in reading(reasons, name, count):
@@ -314,7 +320,7 @@ def verify(
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
         read(name, _check_files(root, files, damaged), len(files))
         if repair and damaged:
-            with _store(found, name, root) as store:
+            with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
     if images := _images(cache_dir):
@@ -349,10 +355,11 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found = _begin(cache_dir, kv=0, fusion=0, media=0, entries=0, answers=0, strays=_drop_strays(cache_dir))
+    found = _begin(cache_dir, fusion_dir, kv=0, fusion=0, media=0, entries=0, answers=0)
+    found.counts["strays"] = _drop_strays(cache_dir)
     max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
     for name, root in _block_stores(cache_dir, fusion_dir):
-        with _store(found, name, root, max_age_s) as store:
+        with _noting(found, name, root / INDEX), _store(found, name, root, max_age_s) as store:
             found.counts[name] = store.sweep()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
         if max_age_s:
@@ -387,7 +394,7 @@ def purge(
         StoreError: there is no cache, it was written by another format version, or a directory is not known to be
             semkv's.
     """
-    found = _begin(cache_dir, entries=0, answers=0, files=0)
+    found = _begin(cache_dir, fusion_dir, entries=0, answers=0, files=0)
     if tenants is None and tag is None and salts is None:
         _purge_all(cache_dir, fusion_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
@@ -402,7 +409,7 @@ def purge(
                 with _noting(found, name, root / INDEX), _index(root) as db:
                     found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
                 continue
-            with _store(found, name, root) as store:
+            with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 found.counts["files"] += sum(store.purge(owner) for owner in owners)
     return found
 
@@ -455,6 +462,8 @@ def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_r
     for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
         try:
             found.counts["files"] += _purge_below(folder, found, dry_run=dry_run)
+            for link in filter(Path.is_symlink, _folders(folder)):
+                found.unread.append(f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}")
         except StoreError as error:
             found.unread.append(str(error))
         except OSError as error:
@@ -481,6 +490,9 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
 
 def _purge_below(root: Path, found: Report, *, dry_run: bool) -> int:
     """As `purge_directory`. What could not be deleted becomes lines of ``found``."""
+    if not _is_open(root):
+        found.unread.append(f"{root} cannot be read")
+        return 0
     if not root.is_dir() or _is_empty(root):
         return 0
     if not is_ours(root):
@@ -499,13 +511,7 @@ def _purge_below(root: Path, found: Report, *, dry_run: bool) -> int:
     for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
         replay(folder, lambda response, since: True)
     _delete(_files(root, *_FORMS), found)
-    for folder in _folders(root):
-        if folder.is_symlink():
-            found.unread.append(
-                f"{folder} is a link, and nothing behind it is deleted: see to {folder.resolve()} yourself"
-            )
-        elif not _is_open(folder):
-            found.unread.append(f"{folder} cannot be read")
+    found.unread += [f"{folder} cannot be read" for folder in _folders(root) if not _is_open(folder)]
     return len([file for file in files if not os.path.lexists(file)])
 
 
