@@ -55,7 +55,6 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.relation,
     meaning.substitution,
     meaning.unknown_language,
-    meaning.narrower,
 )
 _REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
 _PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well

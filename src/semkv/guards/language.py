@@ -132,12 +132,10 @@ class Language:
     gerund: Endings
     degrees: Pairs
     endings: Pairs
-    adverbs: Endings
     vowels: str
 
     fillers: Words
     attributes: Words
-    emphases: Words
     synonyms: Entries
     phrases: Phrases
     contraries: Words
@@ -246,7 +244,6 @@ class Language:
         for number, group in enumerate(self.synonyms):
             for stem in self.stems(group.split()):
                 self.classes.setdefault(stem, set()).add(number)
-        self.open_classes = {number for word in self.stems(self.fillers) for number in self.classes.get(word, ())}
         self.opposed: dict[str, dict[str, str]] = {}
         for name, pairs in self.opposites.items():
             for left, right in pairs:

@@ -411,35 +411,11 @@ def _in_one_place(p: Pair) -> bool:
 
 
 def unknown_language(p: Pair) -> str | None:
-    """Other words, in another order or with other capitals (but for a text all small), where a text is not in the
-    language whose words the guards know."""
+    """Other words, or in another order, where a text is not in the language whose words the guards know."""
     if not p.language.telling or knows(p):
         return None
-    if None not in (p.a.cased, p.b.cased) and p.a.cased != p.b.cased and all(x.cased or x.starts for x in (p.a, p.b)):
-        return "language"
     first, second = ([t.word for t in text.tokens if t.word not in STOPS] for text in (p.a, p.b))
     return "language" if first != second else None
-
-
-def narrower(p: Pair) -> str | None:
-    """One word more, which tells one kind from the others: "wet concrete", "work legally"; not where a name follows,
-    which says it too ("the actor Tom Hanks"), nor a verb ("of drinking tea")."""
-    only_a, only_b = p.only
-    language, text = p.language, p.a if only_a else p.b
-    if (only_a and only_b) or not language.function:
-        return None
-    extra = [token for token in only_a + only_b if token.word not in language.articles]
-    if len(extra) != 1 or extra != [*p.unmatched[0], *p.unmatched[1]]:
-        return None
-    common = not language.open_classes.isdisjoint(language.classes.get(extra[0].stem, ()))
-    if common or extra[0].word in language.emphases:
-        return None
-    for before, token, after in triples((END, *text.tokens, END)):
-        if token == extra[0]:
-            verb = token.word.endswith(language.gerund) and before.word in language.relations
-            noun = after.word[0].isalpha() and after.word not in language.function and not after.name
-            return "substitution" if token.word.endswith(language.adverbs) or (noun and not verb) else None
-    return None
 
 
 def knows(p: Pair) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections import Counter
@@ -19,6 +20,7 @@ _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
 _SIGNS = frozenset("%°$€£¥₹")
 _SYMBOLS = frozenset(("So", "Sk", "Sm", "Sc", "Co", "Cn"))  # kinds of signs in Unicode, and what is newer or private
+_SKINS = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
 _FLAG_LETTERS = frozenset(map(chr, range(0xE0020, 0xE0080)))  # of the flags of England, Scotland and Wales
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
@@ -336,9 +338,10 @@ def _quoted(text: str) -> frozenset[str]:
 
 
 def _symbols(text: str) -> str:
-    """Its emojis and signs in their order: two letters are a flag."""
-    signs = (sign for sign in text if not sign.isascii() and sign not in _SIGNS)
-    return "".join(sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS)
+    """Its emojis and signs in their order, repeated ones once, whatever their skin; two letters are a flag."""
+    signs = (sign for sign in text if not sign.isascii() and sign not in _SIGNS and sign not in _SKINS)
+    kept = (sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS)
+    return "".join(sign for sign, _ in itertools.groupby(kept))
 
 
 def _one_form(text: str) -> str:

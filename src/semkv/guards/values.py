@@ -25,7 +25,7 @@ def code(p: Pair) -> str | None:
         if any(found not in other.spelled and found not in other.words for found in mine.code):
             return "code"
     if p.a.spelled != p.b.spelled and (
-        _respelled(p) or _rearranged(p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled)
+        _respelled(p) or _other_humps(p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled)
     ):
         return "code"
     a, b = p.a.operators, p.b.operators
@@ -54,14 +54,10 @@ def _respelled(p: Pair) -> bool:
     )
 
 
-def _rearranged(mine: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether two parts of a chunk have changed places ("src/app", "EUR/USD"), or "userId" is "userID" there; of the
-    chunks that one text alone has."""
+def _other_humps(mine: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether "userId" is "userID" there; of the chunks that one text alone has."""
     humped = {word.casefold() for word in other if is_camel(word)}
-    return any(
-        ("/" in word and "/".join(word.split("/")[::-1]) in other) or (is_camel(word) and word.casefold() in humped)
-        for word in mine
-    )
+    return any(is_camel(word) and word.casefold() in humped for word in mine)
 
 
 def _bare(word: str) -> str:

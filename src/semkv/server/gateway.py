@@ -163,7 +163,7 @@ class Gateway:
         Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
         that answer is whole is used instead.
         """
-        found, looking = Lookup(request.canonical), None
+        found, looking, shared = Lookup(request.canonical), None, list[Pending]()
         overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
         try:
             if request.controls.read:
@@ -175,7 +175,7 @@ class Gateway:
                 if request.reader is None:
                     # Equal requests share a lookup, so what was on its way when it began counts for each of them.
                     key = self._flight_key(request.canonical)
-                    earlier = next((list(seen) for other, seen in self._seen.values() if other == key), earlier)
+                    shared = next((seen for other, seen in self._seen.values() if other == key), shared)
                     self._seen[looking] = key, earlier
                     looking.add_done_callback(self._seen.pop)
                 flight = None if request.reader is None else request.reader.flight
@@ -185,10 +185,10 @@ class Gateway:
                     looked = await asyncio.shield(looking)
                     if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
-                        if (answer := await self._without_asking(request, found, earlier)) is not None:
+                        if (answer := await self._without_asking(request, found, [*shared, *earlier])) is not None:
                             self._give_up(request)
                             return answer
-                earlier = []  # none of them stays in memory as long as this request
+                earlier = shared = []  # none of them stays in memory as long as this request
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)

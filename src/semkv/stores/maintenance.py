@@ -454,7 +454,7 @@ def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_r
     if not is_ours(cache_dir):
         raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     if fusion_dir is not None:
-        purge_directory(fusion_dir, dry_run=True)  # refuses what is not ours
+        _purge_below(fusion_dir, Report({}), dry_run=True)  # refuses what is not ours
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
     if database.is_ours(cache_dir / CATALOG) is not False:
