@@ -58,7 +58,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             store = SqliteStore(tmp_path / "answers.sqlite", **limits)  # type: ignore[arg-type]
         else:
             server = request.getfixturevalue("redis_server")
-            store = RedisStore(server.url, timeout_s=5.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
+            store = RedisStore(server.url, timeout_s=60.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
         opened.append(store)
         return store
 
@@ -305,7 +305,7 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
 
 def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) -> None:
     acknowledged: list[str] = []
-    with RedisServer(tmp_path, durable=True) as server, closing(RedisStore(server.url, timeout_s=5.0)) as store:
+    with RedisServer(tmp_path, durable=True) as server, closing(RedisStore(server.url, timeout_s=60.0)) as store:
         for turn in range(3):
             killer = threading.Timer(0.2, server.kill)
             killer.start()
@@ -324,7 +324,7 @@ def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) ->
 def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisServer) -> None:
     import redis
 
-    store = RedisStore(redis_server.url, name="own", timeout_s=5.0)
+    store = RedisStore(redis_server.url, name="own", timeout_s=60.0)
     client = redis.Redis(port=redis_server.port)
     store.put(answer("a", stale_until=time.time() + 10_000))
     store.put(answer("b"))
