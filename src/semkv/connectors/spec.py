@@ -90,7 +90,11 @@ class SemKVManager(TieringOffloadingManager):
     def _may_share(self, req_context: Any) -> bool:
         """Whether other tiers may hold blocks of a request: their names do not say which weights computed a block,
         those of a LoRA adapter or those of the engine since a reset."""
-        return not self._shared.renamed and not request_fact(req_context.kv_transfer_params, "adapter")
+        try:
+            return not self._shared.renamed and not request_fact(req_context.kv_transfer_params, "adapter")
+        except Exception:
+            self._shared.fault("a look at other tiers")
+            return False
 
     def guard_tiers(self) -> None:
         """Have vLLM ask the other tiers only where `_may_share`."""
