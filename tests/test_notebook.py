@@ -11,7 +11,6 @@ import pytest
 from vllm_forks import prepare
 
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
-mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 
@@ -21,6 +20,8 @@ def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypa
     from nbclient import NotebookClient
 
     from semkv_lab.results import to_mlflow
+
+    mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
 
     monkeypatch.setenv("PATH", f"{prepare()}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
