@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command_line import Result, heeds_ctrl_c, invoke
+from command_line import Result, heeds_ctrl_c, invoke, read_lines, write_questions
 from semkv import __version__
 from semkv_lab import console
 
@@ -38,20 +38,10 @@ def semkv(*arguments: object, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def write_rows(path: Path, *questions: str) -> Path:
-    rows = [{"id": f"{i}", "question": question, "answer": "x"} for i, question in enumerate(questions)]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return path
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     questions = ("What is the capital of France?", "what is the  capital of France?", "Who wrote Faust?")
-    return write_rows(tmp_path / "prompts.jsonl", *questions)
+    return write_questions(tmp_path / "prompts.jsonl", *questions)
 
 
 def run_arguments(tmp_path: Path, prompts: Path) -> list[str]:
@@ -118,7 +108,7 @@ def test_a_run_prints_and_writes(tmp_path: Path, prompts: Path) -> None:
         "[2] miss | latency=T | answer match=False | " + tiers.format("miss"),
     ]
     assert "saved beyond it" in out.stdout
-    assert [row["provenance"] for row in read_rows(tmp_path / "s.jsonl")] == ["", "text:normalised", ""]
+    assert [row["provenance"] for row in read_lines(tmp_path / "s.jsonl")] == ["", "text:normalised", ""]
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["summary"]["hits"] == 1
     assert summary["settings"]["dataset"] == str(prompts)
@@ -160,7 +150,7 @@ def test_a_hook_of_the_users_own_and_its_dimension(tmp_path: Path, prompts: Path
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
-    path, samples = write_rows(tmp_path / "many.jsonl", *map(str, range(100_000))), tmp_path / "s.jsonl"
+    path, samples = write_questions(tmp_path / "many.jsonl", *map(str, range(100_000))), tmp_path / "s.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c,
@@ -171,12 +161,12 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     out, err = process.communicate()
     assert process.returncode == 130, err
     assert "interrupted" in out
-    assert f"{len(read_rows(samples))} samples answered so far" in out
+    assert f"{len(read_lines(samples))} samples answered so far" in out
     assert "Traceback" not in err
 
 
 def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, samples = write_rows(tmp_path / "few.jsonl", *"abcde"), tmp_path / "s.jsonl"
+    path, samples = write_questions(tmp_path / "few.jsonl", *"abcde"), tmp_path / "s.jsonl"
     asked: list[object] = []
     to_json = console.to_json
 
@@ -190,4 +180,4 @@ def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, mon
     result = invoke([*run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"])
     assert result.exit_code == 130
     assert "the 3 samples answered so far" in result.stdout
-    assert [row["question"] for row in read_rows(samples)] == [*"abc"]
+    assert [row["question"] for row in read_lines(samples)] == [*"abc"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from command_line import read_lines
 from vllm_forks import prepare
 
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
@@ -34,10 +34,9 @@ def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypa
     assert any("summary.hit_share.value" in text and "cosine-0.6" in text for text in said)
     assert any("text:semantic" in text and "lookup_s" in text for text in said)
     assert any("image/png" in text for text in said)
-    logged = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text(encoding="utf-8").splitlines()]
+    logged = read_lines(tmp_path / "sweep.jsonl")
     assert [(row["status"], row["baseline_from"]) for row in logged] == [("ok", ""), ("ok", "cosine-0.6")]
-    samples = [(tmp_path / row["samples"]).read_text(encoding="utf-8").splitlines() for row in logged]
-    first, second = ([json.loads(line)["cold"] for line in lines] for lines in samples)
+    first, second = ([sample["cold"] for sample in read_lines(tmp_path / row["samples"])] for row in logged)
     assert first == second, "times and all: measured once"
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
