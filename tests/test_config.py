@@ -63,11 +63,11 @@ def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
     assert len(parse(CacheConfig, [], Variables(CacheConfig, layers)).embedding_layers) == 2
 
 
-def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[ServerSettings, dict[str, Any]]:
-    """What ``semkv serve`` makes of its flags: settings, and how the server runs."""
-    found: list[Any] = []
-    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append((settings, more)))
-    assert invoke(["serve", *flags]).output == ""
+def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
+    """The settings that ``semkv serve`` makes of its flags."""
+    found: list[ServerSettings] = []
+    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append(settings))
+    assert invoke(["serve", *flags]).exit_code == 0
     return found[0]
 
 
@@ -78,7 +78,7 @@ def test_every_part_means_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
     if value is not None:
         monkeypatch.setenv("SEMKV_CACHE_DIR", value)
     folders = {
-        served(monkeypatch)[0].cache_dir,
+        served(monkeypatch).cache_dir,
         ServerSettings().cache_dir,
         parse(ServerSettings, [], Variables(ServerSettings, os.environ)).cache_dir,
         read_settings(KVSettings, None).cache_dir,
@@ -113,7 +113,12 @@ class TestFile:
     def test_the_example_of_the_page_loads(self, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
         page = Path(__file__).parent.parent / "docs" / "operations.md"
         (text,) = re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
-        settings, more = served(monkeypatch, "--config", write(text))
+        started: list[Any] = []
+        monkeypatch.setattr(
+            "semkv.server.serve.run_server", lambda settings, *_, **more: started.append((settings, more))
+        )
+        assert invoke(["serve", "--config", write(text)]).output == ""
+        ((settings, more),) = started
         assert more["port"] == 8080
         assert settings == ServerSettings(
             ttl=3600,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from command_line import read_lines
 from vllm_forks import prepare
 
 nbformat = pytest.importorskip("nbformat", reason="needs Jupyter: pip install 'semkv[dev]'")
+mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 
@@ -20,8 +21,6 @@ def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypa
     from nbclient import NotebookClient
 
     from semkv_lab.results import to_mlflow
-
-    mlflow = pytest.importorskip("mlflow", reason="needs MLflow: pip install 'semkv-lab[mlflow]'")
 
     monkeypatch.setenv("PATH", f"{prepare()}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -34,9 +33,10 @@ def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypa
     assert any("summary.hit_share.value" in text and "cosine-0.6" in text for text in said)
     assert any("text:semantic" in text and "lookup_s" in text for text in said)
     assert any("image/png" in text for text in said)
-    logged = read_lines(tmp_path / "sweep.jsonl")
+    logged = [json.loads(line) for line in (tmp_path / "sweep.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row["status"], row["baseline_from"]) for row in logged] == [("ok", ""), ("ok", "cosine-0.6")]
-    first, second = ([sample["cold"] for sample in read_lines(tmp_path / row["samples"])] for row in logged)
+    samples = [(tmp_path / row["samples"]).read_text(encoding="utf-8").splitlines() for row in logged]
+    first, second = ([json.loads(line)["cold"] for line in lines] for lines in samples)
     assert first == second, "times and all: measured once"
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
