@@ -77,6 +77,12 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 @EACH_PAGE
+def test_tables_have_a_head(page: str) -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", PAGES[page], re.MULTILINE)
+    assert [table for table in tables if not re.match(r".*\n\|[|: -]+\n", table)] == []
+
+
+@EACH_PAGE
 def test_dotted_names_exist(page: str) -> None:
     def exists(name: str) -> bool:
         module, _, attribute = name.rpartition(".")
