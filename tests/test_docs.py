@@ -29,6 +29,7 @@ from redis_server import RedisServer
 from scripted_upstream import Scripted
 from semkv.server import Middleware
 from semkv.server.settings import ServerSettings
+from semkv_lab.sweep import read_spec
 from vllm_forks import prepare
 from vllm_server import MODULE, VllmServer
 
@@ -184,10 +185,8 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
 
 def test_the_sweep_of_the_page_is_one(tmp_path: Path) -> None:
     (spec,) = blocks("json", "README.md")
-    command = next(text for text in blocks("text", "README.md") if text.startswith("semkv sweep")).splitlines()[0]
-    (tmp_path / "gqa.json").write_text(spec.replace('"gqa"', '"minigqa"'))  # which is no download
-    printed = run(["bash", "-c", f"{command} --dry-run"], tmp_path)
-    assert printed.count("(to run)") == 2
+    (tmp_path / "gqa.json").write_text(spec)
+    assert len(read_spec(tmp_path / "gqa.json")) == 2
 
 
 def ask(url: str, question: str, **more: Any) -> tuple[str, int]:
