@@ -288,7 +288,10 @@ class GPTCache(Cache):
 
 
 class RedisVL(Cache):
-    """RedisVL's SemanticCache on the server that REDIS_URL names; groups are values of a tag."""
+    """RedisVL's SemanticCache on the server that REDIS_URL names; groups are values of a tag.
+
+    The value is a number: a comma in it would make two values, and case would not count.
+    """
 
     def __init__(self, encoder: TextEncoder, threshold: float) -> None:
         super().__init__(encoder)
@@ -308,17 +311,21 @@ class RedisVL(Cache):
             overwrite=True,
         )
         self._peer.clear()
+        self._groups: dict[str, str] = {}
+
+    def _section(self, group: str) -> str:
+        return self._groups.setdefault(group, f"g{len(self._groups)}")
 
     def lookup(self, asked: Asked) -> str | None:
         from redisvl.query.filter import Tag
 
         vector = self.vector(asked.text).tolist()
-        found = self._peer.check(vector=vector, filter_expression=Tag("section") == f"g{asked.group}")
+        found = self._peer.check(vector=vector, filter_expression=Tag("section") == self._section(asked.group))
         return str(found[0]["response"]) if found else None
 
     def store(self, asked: Asked) -> None:
         vector = self.vector(asked.text).tolist()
-        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": f"g{asked.group}"})
+        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": self._section(asked.group)})
 
     def close(self) -> None:
         self._peer.delete()
