@@ -253,22 +253,14 @@ class SweepFlags:
         specs: Experiments in JSON or TOML: defaults, and a list with a name each.
         log_file: CSV with a row for each experiment; JSON lines are written next to it.
         samples_dir: For a samples file and the output of each experiment.
-        resume: Go on with this log; skip what it has.
-        retry_failed: With --resume: run again what failed.
+        resume: Go on with this log: skip what it has, and try again what failed.
         purge_cache_between_runs: Empty the cache even where the spec names one.
         only: Run only this experiment; may be repeated.
-        executor: local: one after the other. ray: over the cluster that RAY_ADDRESS names, else one started here.
     """
 
     specs: Path
     log_file: Path
     samples_dir: Path
     resume: Annotated[bool, SWITCH] = False
-    retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: Literal["local", "ray"] = "local"
-
-    def __post_init__(self) -> None:
-        if self.retry_failed and not self.resume:
-            raise ConfigError("--retry-failed", True, "given with --resume only")
