@@ -72,10 +72,6 @@ class Cache:
         """Unit vector, float32 [dim]."""
         return self.encoder.encode([text])[0]
 
-    def figures(self) -> dict[str, int]:
-        """What else it has counted."""
-        return {}
-
     def close(self) -> None:
         """Delete its files."""
 
@@ -193,10 +189,7 @@ class Krites(Cosine):
         self.settings |= {"requests of the log": self._CURATED, "judged from": self._LEAST, "judge": "never errs"}
         self._asked: Counter[str] = Counter()
         self._curated: Counter[str] = Counter()  # by group, the first so many of its texts
-        self._promoted: set[tuple[str, int]] = set()
         self._judged: set[tuple[str, str]] = set()
-        self._approved = False
-        self._served = 0
 
     def lookup(self, asked: Asked) -> str | None:
         group, answers, vector = asked.group, self._answers[asked.group], self.vector(asked.text)
@@ -207,26 +200,16 @@ class Krites(Cosine):
         score = float(curated[first]) if len(curated) else 0.0
         place = first if score >= self._threshold else int(scores.argmax()) if len(scores) else -1
         hit = place >= 0 and bool(scores[place] >= self._threshold)
-        self._served += hit and (place < self._curated[group] or (group, place) in self._promoted)
-        self._approved = False
         if self._LEAST <= score < self._threshold and (group, asked.text) not in self._judged:
             self._judged.add((group, asked.text))
-            self._approved = answers[first] == asked.answer
-            if hit and self._approved:
-                self.store(asked)
+            if hit and answers[first] == asked.answer:
+                self.store(asked)  # the curated answer, which is the request's own
         return answers[place] if hit else None
 
     def store(self, asked: Asked) -> None:
-        """With the curated answer where the judge has approved it, which is then the request's own."""
         super().store(asked)
-        count = len(self._answers[asked.group])
         if self._asked[asked.group] <= self._CURATED:
-            self._curated[asked.group] = count
-        elif self._approved:
-            self._promoted.add((asked.group, count - 1))
-
-    def figures(self) -> dict[str, int]:
-        return {"served with a curated answer": self._served, "judged": len(self._judged)}
+            self._curated[asked.group] = len(self._answers[asked.group])
 
 
 # -- peers ------------------------------------------------------------

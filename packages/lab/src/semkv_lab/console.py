@@ -86,6 +86,14 @@ class Listener:
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()
 
+    def rewrite(self, records: Sequence[SampleRecord]) -> None:
+        """Write all records anew: Ctrl-C can come in the middle of a line, or before the last one is there."""
+        if self._file is not None:
+            self._file.seek(0)
+            self._file.truncate()
+        if records:
+            self.write(*records)
+
     def close(self) -> None:
         if self._file is not None:
             with writing(SAMPLES_OUT, Path(self._file.name)):

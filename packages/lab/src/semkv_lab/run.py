@@ -340,8 +340,10 @@ def execute(
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
         make = partial(make_engine, samples=samples, verbose=verbose)
-        _, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
-        if not summary["interrupted"]:
+        records, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
+        if summary["interrupted"]:
+            listener.rewrite(records)
+        else:
             listener.write()
     print_summary(console, summary, settings)
     if settings.summary_out is not None:

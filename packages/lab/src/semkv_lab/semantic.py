@@ -388,11 +388,10 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
 
 def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
-    played, counted = [], []
+    played = []
     for n, stream in enumerate(streams):
         with closing(make(SEED + n)) as cache:
             played.append(play(cache, stream))
-            counted.append(cache.figures())
     total = sum(map(len, streams))
     wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
@@ -403,7 +402,7 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
     ]  # of the thresholds with at most this share of wrong answers, known only afterwards
     return cache.name, {
         "settings": cache.settings,
-        "streams": [one.to_json() | more for one, more in zip(played, counted, strict=True)],
+        "streams": [one.to_json() for one in played],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
         "worst": round(max(shares), 6), "held": None if bound is None else sum(one <= bound for one in shares),
