@@ -244,9 +244,10 @@ def test_samples_that_fail_in_both_passes_stop_neither(tmp_path: Path, shown: Sa
 
     bad = [replace(shown, sample_id=f"image {n}") for n in range(4)] + [replace(SKY, sample_id=f"{n}") for n in "45"]
     engines = [CannotRead(fails=(SKY.question,), store=store) for store in (set(), None)]
-    records, summary = go([*bad, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines)
+    gone = replace(shown, sample_id="gone", images=(ImageRef("b", tmp_path / "gone.png"),))
+    records, summary = go([*bad, gone, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines)
     assert [r.sample_id for r in records] == [CAR.sample_id]
-    assert summary["faults"]["failed samples"] == 7
+    assert summary["faults"]["failed samples"] == 8
 
 
 def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: Path) -> None:

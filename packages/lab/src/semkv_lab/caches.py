@@ -9,6 +9,7 @@ import atexit
 import logging
 import math
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -233,6 +234,8 @@ class GPTCache(Cache):
             raise ModuleNotFoundError(f"GPTCache wants {package}", name=package)
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every group's database stays open
         self.name = f"gptcache {threshold:g}"
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())

@@ -253,10 +253,10 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
             drawn = minigqa.generate(Path(part) / "data", images, split=split)
-            if not folder.is_dir():
-                drawn.replace(folder)  # whole, or not at all
+            drawn.replace(folder)  # whole, or not at all
     except OSError as e:
-        raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
+        if not folder.is_dir():  # else another process was first
+            raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
     return folder
 
 

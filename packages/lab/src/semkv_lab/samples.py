@@ -24,6 +24,7 @@ from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationErr
 
 from semkv import keys
 from semkv.config import POSITIVE, check
+from semkv.engines import MediaError
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
 
@@ -344,7 +345,7 @@ class RequestBuilder:
             try:
                 media_id = keys.media_id(path.read_bytes())
             except OSError as e:
-                raise DatasetError(f"{path}: {e.strerror or e}") from e
+                raise MediaError(f"{path}: {e.strerror or e}") from e
             self._media[path] = MediaSegment(media_id, path, image.name)
         return self._media[path]
 
