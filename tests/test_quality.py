@@ -64,7 +64,9 @@ def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
     plain = PolicyConfig(similarity_threshold=0.9, guards=False)
     played, cache = cached(plain, stream)
     assert (played.hits, cache.approximate, played.wrong, cache.wrong_approximate) == (3, 2, 1, 1)
-    assert (played.checks, played.worst) == (0, None), "so short a stream says nothing"
+    assert (played.checks, played.within(0.25), played.within(0.2)) == (0, True, False), (
+        "one of the first four is wrong"
+    )
     played, cache = cached(plain, [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")])
     assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), "a wrong exact hit is none of these"
     assert cached(PolicyConfig(similarity_threshold=0.97, guards=False), stream)[0].hits == 1
@@ -127,7 +129,7 @@ def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> Non
     stream = zipf(written_pairs(500), 1, 3000)
     policy = PolicyConfig(policy="bounded", max_error_rate=0.005, guards=False)
     with contextlib.closing(SemKV(ENCODER, policy, seed=0)) as cache:
-        assert play(cache, stream).wrong <= 0.005 * len(stream)
+        assert play(cache, stream).within(0.005)
         assert cache.approximate > 20
 
 

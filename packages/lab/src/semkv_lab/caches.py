@@ -435,8 +435,6 @@ def makers(name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[f
 
 # -- playing ------------------------------------------------------------
 
-SETTLED = 500  # requests before which a rate says little
-
 
 @dataclass
 class Played:
@@ -451,17 +449,13 @@ class Played:
     seconds: list[float] = field(default_factory=list)
     outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
 
-    @property
-    def worst(self) -> float | None:
-        """The highest share of wrong answers at any time after the first `SETTLED` requests; None for fewer."""
-        if len(self.outcomes) < SETTLED:
-            return None
+    def within(self, rate: float) -> bool:
+        """Whether wrong answers were at most this share of the requests so far, at every moment."""
         wrong = np.cumsum([bad for *_, bad in self.outcomes])
-        return round(float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max()), 6)
+        return bool((wrong <= rate * np.arange(1, len(wrong) + 1)).all())
 
-    def to_json(self) -> dict[str, Any]:
-        counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
-        return counts | {"worst_at_any_time": self.worst}
+    def to_json(self) -> dict[str, int]:
+        return {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:

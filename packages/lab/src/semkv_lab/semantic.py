@@ -405,7 +405,7 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
         "streams": [one.to_json() for one in played],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
-        "worst": round(max(shares), 6), "held": None if bound is None else sum(one <= bound for one in shares),
+        "worst": round(max(shares), 6), "held": None if bound is None else sum(one.within(bound) for one in played),
         "checks": round(sum(one.checks for one in played) / total, 5),
         "best_static_hit_rate": round(sum(best) / total, 5), "best_static_hits": best,
         "lookup": times([second for one in played for second in one.seconds]),
