@@ -89,6 +89,8 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
     assert first == Sample("7", "q?", "4", (image,), "s", "c")
     assert second == Sample("00000003", "alone")
     assert load_samples(str(path), options(tmp_path)) == [first, second]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes UTF-8
+    assert load_samples(str(path), options(tmp_path)) == [first, second]
 
 
 @pytest.mark.parametrize(

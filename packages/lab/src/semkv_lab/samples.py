@@ -179,7 +179,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
     """
     try:
         opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8", errors="replace" if cut_off else "strict", newline="\n") as file:
+        with opener(path, "rt", encoding="utf-8-sig", errors="replace" if cut_off else "strict", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
