@@ -32,7 +32,7 @@ from semkv.config import (
     typed,
 )
 from semkv.errors import ConfigError
-from semkv_lab.console import SETTINGS, keep_apart
+from semkv_lab.console import keep_apart
 from semkv_lab.datasets import DATASETS
 from semkv_lab.samples import ChunkSource, DatasetOptions
 
@@ -77,7 +77,7 @@ class RunSettings:
         baseline: Run the samples with vLLM's prefix cache alone first.
         purge: Empty the cache first; touches nothing that semkv did not write.
         samples_out: Write a JSON object for each sample to this file.
-        summary_out: Write the figures to this JSON file.
+        summary_out: Write settings, versions and figures to this JSON file.
     """
 
     preset: Annotated[str, MODEL] = ""
@@ -132,9 +132,7 @@ class RunSettings:
 
 def check_files(settings: RunSettings) -> None:
     """Refuse settings that write over what they read."""
-    samples = settings.samples_out
-    outputs = {"--samples-out": samples, "--summary-out": settings.summary_out}
-    outputs["the settings beside --samples-out"] = samples and samples.with_name(samples.name + SETTINGS)
+    outputs = {"--samples-out": settings.samples_out, "--summary-out": settings.summary_out}
     inputs = {
         "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
         "--dataset-root": settings.data.root,
