@@ -165,13 +165,13 @@ def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, mon
     asked: list[object] = []
     to_json = console.to_json
 
-    def fourth_is_interrupted(value: object, indent: int | None = None) -> bytes:
-        asked.append(value)  # the settings, then a record each
-        if len(asked) == 4:
+    def third_is_interrupted(value: object, indent: int | None = None) -> bytes:
+        asked.append(value)
+        if len(asked) == 3:
             raise KeyboardInterrupt
         return to_json(value, indent)
 
-    monkeypatch.setattr(console, "to_json", fourth_is_interrupted)
+    monkeypatch.setattr(console, "to_json", third_is_interrupted)
     result = invoke([*run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"])
     assert result.exit_code == 130
     assert "the 3 samples answered so far" in result.stdout
