@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml packages/lab/pyproject.toml constraints-$(DEVICE).txt o
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
-		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas,ray]'
+		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas]'
 ifeq ($(DEVICE),cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
 endif

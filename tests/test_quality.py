@@ -16,7 +16,7 @@ from semkv.cli import run
 from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto
-from semkv_lab.caches import Played, SemKV, ask_pair, play
+from semkv_lab.caches import Played, SemKV, ask_pair, pair_area, play
 from semkv_lab.labels import Asked, Pair, clusters, fit, zipf
 from semkv_lab.samples import read_rows
 from semkv_lab.semantic import static_thresholds
@@ -114,7 +114,9 @@ def test_pairs_by_hand() -> None:
     pairs = [Pair("x", "x~0.99", True), Pair("y", "y~0.95", False), Pair("z", "z~0.8", True), Pair("u", "v", False)]
     with contextlib.closing(SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))) as cache:
         assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [True, True, False, False]
-        assert [round(cache.confidence(pair.a, pair.b), 2) for pair in pairs[:3]] == [0.99, 0.95, 0.8]
+        trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
+    area = pair_area(trust, [pair.same for pair in pairs])
+    assert area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
 
 
 def test_a_fixed_cosine_and_the_cache_count_alike() -> None:

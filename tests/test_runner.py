@@ -153,7 +153,10 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     chosen = settings(tmp_path, baseline=True, samples_out=path)
     _, summary = go([CAR, CAR_AGAIN], chosen, engine, cold)
     assert cold.closed
-    assert [question(p) for p in cold.prompts] == [CAR.question, CAR_AGAIN.question]
+    # Each is asked twice, for the noise floor, the second time where nothing is cached.
+    assert [question(p) for p in cold.prompts[1:3]] == [CAR.question, CAR_AGAIN.question]
+    assert len({p.cache_salt for p in cold.prompts}) == 3
+    assert (summary["noise_floor"]["tokens"]["n"], summary["noise_floor"]["tokens"]["value"]) == (2, 0.0)
     compared = summary["against_cold"]
     assert (compared["agreement"]["n"], compared["agreement"]["value"]) == (1, 0.0)
     assert compared["identical_tokens"]["n"] == 1  # the miss; the normalised hit is not a byte-equal prompt

@@ -58,6 +58,7 @@ def test_every_cache_on_every_part(tmp_path: Path) -> None:
         assert row["precision"]["count"] == same["count"]
         assert row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
         assert row["different where 80% hit"]["of"] == different["of"]
+        assert 0 <= row["p_chr_auc"] <= 1
     ours, plain = (pairs[name]["different where 80% hit"]["count"] for name in ("semkv fixed 0.92", "cosine 0.92"))
     assert ours < plain, "guards rank traps last"
     assert pairs["cosine 0.92"]["different that hit"]["share"] > 0.3

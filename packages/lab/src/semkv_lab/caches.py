@@ -485,3 +485,12 @@ def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str
     """Whether b hits where only a is stored. A cache that learns keeps learning."""
     play(cache, [Asked(pair.a, pair.a, group, history)])
     return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
+
+
+def pair_area(trust: Sequence[float], same: Sequence[bool]) -> float:
+    """The area under precision by hit ratio (P-CHR AUC), where pairs hit in the order of ``trust``; those of equal
+    trust count alike."""
+    _, level = np.unique(-np.asarray(trust), return_inverse=True)
+    share = np.bincount(level, weights=same) / np.bincount(level)
+    right = np.cumsum(share[np.sort(level)])
+    return float(np.mean(right / np.arange(1, len(right) + 1)))

@@ -386,6 +386,8 @@ class Cold:
 
     Attributes:
         asked: digest of what was asked (`samples.asked`); empty in files of earlier versions.
+        again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
+            samples only (`run.NOISE_SAMPLES`), None on the others.
     """
 
     image: str
@@ -396,6 +398,8 @@ class Cold:
     prompt_tokens: int
     cached_tokens: int
     token_ids: tuple[int, ...] = ()
+    again_text: str | None = None
+    again_token_ids: tuple[int, ...] | None = None
     asked: str = ""
 
     @property

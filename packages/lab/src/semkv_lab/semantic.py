@@ -31,7 +31,7 @@ from semkv.guards import veto
 from semkv.tiers.checking import wilson
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, PolicyName, Request, TextSegment
 from semkv_lab import caches
-from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, play
+from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
 from semkv_lab.console import environment, percent, shown, table, version, write_json
 from semkv_lab.labels import KINDS, SEED, Asked, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
@@ -277,7 +277,7 @@ def traps_part(bench: Bench) -> Found:
 
 
 def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
-    """Hits, and their precision."""
+    """Hits, precision at hit rate and the area under that curve (P-CHR AUC), by each cache's own confidence."""
     pairs = list(asking)
     Random(SEED).shuffle(pairs)  # noqa: S311
     bench.know(pairs)
@@ -287,9 +287,9 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
             row = _pair_figures(cache, pairs)
         found[cache.name] = {"settings": cache.settings} | row
         shares = (row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit"))
-        rows.append((cache.name, *map(share_of, shares)))
+        rows.append((cache.name, *map(share_of, shares), f"{row['p_chr_auc']:.3f}"))
     title = f"{what}: {len(pairs)}, {sum(pair.same for pair in pairs)} of them the same; 95% intervals (Wilson)"
-    names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit")
+    names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit", "P-CHR AUC")
     return found, [table(title, names, rows)]
 
 
@@ -309,6 +309,7 @@ def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
         "same that hit": rate(right, same),
         "different that hit": rate(accepted - right, len(pairs) - same),
         f"different where {STAY:.0%} hit": rate(at, len(pairs) - same),
+        "p_chr_auc": round(pair_area(trust, [pair.same for pair in pairs]), 6),
     }
 
 
