@@ -209,7 +209,7 @@ FIELD = st.sampled_from(["messages", "prompt", "input", "query", "system", "tool
 def test_no_body_raises(raw: bytes) -> None:
     for endpoint in ROUTES:
         with contextlib.suppress(Unkeyable):
-            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
+            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET)
 
 
 def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:

@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import ConfigFile, Variables, command_line
+from semkv.config import Environment, command_line
 from semkv.errors import DatasetError, SemkvError
-from semkv.server.settings import PORT, LogFormat, LogLevel, ServerSettings
+from semkv.server.settings import PORT, ServerSettings
 
 serve = command_line(
-    Variables(ServerSettings, os.environ),
-    ConfigFile(os.environ),
+    Environment(os.environ),
     help_epilogue="""Examples:
 
 ```
@@ -51,8 +50,6 @@ def _serve(
     host: str = "127.0.0.1",
     port: Annotated[int, PORT] = 8080,
     workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
-    log_level: LogLevel = LogLevel.INFO,
-    log_format: LogFormat = LogFormat.JSON,
     config: Path | None = None,
     settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
 ) -> None:
@@ -67,23 +64,13 @@ def _serve(
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         workers: Processes that answer on the port, one a core; each loads the encoder.
-        log_level: The least that is logged: debug, info, warning or error.
-        log_format: json (an object a line) or text.
         config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
     """
-    del config  # `ConfigFile` has read it
+    del config  # `Environment` has read it
     with _extra():
         from semkv.server.serve import run_server
 
-    run_server(
-        settings or ServerSettings(),
-        os.environ,
-        host=host,
-        port=port,
-        workers=workers,
-        log_level=log_level,
-        log_format=log_format,
-    )
+    run_server(settings or ServerSettings(), os.environ, host=host, port=port, workers=workers)
 
 
 @warm.default

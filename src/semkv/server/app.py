@@ -32,7 +32,7 @@ from starlette.routing import Route
 
 from semkv import __version__
 from semkv.cache import SemanticCache
-from semkv.config import ConfigFile, Variables, parse
+from semkv.config import Environment, parse
 from semkv.errors import SemkvError
 from semkv.server import http
 from semkv.server.cache_client import CacheClient
@@ -225,7 +225,7 @@ class Middleware(App):
     _own = frozenset[str]()
 
     def __init__(self, app: Application) -> None:
-        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
+        settings = parse(ServerSettings, [], Environment(os.environ))
         super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 

@@ -62,7 +62,7 @@ class GatewayRequest:
     @property
     def shared(self) -> bool:
         """An answer that is on its way to another request would do, and the other way round."""
-        return not self.blocked and self.controls.write
+        return not self.blocked and self.controls.write and not self.controls.only
 
     @property
     def large(self) -> bool:
@@ -110,7 +110,7 @@ class Gateway:
     ) -> None:
         self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
         self.recent_hits = RecentHits(metrics)
-        self.flights = SingleFlight(metrics.fault)
+        self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
         # By running lookup: the key of its request, and what is on its way at any time of it.
         self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
@@ -189,6 +189,8 @@ class Gateway:
                             self._give_up(request)
                             return answer
                 earlier = shared = []  # none of them stays in memory as long as this request
+            if request.controls.only:
+                raise _only_if_cached()
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
@@ -351,7 +353,7 @@ class Gateway:
         answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
         if answer is None:
             return None
-        if found.stale and request.controls.write:
+        if found.stale and request.shared:
             self._refresh(request, lookup)
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
@@ -374,7 +376,7 @@ class Gateway:
         try:
             body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
-            self.metrics.uncacheable.labels("no stream of it").inc()
+            self.metrics.unkept("no stream of it")
             return None
         return Answer(200, [http.EVENTS], body)
 
@@ -392,7 +394,7 @@ class Gateway:
             tier = JOINED
             self.metrics.joins.labels(EQUAL).inc()
         elif why := request.why:
-            self.metrics.uncacheable.labels(why).inc()
+            self.metrics.unkept(why)
         self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
         answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup))
@@ -462,8 +464,10 @@ class Gateway:
         start, client = time.perf_counter(), self._tenants.client(call.scope)
         current().tenant = client.tenant[:_TAG]
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
-        self.metrics.uncacheable.labels(reason).inc()
+        self.metrics.unkept(reason)
         try:
+            if controls_of(call.scope).only:
+                raise _only_if_cached()
             reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
@@ -503,7 +507,6 @@ class Gateway:
             tenant=tenant,
             secret=self._secret,
             version=settings.data_version,
-            remote_media=settings.remote_media,
             tags=tags,
             salts=settings.salt,
             headers=headers,
@@ -611,6 +614,10 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
+
+
+def _only_if_cached() -> UpstreamError:
+    return UpstreamError("no stored answer will do, and the client wants no other (only-if-cached)", 504)
 
 
 def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:

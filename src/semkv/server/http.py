@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -39,7 +40,8 @@ _HOP_BY_HOP = frozenset(
 )
 # `expect` was between the client and the gateway, which has the whole body already.
 _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
-_NOT_PASSED_ON = _HOP_BY_HOP | {b"content-length", b"x-semkv"}  # another semkv speaks of its own cache
+_THEIRS = frozenset((b"content-length", b"x-semkv"))  # another semkv speaks of its own cache
+_CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _CONNECT_S = 10.0
 _READ_S = 600.0  # until the upstream's next byte
@@ -253,11 +255,8 @@ class Call:
 
     def headers(self) -> Headers:
         """What to send: without hop-by-hop fields and those that are meant for the gateway."""
-        named = {name.strip().lower() for k, v in self.scope["headers"] if k == b"connection" for name in v.split(b",")}
-        drop = _HOP_BY_HOP | _OURS | named
-        if self.canonical:
-            drop |= {b"accept-encoding", b"content-encoding", b"cache-control"}
-        kept = [(k, v) for k, v in self.scope["headers"] if k not in drop]
+        own = (b"accept-encoding", b"content-encoding", b"cache-control") if self.canonical else ()
+        kept = _passed_on(self.scope["headers"], _OURS.union(own))
         return [*kept, (b"accept-encoding", b"identity")] if self.canonical else kept
 
 
@@ -291,8 +290,12 @@ class Upstream(Protocol):
     async def aclose(self) -> None: ...
 
 
-def _passed_on(headers: Headers) -> Headers:
-    return [(low, v) for k, v in headers if (low := k.lower()) not in _NOT_PASSED_ON]
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:
+    """Headers that go on to the other side, with names in lower case."""
+    low = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in low if name == b"connection" for word in value.split(b",")}
+    drop |= _HOP_BY_HOP | named
+    return [(name, value) for name, value in low if name not in drop]
 
 
 def for_others(headers: Headers) -> Headers:
@@ -317,7 +320,7 @@ class _HttpReply:
         # A redirect to the upstream itself is one to the same path of the gateway.
         self.headers = [
             (k, v.removeprefix(base) if k.endswith(b"location") and v.startswith(base + b"/") else v)
-            for k, v in _passed_on(list(response.raw_headers))
+            for k, v in _passed_on(((k, _CONTROL.sub(b" ", v)) for k, v in response.raw_headers), _THEIRS)
         ]
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -370,6 +373,9 @@ class HttpUpstream:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(f"the upstream cannot be reached: {type(error).__name__}") from None
+        if not 200 <= response.status < 600:
+            response.close()
+            raise UpstreamError(f"the upstream answered with status {response.status}")
         return _HttpReply(response, self._base.encode())
 
     async def _request(self, call: Call) -> aiohttp.ClientResponse:
@@ -435,7 +441,7 @@ class _AppReply:
         message = await self._messages.get()
         if message is None:
             raise UpstreamError("the application failed")
-        self.status, self.headers = message["status"], _passed_on(list(message.get("headers", ())))
+        self.status, self.headers = message["status"], _passed_on(message.get("headers", ()), _THEIRS)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         while not self._ended:

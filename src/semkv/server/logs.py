@@ -26,7 +26,6 @@ from typing import Any
 
 from semkv.errors import SemkvError
 from semkv.server.http import Answer, Scope, header
-from semkv.server.settings import LogFormat, LogLevel
 from semkv.server.sse import usage_of
 
 log = logging.getLogger(__name__)
@@ -150,8 +149,7 @@ def visible(text: str) -> str:
 class JsonLines(logging.Formatter):
     """One JSON object a record."""
 
-    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        """What is said of a record, in order."""
+    def format(self, record: logging.LogRecord) -> str:
         seen = _current.get()
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -163,35 +161,16 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return fields
-
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(self.fields(record))
+        return json.dumps(fields)
 
 
-class TextLines(JsonLines):
-    """Time, level and message, then what else there is as ``name=value``; a trace on lines of its own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = self.fields(record)
-        trace = visible(fields.pop("exception", ""))
-        head = " ".join(str(fields.pop(name)) for name in ("time", "level", "message"))
-        rest = "".join(f" {name}={_plain(value)}" for name, value in fields.items() if name != "logger")
-        return visible(head).replace("\n", "\\n") + rest + (f"\n{trace}" if trace else "")
-
-
-def _plain(value: object) -> str:
-    """A value without blanks as it is, any other in quotes: a client may name a model in several lines."""
-    return str(value) if re.fullmatch(r"[!#-~]+", str(value)) else json.dumps(value)
-
-
-def set_up_logs(level: LogLevel = LogLevel.INFO, form: LogFormat = LogFormat.JSON) -> None:
+def set_up_logs() -> None:
     """Lines on standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form is LogFormat.JSON else TextLines())
+    handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    root.setLevel("INFO")
     for noisy in ("httpx", "sentence_transformers", "faiss"):
         logging.getLogger(noisy).setLevel("WARNING")
     with contextlib.suppress(ImportError):  # it prints for itself what goes on to the root as well

@@ -136,7 +136,9 @@ class Metrics:
         self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
         self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
         self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
-        self.uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self._uncacheable = self._counter(
+            "uncacheable", "Requests that the cache could not answer, and answers that it could not keep.", "reason"
+        )
         self.turned_away = self._counter(
             "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
         )
@@ -192,6 +194,10 @@ class Metrics:
         requests.inc()
         durations.observe(seconds)
         self.live.add(tier, seconds)
+
+    def unkept(self, reason: str) -> None:
+        """Count a request that the cache could not answer, or an answer that it could not keep."""
+        self._uncacheable.labels(reason).inc()
 
     def fault(self, part: str) -> None:
         self._faults.labels(part).inc()

@@ -160,7 +160,6 @@ def canonicalise(
     tenant: str,
     secret: bytes,
     version: str = "",
-    remote_media: bool = False,
     tags: tuple[str, ...] = (),
     salts: bool = True,
     headers: tuple[tuple[str, str], ...] = (),
@@ -173,7 +172,6 @@ def canonicalise(
         tenant: opaque; never shares anything with another.
         secret: of the deployment.
         version: of model and data; a change makes every stored answer unreachable.
-        remote_media: key http(s) media by their address instead of refusing them.
         tags: labels that came with it; answers are not shared with requests that have others.
         salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
         headers: those of the request that the answer may depend on, by `semkv.server.tenancy.Vary`.
@@ -185,7 +183,7 @@ def canonicalise(
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
-        return _build(body, ROUTES[endpoint].read(body, remote_media), deployment)
+        return _build(body, ROUTES[endpoint].read(body), deployment)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import httptools
 import uvicorn
 from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
@@ -32,7 +33,7 @@ from semkv.server.app import FULL, App, app_of
 from semkv.server.http import busy_answer
 from semkv.server.logs import set_up_logs
 from semkv.server.metrics import FOLDER
-from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key, secret_of
+from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ _TURNED_AWAY = (
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, and on connections.
+    wait without end, and on connections. A wish for HTTP/2, as Java's client has, costs a request nothing.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
@@ -64,6 +65,7 @@ class Protocol(HttpToolsProtocol):
     turned_away: Callable[[], None] = staticmethod(lambda: None)
     _beyond = False
     _in_head, _head_bytes = False, 0
+    _data, _declined = b"", False  # what came last; whether its head asks for a protocol that is not spoken here
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,7 +85,7 @@ class Protocol(HttpToolsProtocol):
         """uvicorn's wait for the next request ends with its first byte; this one only with a whole head."""
 
     def data_received(self, data: bytes) -> None:
-        goes_on = self._in_head
+        goes_on, self._data = self._in_head, data
         super().data_received(data)
         if goes_on and self._in_head and self.parser is not None:
             self._head_bytes += len(data)
@@ -96,10 +98,28 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._declined = self._get_upgrade() is not None and self.parser.should_upgrade() and not self._should_upgrade()
+        if self._declined:
+            return
         super()._unset_keepalive_if_required()
         if self._beyond and len(self.connections) > self.most:
             self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._declined:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn calls it where a request is for another protocol. httptools reads no body of such a request, so its
+        head is read again without that wish."""
+        upgrade = sys.exc_info()[1]
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest, version = self._data[upgrade.args[0] :], self.parser.get_http_version().encode()
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([first, *lines, b"", rest]))
 
 
 def raise_file_limit() -> int:
@@ -147,21 +167,12 @@ def described(settings: ServerSettings, environment: Mapping[str, str], address:
     )
 
 
-def run_server(
-    settings: ServerSettings,
-    environment: Mapping[str, str],
-    *,
-    host: str,
-    port: int,
-    workers: int,
-    log_level: LogLevel,
-    log_format: LogFormat,
-) -> None:
+def run_server(settings: ServerSettings, environment: Mapping[str, str], *, host: str, port: int, workers: int) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
     Several workers are processes that take connections from the same sockets. One that ends is started again.
     """
-    set_up_logs(log_level, log_format)
+    set_up_logs()
     if workers > 1 and settings.store == "memory":
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     if settings.admin_port and settings.admin_port == port:
@@ -185,7 +196,7 @@ def run_server(
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
-        work = partial(_load_worker, settings, dict(environment), workers, log_level, log_format)
+        work = partial(_load_worker, settings, dict(environment), workers)
         supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
         supervisor.run()
         if supervisor.failed:
@@ -251,10 +262,8 @@ class Workers(Multiprocess):
         super().terminate_all()
 
 
-def _load_worker(
-    settings: ServerSettings, environment: Mapping[str, str], workers: int, log_level: LogLevel, log_format: LogFormat
-) -> App:
-    set_up_logs(log_level, log_format)
+def _load_worker(settings: ServerSettings, environment: Mapping[str, str], workers: int) -> App:
+    set_up_logs()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         return _load(settings, environment, workers)

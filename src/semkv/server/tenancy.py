@@ -42,16 +42,20 @@ class Controls:
     read: bool = True  # an answer may come from the cache
     write: bool = True  # the answer may be kept
     max_age_s: float | None = None  # oldest answer that will do; None for any
+    only: bool = False  # no answer but a stored one will do
 
 
 def controls_of(scope: Scope) -> Controls:
-    """Read ``Cache-Control`` (no-cache, no-store, max-age) and ``X-Semkv-Bypass``; anything else is ignored."""
+    """Read ``Cache-Control`` (no-cache, no-store, max-age, only-if-cached) and ``X-Semkv-Bypass``; anything else is
+    ignored."""
     if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
         return Controls(read=False, write=False)
     words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
     age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
-    return Controls(read="no-cache" not in words and age != 0.0, write="no-store" not in words, max_age_s=age)
+    return Controls(
+        "no-cache" not in words and age != 0.0, "no-store" not in words, max_age_s=age, only="only-if-cached" in words
+    )
 
 
 def credentials(scope: Scope) -> str:
