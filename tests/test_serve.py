@@ -55,27 +55,6 @@ def said(gateway: Started) -> list[str]:
     return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
 
 
-def test_operators_may_have_a_port_of_their_own(tmp_path: Path) -> None:
-    port = free_port()
-    flags, admin = f"--admin-port={port}", f"http://127.0.0.1:{port}"
-    with Served(Scripted()) as behind, Started(behind.url, tmp_path, flags, SEMKV_ADMIN_KEY=ADMIN) as gateway:
-        for path in ("/metrics", "/semkv/metrics", "/semkv/", "/semkv/app.js", "/semkv/api/stats", "/openapi.json"):
-            assert httpx.get(admin + path, headers=KEY).status_code == 200, path
-            assert httpx.get(gateway.url + path, headers=KEY).status_code == 404, path
-        for path in ("/healthz", "/readyz", "/semkv/readyz"):
-            assert httpx.get(admin + path).status_code == httpx.get(gateway.url + path).status_code == 200
-        for path in ("/v1/chat/completions", "/v1/other", "/"):
-            assert httpx.post(admin + path, json=chat("hello")).status_code == 404, "it answers no clients"
-        assert behind.app.total == 0
-        assert ask(gateway, "hello").status_code == 200
-        # The start says step by step what it does.
-        wait_until(lambda: "the upstream answers" in said(gateway))
-        assert said(gateway)[0].endswith(f": responses are kept in {tmp_path / 'cache' / 'catalog.sqlite'}")
-        assert f"dashboard at port {port}, /semkv" in gateway.log.read_text()
-        out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
-        assert re.match(f"semkv: --admin-port {port}, .* in use", out.stderr.splitlines()[-1])
-
-
 def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
     """With an upstream that is not there, and a store with a password in its name."""
     store, nobody = "--store=redis://:pass@word@127.0.0.1:1/0", f"http://127.0.0.1:{free_port()}"
@@ -114,11 +93,17 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         out = invoke([*command, "--cache-dir", str(folder)])
         assert out.exit_code == 2
         assert out.stderr == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
+    with listening("127.0.0.1", 0) as taken:
+        taken.listen()
+        out = invoke(["serve", "--port", str(taken.getsockname()[1])])
+        assert re.fullmatch(
+            r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n", out.stderr
+        )
     for flags, named in (
         (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
-        (["--admin-port", "5", "--port", "5"], "--admin-port: 5 is not allowed; expected another port than --port"),
+        (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2

@@ -80,7 +80,6 @@ def _warm(
     *,
     url: str = "http://127.0.0.1:8080",
     model: str = "",
-    max_tokens: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 512,
 ) -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
 
@@ -90,10 +89,9 @@ def _warm(
         prompts: JSON lines: a prompt as a string, or a whole request body.
         url: The gateway.
         model: For lines that name none.
-        max_tokens: For lines that are prompts.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
-    todo = list(_requests_of(prompts, model=model, max_tokens=max_tokens))
+    todo = list(_requests_of(prompts, model))
     with _extra():
         there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
     print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
@@ -102,7 +100,7 @@ def _warm(
         sys.exit(1)
 
 
-def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Path and body of every line; blank lines are skipped.
 
     A line is a JSON string (a prompt) or a request body with ``messages`` or ``prompt``. Where a body has neither
@@ -123,7 +121,7 @@ def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[s
         except ValueError:
             raise DatasetError(f"{file}, line {number}: no JSON") from None
         if isinstance(given, str):
-            given = {"messages": [{"role": "user", "content": given}], "max_tokens": max_tokens}
+            given = {"messages": [{"role": "user", "content": given}]}
         if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
             raise DatasetError(f"{file}, line {number}: neither a prompt nor a request with messages or prompt")
         if model:

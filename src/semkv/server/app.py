@@ -53,7 +53,6 @@ from semkv.tiers.sharing import open_entry_log
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
-_PROBES = ("/healthz", "/readyz")
 _FILES = {
     "": ("static/index.html", "text/html"),
     "app.js": ("static/app.js", "text/javascript"),
@@ -61,6 +60,7 @@ _FILES = {
     "openapi.json": ("openapi.json", "application/json"),
 }
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
+_STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
@@ -84,14 +84,12 @@ class App:
     Args:
         gateway: answers the cached routes.
         key: the admin key; empty closes the admin routes.
-        admin_port: where operators' routes are answered, and nothing else; 0: everything is on every port.
     """
 
     _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
 
-    def __init__(self, gateway: Gateway, key: str, admin_port: int = 0) -> None:
+    def __init__(self, gateway: Gateway, key: str) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
-        self._admin_port = admin_port
         settings = gateway.settings
         self._limit = settings.max_body_mib << 20
         self._room = http.Room(_BODIES * self._limit)
@@ -103,11 +101,8 @@ class App:
         path = http.route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
-        elif path and self._admin_port and scope["server"][1] == self._admin_port:
-            await self._operations(scope, receive, send)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
-            closed = self._admin_port and not path.endswith(_PROBES)
-            await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
+            await self._operations(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             await self._busy(scope, receive, send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
@@ -243,8 +238,7 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = http.HttpUpstream(settings.upstream)
-    return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
+    return App(gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key)
 
 
 def gateway_of(
@@ -271,7 +265,7 @@ def gateway_of(
         lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
         rules=[parse_rule(rule) for rule in settings.ttl_rules],
         sampled=settings.sampled,
-        unheard_s=settings.store_away,
+        unheard_s=_STORE_AWAY_S,
         clock=clock,
         ahead=folder_of(settings.cache_dir, settings.store),
     )

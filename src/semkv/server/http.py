@@ -14,7 +14,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -260,36 +260,6 @@ class Call:
         return [*kept, (b"accept-encoding", b"identity")] if self.canonical else kept
 
 
-class Reply(Protocol):
-    """An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop.
-
-    ``headers`` have names in lower case.
-    """
-
-    status: int
-    headers: Headers
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """The body. Raises `UpstreamError` when it breaks off."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
-class Upstream(Protocol):
-    """Where misses go."""
-
-    async def send(self, call: Call) -> Reply:
-        """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
-        ...
-
-    async def ready(self) -> bool:
-        """Whether the upstream would answer now."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
 def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:
     """Headers that go on to the other side, with names in lower case."""
     low = [(name.lower(), value) for name, value in headers]
@@ -314,6 +284,8 @@ def _text(value: bytes) -> str:
 
 
 class _HttpReply:
+    """The answer of a server."""
+
     def __init__(self, response: aiohttp.ClientResponse, base: bytes) -> None:
         self._response = response
         self.status = response.status
@@ -324,6 +296,7 @@ class _HttpReply:
         ]
 
     async def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises `UpstreamError` when it breaks off."""
         try:
             async for piece in self._response.content.iter_any():
                 yield piece
@@ -358,7 +331,8 @@ class HttpUpstream:
             )
         return self._session
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: Call) -> _HttpReply:
+        """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
         start = time.monotonic()
         try:
             try:
@@ -391,6 +365,7 @@ class HttpUpstream:
         )
 
     async def ready(self) -> bool:
+        """Whether it would answer now."""
         scope = {"method": "GET", "path": "/health", "headers": []}
         try:
             reply = await asyncio.wait_for(self.send(Call(scope, b"")), 2.0)
@@ -472,7 +447,8 @@ class AppUpstream:
     def __init__(self, app: Application) -> None:
         self._app = app
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: Call) -> _AppReply:
+        """As `HttpUpstream` does."""
         reply = _AppReply(self._app, call)
         try:
             await reply.started()
@@ -486,3 +462,11 @@ class AppUpstream:
 
     async def aclose(self) -> None:
         pass
+
+
+Reply = _HttpReply | _AppReply
+"""An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop. Names of
+``headers`` are in lower case."""
+
+Upstream = HttpUpstream | AppUpstream
+"""Where misses go."""

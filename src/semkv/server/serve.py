@@ -34,7 +34,6 @@ from semkv.server.http import busy_answer
 from semkv.server.logs import set_up_logs
 from semkv.server.metrics import FOLDER
 from semkv.server.settings import ServerSettings, admin_key, secret_of
-from semkv.types import CacheMode, PolicyName
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ def raise_file_limit() -> int:
     return min(_MOST, max(_SPARE, most))
 
 
-def listening(host: str, port: int, key: str = "--port") -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet."""
     sock = None
     try:
@@ -145,22 +144,15 @@ def listening(host: str, port: int, key: str = "--port") -> socket.socket:
         if sock is not None:
             sock.close()
         why = getattr(error, "strerror", None) or error
-        raise SemkvError(f"{key} {port}, --host {host}: cannot listen there ({why}); name another") from error
+        raise SemkvError(f"--port {port}, --host {host}: cannot listen there ({why}); name another") from error
     return sock
 
 
 def described(settings: ServerSettings, environment: Mapping[str, str], address: str) -> str:
     """One line of what was started."""
-    near = "off"
-    if settings.cache_config() is not None:
-        number = {
-            PolicyName.FIXED: f" {settings.similarity_threshold:g}",
-            PolicyName.BOUNDED: f" {settings.max_error_rate:g}",
-        }.get(settings.policy, "")  # type: ignore[call-overload]
-        near = f"{'counted' if settings.mode == CacheMode.DRY_RUN else 'on'} ({settings.policy}{number})"
+    near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
     upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
-    port = f"port {settings.admin_port}, " if settings.admin_port else ""
-    dashboard = f"at {port}/semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
+    dashboard = "at /semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
     return (
         f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
@@ -175,11 +167,7 @@ def run_server(settings: ServerSettings, environment: Mapping[str, str], *, host
     set_up_logs()
     if workers > 1 and settings.store == "memory":
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
-    if settings.admin_port and settings.admin_port == port:
-        raise ConfigError("--admin-port", port, "another port than --port")
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
-    if settings.admin_port:
-        sockets.append(listening(host, settings.admin_port, "--admin-port"))
     name, bound = sockets[0].getsockname()[:2]
     said = described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
     if workers == 1:

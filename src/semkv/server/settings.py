@@ -80,14 +80,12 @@ class ServerSettings(LookupConfig):
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
-        admin_port: Port for dashboard, admin routes and metrics, which the other port then lacks; 0: the same port.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
-        store_away: Seconds for which responses in memory are served while the store cannot be reached.
     """
 
     upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
@@ -107,14 +105,12 @@ class ServerSettings(LookupConfig):
     ] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
-    admin_port: Annotated[int, PORT] = 0
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY, ORIGIN] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY, NAME] = ()
     max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
     store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
-    store_away: Annotated[float, NOT_NEGATIVE, WAITS] = 600.0
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
