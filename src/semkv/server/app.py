@@ -131,7 +131,6 @@ class App:
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
-            self.gateway.spawn(self.gateway.look_upstream())
             await send({"type": "lifespan.startup.complete"})
         await self._close()
         await send({"type": "lifespan.shutdown.complete"})

@@ -116,7 +116,6 @@ class Gateway:
         self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
-        self._explained = False  # why requests of `sampled` are misses
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
         self._read_again = lru_cache(_KNOWN)(self._read)
@@ -142,20 +141,11 @@ class Gateway:
         blocked = "" if controls.read else "no-cache"
         if not blocked and canonical.sampled and not self.settings.sampled:
             blocked = "sampled"
-            self._explain_sampled()
         if not blocked and not await self._may_read(client):
             blocked = "key"
         request = GatewayRequest(call, canonical, controls, client, blocked, start)
         answer = self._from_memory(request, Lookup(canonical))
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
-
-    def _explain_sampled(self) -> None:
-        if not self._explained:
-            self._explained = True
-            log.warning(
-                "a request with neither temperature 0 nor a seed is not answered from the cache, as its answer is drawn"
-                " at random: let clients send one of them, or start with --sampled"
-            )
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -581,13 +571,6 @@ class Gateway:
             request.leave()
 
     # -- operators ----------------------------------------------------------------------------------------------
-
-    async def look_upstream(self) -> None:
-        """Say in the log whether the upstream answers."""
-        if await self.upstream.ready():
-            log.info("the upstream answers")
-        else:
-            log.warning("the upstream does not answer yet: until it does, only stored responses are served")
 
     async def wrong(self, hit: Hit) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
