@@ -165,6 +165,12 @@ def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Od
     assert '"text":"Hello"' in again.text
 
 
+def test_an_answer_with_half_a_character_is_shown(odd: Odd) -> None:
+    odd.says(json.dumps(WHOLE).replace("Hello", "\\ud800").encode(), kind=b"application/json")
+    assert kind(odd.ask(False, False)[1]) == "hit"
+    assert odd.admin("hits", None).json()["hits"][0]["answer"] == "\ud800"
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
     events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]

@@ -23,7 +23,7 @@ from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import text_of
-from semkv.server.tenancy import TagRule, tags_by
+from semkv.server.tenancy import TagRule
 from semkv.stores.responses import Selector
 from semkv.tiers import Candidate
 from semkv.tiers.matching import PendingEntry
@@ -212,7 +212,8 @@ class CacheClient:
         return await self._guarded("store", keep) is True
 
     def _tags(self, canonical: CanonicalRequest) -> list[str]:
-        return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
+        by_rule = {rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)}
+        return sorted(by_rule.union(canonical.tags))
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""

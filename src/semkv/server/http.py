@@ -43,6 +43,7 @@ _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x
 _THEIRS = frozenset((b"content-length", b"x-semkv"))  # another semkv speaks of its own cache
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
+_FIELD_BYTES = 64 << 10  # of one header of an answer
 _CONNECT_S = 10.0
 _READ_S = 600.0  # until the upstream's next byte
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
@@ -327,6 +328,7 @@ class HttpUpstream:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 timeout=self._timeout,
+                max_field_size=_FIELD_BYTES,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._session

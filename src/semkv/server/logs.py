@@ -41,12 +41,6 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-# Escapes of a terminal, what turns the direction of a text, what nobody sees, halves of a character. Line breaks, tabs
-# and the joiners of scripts and emoji are text.
-_CONTROLS = re.compile(
-    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
-)
 
 
 @dataclass(slots=True)
@@ -135,15 +129,6 @@ def begin(scope: Scope) -> Seen:
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
-
-
-def visible(text: str) -> str:
-    r"""A text with its control characters written out.
-
-    >>> visible("red: \x1b[31m")
-    'red: \\x1b[31m'
-    """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class JsonLines(logging.Formatter):

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
-from semkv.server.logs import visible
 from semkv.server.sse import text_of, usage_of
 from semkv.stores.responses import StoredResponse
 from semkv.tiers import Every, Latest
@@ -84,10 +83,7 @@ class Live:
             name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
             for name, step in _WINDOWS.items()
         }
-        by = {
-            kind: sorted(((visible(name), n) for name, n in names.items()), key=lambda pair: -pair[1].total())
-            for kind, names in self._by.items()
-        }
+        by = {kind: sorted(names.items(), key=lambda pair: -pair[1].total()) for kind, names in self._by.items()}
         latency = {tier: _quantiles(values) for tier, values in self._latencies.items()}
         return {"windows": windows, "bins": _BINS, "latency": latency, "by": by}
 
@@ -256,17 +252,18 @@ class Hit:
     donor: list[dict[str, str]] | None = None
 
     def view(self) -> dict[str, Any]:
-        """As JSON, with control characters written out."""
+        """As JSON. Of the answer the first choice, or what was kept where it has another form."""
         own = [{"role": "question", "text": self.response.prompt}]
-        sides = {"asked": self.asked or own, "donor": self.donor or own}
+        answer = text_of(self.response.payload) or self.response.payload.decode(errors="replace")
         shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
         return {
             "id": self.number,
             "key": self.response.key,
-            "model": visible(self.response.model),
-            "answer": visible(answer_of(self.response.payload)),
+            "model": self.response.model,
+            "answer": answer[:_TEXT],
             **{name: getattr(self, name) for name in shown},
-            **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
+            "asked": self.asked or own,
+            "donor": self.donor or own,
         }
 
 
@@ -328,8 +325,3 @@ def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
             break
         parts.append(part)
     return parts[::-1]
-
-
-def answer_of(payload: bytes) -> str:
-    """The first choice of an answer for display; an answer of another form as it was kept."""
-    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]

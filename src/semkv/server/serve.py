@@ -86,6 +86,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         goes_on, self._data = self._in_head, data
         super().data_received(data)
+        self._data = b""
         if goes_on and self._in_head and self.parser is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:

@@ -12,7 +12,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
@@ -58,12 +58,6 @@ def controls_of(scope: Scope) -> Controls:
     )
 
 
-def credentials(scope: Scope) -> str:
-    """Every header that says who asks, as one string."""
-    found = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
-    return b"\n".join(found).decode("latin-1")
-
-
 @dataclass(frozen=True, slots=True)
 class Client:
     """Who asks."""
@@ -89,7 +83,8 @@ class Tenants:
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
-        held, named = credentials(scope), header(scope, b"x-semkv-tenant")
+        lines = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
+        held, named = b"\n".join(lines).decode("latin-1"), header(scope, b"x-semkv-tenant")
         name = _digest(self._secret, "key:", held)
         if not named:
             return Client("" if self._single else _tenant(name), True, name, not self._single)
@@ -239,11 +234,6 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
     return TagRule(form[1], form[2], form[3])
-
-
-def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
-    """The labels that rules give an answer."""
-    return tuple(rule.tag for rule in rules if rule.fits(prompt, model))
 
 
 def read_tags(given: str) -> tuple[str, ...]:
