@@ -3,7 +3,7 @@
 The cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
 those of `semkv.server.routes`            answered from the cache where it can be
-/healthz /readyz /metrics /openapi.json
+/healthz /readyz /metrics
 /semkv                                    dashboard; /semkv/api: admin routes
 anything else                             passed on
 """
@@ -21,14 +21,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from semkv import __version__
@@ -54,12 +54,7 @@ from semkv.tiers.sharing import open_entry_log
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
-_FILES = {
-    "": ("static/index.html", "text/html"),
-    "app.js": ("static/app.js", "text/javascript"),
-    "app.css": ("static/app.css", "text/css"),
-    "openapi.json": ("openapi.json", "application/json"),
-}
+_FILES = ("index.html", "app.js", "app.css")
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _BODIES = 8  # of the largest size may come in at once
@@ -87,7 +82,7 @@ class App:
         key: the admin key; empty closes the admin routes.
     """
 
-    _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
+    _own = frozenset(("/healthz", "/readyz", "/metrics"))  # of operators, outside ``/semkv``
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
@@ -343,7 +338,8 @@ class Operations:
                 *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
                 *(Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb]) for verb, do in admin),
                 Route(_HOME, self.to_dashboard),
-                *(Route(path, _file) for path in ("/openapi.json", f"{_HOME}/", f"{_HOME}/{{name}}")),
+                Route(f"{_HOME}/", _file),
+                Route(f"{_HOME}/{{name}}", _file),
             ],
             exception_handlers=dict.fromkeys((SemkvError, TimeoutError, Exception), self._failed),
         )
@@ -442,8 +438,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _file(request: Request) -> Response:
-    name = request.scope["path"].rpartition("/")[2]
+    name = request.path_params.get("name", "index.html")
     if name not in _FILES:
         return _error(404, "not found")
-    file, kind = _FILES[name]
-    return Response((files("semkv.server") / file).read_bytes(), media_type=kind, headers=_SECURITY)
+    return FileResponse(Path(__file__).parent / "static" / name, headers=_SECURITY)
