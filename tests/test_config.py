@@ -62,7 +62,7 @@ def test_a_variable_is_a_flag() -> None:
     assert len(parse(CacheConfig, [], Environment(layers)).embedding_layers) == 2
 
 
-@pytest.mark.parametrize("name", ["SEMKV_TLL", "SEMKV_NO_SALT", "SEMKV_ADMINKEY", "SEMKV_WORKERS"])
+@pytest.mark.parametrize("name", ["SEMKV_TLL", "SEMKV_NO_SALT", "SEMKV_WORKERS"])
 def test_a_variable_that_is_no_flag_is_named_without_its_value(name: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"environment: '{name}' is not allowed; expected one of .*SEMKV_TTL,"

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from command_line import invoke
-from gateway_helpers import ADMIN, Served, Started, chat, kind, wait_until
+from gateway_helpers import ADMIN, Pair, Served, Started, chat, kind, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.server import serve
@@ -103,10 +103,21 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
         (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
+        (["--upstream", "http://a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without /v1"),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2
         assert out.stderr.startswith(f"semkv: {named}")
+
+
+def test_what_was_warmed_is_there(tmp_path: Path) -> None:
+    """Also a prompt with a line break that ends no line of JSON."""
+    text = "one\u2028line"
+    (tmp_path / "prompts").write_text(json.dumps(text, ensure_ascii=False) + "\r\n\n", "utf-8")
+    with Pair(tmp_path) as pair:
+        for outcome in ("1 sent, 0 there already, 0 failed\n", "0 sent, 1 there already, 0 failed\n"):
+            assert semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted").stdout == outcome
+        assert kind(httpx.post(f"{pair.url}/v1/chat/completions", json=chat(text))) == "hit"
 
 
 class TestWorkers:

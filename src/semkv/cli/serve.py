@@ -74,13 +74,7 @@ def _serve(
 
 
 @warm.default
-def _warm(
-    prompts: Path,
-    /,
-    *,
-    url: str = "http://127.0.0.1:8080",
-    model: str = "",
-) -> None:
+def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = "") -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
 
     The API key is taken from OPENAI_API_KEY.
@@ -110,7 +104,7 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         DatasetError: a line is neither; names file and line.
     """
     try:
-        lines = file.read_text("utf-8").splitlines()
+        lines = file.read_text("utf-8").split("\n")  # not at every line break that a prompt may hold
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{file}: {error}") from error
     for number, line in enumerate(lines, 1):

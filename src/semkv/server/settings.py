@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter, validators
 
 from semkv import plug
-from semkv.config import NOT_NEGATIVE, POSITIVE, Allowed, CacheConfig, LookupConfig
+from semkv.config import BOUNDS, NOT_NEGATIVE, POSITIVE, Allowed, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
 
@@ -37,15 +37,16 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 
 def _is_url(text: str) -> bool:
-    """Whether requests can go there."""
+    """Whether a request's path can go behind it."""
     try:
         url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query + url.fragment
+        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError:
         return False
+    return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed("a URL such as http://127.0.0.1:8000", _is_url)
+URL = Allowed("a URL without /v1, such as http://127.0.0.1:8000", _is_url)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -55,9 +56,7 @@ NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
-SIZES = Parameter(group="Bounds")
 TENANTS = Parameter(group="Tenants")
-WAITS = Parameter(group="Timeouts")
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ class ServerSettings(LookupConfig):
     ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
     stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
-    memory_mib: Annotated[int, POSITIVE, SIZES] = 256
-    store_mib: Annotated[int, POSITIVE, SIZES] = 4096
-    tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
+    memory_mib: Annotated[int, POSITIVE, BOUNDS] = 256
+    store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+    tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
     overlap: bool = True
@@ -109,8 +108,8 @@ class ServerSettings(LookupConfig):
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY, ORIGIN] = ()
     vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY, NAME] = ()
-    max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
-    store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
+    max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
+    store_timeout: Annotated[float, POSITIVE] = 0.25
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
