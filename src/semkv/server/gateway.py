@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -36,7 +36,7 @@ from semkv.types import ReuseReport
 
 log = logging.getLogger(__name__)
 
-_LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
+_LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
 _SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
@@ -63,10 +63,6 @@ class GatewayRequest:
     def shared(self) -> bool:
         """An answer that is on its way to another request would do, and the other way round."""
         return not self.blocked and self.controls.write and not self.controls.only
-
-    @property
-    def large(self) -> bool:
-        return len(self.call.body) > _LARGE
 
     def accepts(self, found: Found) -> bool:
         """Whether a stored answer is fresh enough for the client."""
@@ -154,7 +150,9 @@ class Gateway:
         that answer is whole is used instead.
         """
         found, looking, shared = Lookup(request.canonical), None, list[Pending]()
-        overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
+        overlaps = (
+            self.settings.overlap and request.shared and len(request.call.body) <= _LARGE and self.cache.rarely_finds
+        )
         try:
             if request.controls.read:
                 earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
@@ -258,9 +256,7 @@ class Gateway:
         shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
         async def send() -> Reply:
-            write = partial(_body, canonical, stream=streams)
-            body = await asyncio.to_thread(write) if request.large else write()
-            return await self.upstream.send(request.call.with_body(body))
+            return await self.upstream.send(request.call.with_body(_body(canonical, stream=streams)))
 
         def on_head(status: int, headers: Headers) -> str:
             self._answered(request.client, status)
