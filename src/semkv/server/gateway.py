@@ -24,7 +24,7 @@ from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
-from semkv.server.request_key import CanonicalRequest, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv.server.routes import Unkeyable
 from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Reader, SingleFlight
@@ -114,7 +114,6 @@ class Gateway:
         self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
-        self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -478,25 +477,11 @@ class Gateway:
             raise Unkeyable("tenant")
         if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
             raise Unkeyable("content type")
-        tags, headers = self._tenants.tags_of(call.scope), self._vary.read(call.scope)
-        read = self._read_again if len(call.body) <= _SMALL else self._read
-        return read(call.scope["path"], call.body, client.tenant, tags, headers)
-
-    def _read(
-        self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
-    ) -> CanonicalRequest:
-        """The canonical form of a body, which nothing else decides."""
-        settings = self.settings
-        return canonicalise(
-            path,
-            loads(raw),
-            tenant=tenant,
-            secret=self._secret,
-            version=settings.data_version,
-            tags=tags,
-            salts=settings.salt,
-            headers=headers,
-        )
+        settings, scope = self.settings, call.scope
+        tags, headers = self._tenants.tags_of(scope), self._vary.read(scope)
+        version, salts = settings.data_version, settings.salt
+        deployment = Deployment(scope["path"], client.tenant, self._secret, version, tags, headers, salts)
+        return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 
@@ -593,6 +578,14 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
+
+
+def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
+    """The canonical form of a body, which nothing else decides."""
+    return canonicalise(loads(raw), deployment)
+
+
+_read_again = lru_cache(_KNOWN)(_read)
 
 
 def _only_if_cached() -> UpstreamError:
