@@ -70,7 +70,7 @@ def _serve(
     with _extra():
         from semkv.server.serve import run_server
 
-    run_server(settings or ServerSettings(), os.environ, host=host, port=port, workers=workers)
+    run_server(settings or ServerSettings(), host=host, port=port, workers=workers)
 
 
 @warm.default

@@ -264,9 +264,9 @@ def gateway_of(
         clock=clock,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
-    entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None
     if config is not None:
+        entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
         semantic = SemanticCache(config, log=entry_log)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from asyncio import Transport
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -149,18 +149,18 @@ def listening(host: str, port: int) -> socket.socket:
     return sock
 
 
-def described(settings: ServerSettings, environment: Mapping[str, str], address: str) -> str:
+def described(settings: ServerSettings, address: str) -> str:
     """One line of what was started."""
     near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
     upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
-    dashboard = "at /semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
+    dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
     return (
         f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
     )
 
 
-def run_server(settings: ServerSettings, environment: Mapping[str, str], *, host: str, port: int, workers: int) -> None:
+def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
     Several workers are processes that take connections from the same sockets. One that ends is started again.
@@ -170,22 +170,22 @@ def run_server(settings: ServerSettings, environment: Mapping[str, str], *, host
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
-    said = described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    said = described(settings, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
     if workers == 1:
-        app = _load(settings, environment)
+        app = _load(settings)
         log.info(said)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(_config(app)).run(sockets)
         return
     log.info("%s, %d workers", said, workers)
-    secret_of(settings, environment)  # made by one process
+    secret_of(settings, os.environ)  # made by one process
     # Each would take all cores for its encoder.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     # Workers map these files: on a full disk the kernel kills who writes to a new page.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
-        work = partial(_load_worker, settings, dict(environment), workers)
+        work = partial(_load_worker, settings, workers)
         supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
         supervisor.run()
         if supervisor.failed:
@@ -209,13 +209,13 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
     )
 
 
-def _load(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
+def _load(settings: ServerSettings, workers: int = 1) -> App:
     """The application with all that it needs in memory."""
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     Protocol.most = raise_file_limit()
-    app = app_of(settings, environment, workers)
+    app = app_of(settings, os.environ, workers)
     Protocol.turned_away = app.gateway.metrics.turned_away.labels("connections").inc
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
@@ -251,11 +251,11 @@ class Workers(Multiprocess):
         super().terminate_all()
 
 
-def _load_worker(settings: ServerSettings, environment: Mapping[str, str], workers: int) -> App:
+def _load_worker(settings: ServerSettings, workers: int) -> App:
     set_up_logs()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _load(settings, environment, workers)
+        return _load(settings, workers)
     except SemkvError as error:
         print(f"semkv: {error}", file=sys.stderr)
         sys.exit(STARTUP_FAILURE)
