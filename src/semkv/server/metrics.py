@@ -53,19 +53,16 @@ class Live:
 
     def __init__(self) -> None:
         self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
-        self._second = 0  # of which the latest bins are
         self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
         self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
 
     def add(self, tier: str, seconds: float) -> None:
         """Count a request."""
-        if self._second != (now := int(time.time())):
-            self._second = now
-            for name, step in _WINDOWS.items():
-                bins = self._bins[name]
-                if not bins or bins[-1][0] != now // step * step:
-                    bins.append((now // step * step, Counts()))
-        for bins in self._bins.values():
+        now = int(time.time())
+        for name, step in _WINDOWS.items():
+            bins = self._bins[name]
+            if not bins or bins[-1][0] != now - now % step:
+                bins.append((now - now % step, Counts()))
             bins[-1][1][tier] += 1
         self._latencies[tier].append(seconds)
 
