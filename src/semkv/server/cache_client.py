@@ -106,8 +106,6 @@ class CacheClient:
 
     async def stored(self, canonical: CanonicalRequest) -> Found | None:
         """The stored answer to exactly this request."""
-        if canonical.sampled and not self._sampled:
-            return None
         found = self.responses.peek(canonical.key)
         if found is not None:
             return found

@@ -125,10 +125,7 @@ class ServerSettings(LookupConfig):
 
 def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes:
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
-    given = environment.get("SEMKV_SECRET", "")
-    if given:
-        if len(given) < _KEY_LENGTH:
-            raise ConfigError("SEMKV_SECRET", "(hidden)", f"at least {_KEY_LENGTH} characters")
+    if given := _given("SEMKV_SECRET", environment):
         return given.encode()
     if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
@@ -162,7 +159,11 @@ def _make_secret(file: Path) -> None:
 
 def admin_key(environment: Mapping[str, str]) -> str:
     """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed."""
-    key = environment.get("SEMKV_ADMIN_KEY", "")
-    if key and len(key) < _KEY_LENGTH:
-        raise ConfigError("SEMKV_ADMIN_KEY", "(hidden)", f"at least {_KEY_LENGTH} characters")
-    return key
+    return _given("SEMKV_ADMIN_KEY", environment)
+
+
+def _given(name: str, environment: Mapping[str, str]) -> str:
+    found = environment.get(name, "")
+    if found and len(found) < _KEY_LENGTH:
+        raise ConfigError(name, "(hidden)", f"at least {_KEY_LENGTH} characters")
+    return found
