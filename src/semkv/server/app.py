@@ -272,9 +272,7 @@ def gateway_of(
         semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
-    cache = CacheClient(
-        responses, semantic, metrics, store_s=settings.store_timeout, sampled=settings.sampled, tag_rules=rules
-    )
+    cache = CacheClient(responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules)
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway

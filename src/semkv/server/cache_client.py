@@ -83,11 +83,10 @@ class CacheClient:
         metrics: Metrics,
         *,
         store_s: float,
-        sampled: bool = False,
         tag_rules: Sequence[TagRule] = (),
     ) -> None:
         self.responses, self.semantic, self._metrics = responses, semantic, metrics
-        self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
+        self._store_s, self._tag_rules = store_s, tag_rules
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
         self._records = Pool("semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE)  # no lookup waits behind a record
@@ -138,8 +137,6 @@ class CacheClient:
 
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
-        if canonical.sampled and not self._sampled:
-            return Lookup(canonical)
         start = time.perf_counter()
         found = await self.stored(canonical)
         if found is not None and found.age_s <= time.perf_counter() - start:

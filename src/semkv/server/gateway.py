@@ -153,7 +153,7 @@ class Gateway:
             self.settings.overlap and request.shared and len(request.call.body) <= _LARGE and self.cache.rarely_finds
         )
         try:
-            if request.controls.read:
+            if request.controls.read and request.blocked != "sampled":
                 earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
