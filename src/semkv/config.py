@@ -35,10 +35,12 @@ _S = TypeVar("_S")
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Which values of a setting's type are allowed, as an annotation; None always is. Of a tuple: which items."""
+    """Which values of a setting's type are allowed, as an annotation; None always is. ``each``: the test is for each
+    item of a tuple."""
 
     text: str
     test: Callable[[Any], object]
+    each: bool = False
 
 
 POSITIVE = Allowed("a positive number", lambda n: n > 0)
@@ -124,7 +126,7 @@ def check(settings: Any, *, flags: bool = True) -> None:
         key = option if flags else name
         value = typed(key, getattr(settings, name), kind)
         for limit in limits:
-            for item in value if isinstance(value, tuple) else (value,):
+            for item in value if limit.each else (value,):
                 if item is not None and not limit.test(item):
                     raise ConfigError(key, item, limit.text)
         object.__setattr__(settings, name, value)

@@ -47,12 +47,13 @@ def _is_url(text: str) -> bool:
 
 
 URL = Allowed("a URL without /v1, such as http://127.0.0.1:8000", _is_url)
-NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network)
+NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
     re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII).fullmatch,
+    each=True,
 )
-NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch)
+NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch, True)
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
