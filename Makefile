@@ -1,8 +1,9 @@
-# make demo    answer a few hundred picture questions three times: vLLM alone, an empty cache, a filled one
-# make test    run the tests
-# make check   lint and type-check
-# make bench   compare answers from stored KV and encoder outputs with computed ones, 500 pictures
-# make ablation   32 runs of the demo's model: what each tier is worth, at which threshold
+# make demo      answer a few hundred picture questions three times: vLLM alone, an empty cache, a filled one
+# make install   install into .venv, next to vLLM for this machine
+# make test      run the tests
+# make check     lint and type-check
+# make bench     compare answers from stored KV and encoder outputs with computed ones, 500 pictures
+# make ablation  32 runs of the demo's model: what each tier is worth, at which threshold
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench ablation clean
 

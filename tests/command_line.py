@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from semkv.cli import main
@@ -40,6 +43,18 @@ def invoke(arguments: Sequence[str], *, columns: int = 200) -> Result:
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def write_questions(path: Path, *questions: str) -> Path:
+    """A data set for ``semkv run``."""
+    rows = ({"id": f"{i}", "question": question, "answer": "x"} for i, question in enumerate(questions))
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The values of a file with JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def heeds_ctrl_c() -> None:

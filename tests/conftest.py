@@ -21,12 +21,10 @@ import vllm_forks
 for _name, _value in vllm_forks.ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-# On a busy machine an example or an answer may take any time. A run draws what every other run draws;
-# HYPOTHESIS_PROFILE=random looks further.
-slow = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("random", **slow)
-hypothesis.settings.register_profile("same", derandomize=True, **slow)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+# An example or an answer may take any time, and a run draws what every other run draws; HYPOTHESIS_PROFILE=random looks
+# further.
+hypothesis.settings.register_profile("random", hypothesis.settings.get_profile("ci"), derandomize=False)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 _patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 # A request without a client of its own makes one, and with it a TLS context: 20 ms of processor time, each.

@@ -30,13 +30,6 @@ def call(*words: str, exit_code: int = 0) -> str:
     return result.stdout
 
 
-def call_both(*words: str) -> str:
-    """What a command prints, to people too."""
-    result = invoke(list(words))
-    assert result.exit_code == 0
-    return result.output
-
-
 def purge(cache_dir: Path, *selection: str) -> None:
     """As an operator does it, in a process of its own."""
     command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(cache_dir), *selection]

@@ -89,6 +89,8 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
     assert first == Sample("7", "q?", "4", (image,), "s", "c")
     assert second == Sample("00000003", "alone")
     assert load_samples(str(path), options(tmp_path)) == [first, second]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes UTF-8
+    assert load_samples(str(path), options(tmp_path)) == [first, second]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +194,6 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
     (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
     with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
-        load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
-    row = json.dumps(QUESTIONS["05515940"])
-    (gqa_root / "val_all_questions.json").write_text(f'{{"17": {row}, "17": {row}}}', encoding="utf-8")
-    with pytest.raises(DatasetError, match=r"val_all_questions\.json: the name '17' stands there twice"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 

@@ -35,12 +35,12 @@ def minilm() -> SentenceEncoder:
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make("llava", tmp_path_factory.mktemp("llava"))
+def llava(checkpoint: tiny_models.Checkpoint) -> Path:
+    return checkpoint("llava")
 
 
-def png(seed: int, size: int = 64) -> bytes:
-    return saved(Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)))
+def png(seed: int) -> bytes:
+    return saved(tiny_models.picture(seed))
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

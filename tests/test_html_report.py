@@ -146,7 +146,7 @@ def test_a_page_is_the_same_each_time_trusts_nothing_and_never_replaces_its_log(
     page, again, markdown = ((tmp_path / name).read_text() for name in ("one.html", "two.html", "one.md"))
     assert page == again
     assert "fails &lt;/script&gt;&lt;script&gt;alert(&#34;x&#34;)" in page
-    assert page.count("<script") == page.count("</script") == 1
+    assert "<script" not in page
     assert not re.findall(r"""(?:src|href|srcset)=["'](?!data:|#)""", page)
     assert "single answers cannot be shown" in page
     assert "fails &lt;/script>&lt;script>alert" in markdown
@@ -205,15 +205,3 @@ def test_the_page_in_a_browser(visit: Callable[[int, Any], Page], width: int, sc
     assert len(set(inks)) == 1, "figures have the color of the text, in either scheme"
     assert int(re.findall(r"\d+", inks[0])[0]) < 60 if scheme == "light" else int(re.findall(r"\d+", inks[0])[0]) > 200
     assert "answered as if asked" in (shown.locator("table").all_text_contents())[-2]
-
-
-def test_the_table_sorts(visit: Callable[[int, Any], Page]) -> None:
-    table = visit(1280, "light").locator("table").nth(1)
-    heads = table.locator("th")
-    rate = [name.strip() for name in heads.all_text_contents()].index("hit rate")
-    for descending in (True, False):
-        heads.nth(rate).get_by_role("button").click()
-        *values, last = table.locator(f"tbody td:nth-child({rate + 1})").all_text_contents()
-        assert last == "-"  # the failed one has no figure: last, whichever way
-        numbers = [float(v.split()[0].rstrip("%")) for v in values]
-        assert numbers == sorted(numbers, reverse=descending)

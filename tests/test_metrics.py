@@ -39,10 +39,10 @@ def test_percentiles() -> None:
     assert metrics.times([0.1, None, 0.2, 0.3]) == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29))
 
 
-def figure(path: str, *records: SampleRecord, cold: list[Cold] | None = None) -> metrics.Estimate:
+def figure(path: str, *records: SampleRecord) -> metrics.Estimate:
     """One of `COLUMNS`."""
     column = next(column for column in metrics.COLUMNS if column.path == path)
-    return column.compute(metrics.Run(records, cold or []))
+    return column.compute(metrics.Run(records))
 
 
 def width(estimate: metrics.Estimate) -> float:
@@ -204,7 +204,7 @@ def test_gqas_measures_by_hand() -> None:
     assert metrics.summarise([record()])["gqa"]["distribution"] is None
 
 
-# --- savings, noise, files
+# --- savings, files
 
 
 def test_savings_may_be_losses() -> None:
@@ -214,25 +214,13 @@ def test_savings_may_be_losses() -> None:
     ]
     assert figure("saved.tokens", *records) == metrics.Estimate(3, 2.0, 2.0, 2.0)
     assert figure("saved.latency_s", *records).value == pytest.approx(0.010)
-    assert figure("saved.latency_p50_s", *records).value == pytest.approx(-0.010)
     assert figure("saved.ttft_s", *records).n == figure("saved.tokens", record()).n == 0
     row = metrics.summarise(records)["tiers"][-1]
     assert (row["tier"], row["saved"]["latency_p50_s"]["value"]) == ("all", pytest.approx(-0.010))
 
 
-def test_the_noise_floor_compares_text_and_tokens() -> None:
-    def cold(again: str | None, ids: tuple[int, ...] | None) -> Cold:
-        return Cold("a", "red", None, 0.1, 0.1, 10, 0, (1,), again, ids)
-
-    asked = [cold("Red.", (1,)), cold("red", (2,)), cold("blue", (3,)), cold(None, None)]
-    answers = figure("noise_floor.answers", cold=asked)
-    assert (answers.n, answers.value) == (3, pytest.approx(1 / 3))
-    assert figure("noise_floor.tokens", cold=asked).value == pytest.approx(2 / 3)
-    assert figure("noise_floor.answers", cold=[cold(None, None)]).n == 0
-
-
 def test_a_record_comes_back_from_its_line(tmp_path: Path) -> None:
-    cold = Cold("a", "red", None, 0.1, None, 10, 0, (1, 2), "red", (1, 3))
+    cold = Cold("a", "red", None, 0.1, None, 10, 0, (1, 2))
     first = hit(0.9, True, cold=cold, statuses={"exact_text": Status.MISS}, token_ids=(1, 2), entailed=("x",))
     line = first.to_json()
 

@@ -14,7 +14,7 @@ import pytest
 
 import tiny_models
 from cache_helpers import Bench, line
-from command_line import Result, invoke
+from command_line import Result, invoke, read_lines, write_questions
 from gateway_helpers import Pair, said
 from semkv import (
     CacheConfig,
@@ -50,13 +50,7 @@ def run(folder: Path, *words: object) -> tuple[Result, list[dict[str, Any]]]:
     out = folder / "samples.jsonl"
     command = ["run", "--preset", "opt-125m", "--cache-dir", folder / "cache", "--samples-out", out, *words]
     result = invoke([str(word) for word in command], columns=500)
-    return result, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
-def prompts(folder: Path, *questions: str) -> Path:
-    data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"question": q}) + "\n" for q in questions), encoding="utf-8")
-    return data
+    return result, read_lines(out) if out.exists() else []
 
 
 def request(question: str, tenant: str = "", *media: MediaSegment) -> Request:
@@ -85,7 +79,7 @@ def test_transformers_as_an_engine(tmp_path: Path, checkpoint: tiny_models.Check
     model, engine = checkpoint("llama"), "transformers_engine:TransformersEngine"
     beginning = "The tree stands left of the car, and the dog lies right of it. "
     questions = [beginning + end for end in ("What color is the car?", "What color is the dog?", "Is there a tree?")]
-    data = prompts(tmp_path, *questions, questions[0])
+    data = write_questions(tmp_path / "q.jsonl", *questions, questions[0])
     more = ["--disable-semantic-cache", "--max-tokens", 6, "--model", model]
     result, rows = run(tmp_path, "--engine", engine, "--dataset", data, *more)
     assert result.exit_code == 0, result.output
@@ -113,7 +107,7 @@ class Moody(ScriptedEngine):
 
 
 def test_an_engine_that_raises_anything_fails_that_sample(tmp_path: Path) -> None:
-    data = prompts(tmp_path, "Is it a cat?", "Is it a dog?", "Is it a bird?")
+    data = write_questions(tmp_path / "q.jsonl", "Is it a cat?", "Is it a dog?", "Is it a bird?")
     result, rows = run(tmp_path, "--engine", f"{__name__}:Moody", "--dataset", data, "--disable-semantic-cache")
     assert result.exit_code == 0, result.output
     assert "no mood" in result.output
@@ -395,7 +389,7 @@ def leaving(*_: Any) -> None:
     ],
 )
 def test_a_wrong_part_is_named_with_key_and_value(tmp_path: Path, flag: str, path: str, said: str) -> None:
-    usual: dict[str, Any] = {"--dataset": prompts(tmp_path, "What?"), "--engine": "scripted"}
+    usual: dict[str, Any] = {"--dataset": write_questions(tmp_path / "q.jsonl", "What?"), "--engine": "scripted"}
     usual |= {"--embedding-layer": "prompt:384", "--embedding-hook": "prompt", flag: path}
     result, _ = run(tmp_path, *(word for pair in usual.items() for word in pair))
     assert result.exit_code == 2

@@ -16,7 +16,7 @@ from semkv.cli import run
 from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
 from semkv.guards import no_veto
-from semkv_lab.caches import Played, SemKV, ask_pair, pair_area, play
+from semkv_lab.caches import Played, SemKV, ask_pair, play
 from semkv_lab.labels import Asked, Pair, clusters, fit, zipf
 from semkv_lab.samples import read_rows
 from semkv_lab.semantic import static_thresholds
@@ -64,7 +64,9 @@ def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
     plain = PolicyConfig(similarity_threshold=0.9, guards=False)
     played, cache = cached(plain, stream)
     assert (played.hits, cache.approximate, played.wrong, cache.wrong_approximate) == (3, 2, 1, 1)
-    assert (played.checks, played.worst) == (0, None), "so short a stream says nothing"
+    assert (played.checks, played.within(0.25), played.within(0.2)) == (0, True, False), (
+        "one of the first four is wrong"
+    )
     played, cache = cached(plain, [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")])
     assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), "a wrong exact hit is none of these"
     assert cached(PolicyConfig(similarity_threshold=0.97, guards=False), stream)[0].hits == 1
@@ -112,9 +114,7 @@ def test_pairs_by_hand() -> None:
     pairs = [Pair("x", "x~0.99", True), Pair("y", "y~0.95", False), Pair("z", "z~0.8", True), Pair("u", "v", False)]
     with contextlib.closing(SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))) as cache:
         assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [True, True, False, False]
-        trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-    area = pair_area(trust, [pair.same for pair in pairs])
-    assert area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
+        assert [round(cache.confidence(pair.a, pair.b), 2) for pair in pairs[:3]] == [0.99, 0.95, 0.8]
 
 
 def test_a_fixed_cosine_and_the_cache_count_alike() -> None:
@@ -129,7 +129,7 @@ def test_the_bound_holds_on_a_drawn_stream_at_more_hits_than_exact_ones() -> Non
     stream = zipf(written_pairs(500), 1, 3000)
     policy = PolicyConfig(policy="bounded", max_error_rate=0.005, guards=False)
     with contextlib.closing(SemKV(ENCODER, policy, seed=0)) as cache:
-        assert play(cache, stream).wrong <= 0.005 * len(stream)
+        assert play(cache, stream).within(0.005)
         assert cache.approximate > 20
 
 
@@ -150,23 +150,22 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
             same = {"a": f"how do I learn the {topic}", "b": f"how can I learn {topic}?", "same": 1}
             other = {"a": f"how do I tune the {topic}", "b": f"how do I tune the {topics[n - 1]}", "same": 0}
             file.write(f"{json.dumps(same)}\n{json.dumps(other)}\n")
-    made = semkv("calibrate", "pairs.jsonl", "--out", "c.json", "--plot", "c.png")
+    made = semkv("calibrate", "pairs.jsonl", "--out", "c.json")
     assert json.loads(made)["pairs"] == 36
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with (tmp_path / "stream.jsonl").open("w") as file:
         for topic in topics * 3:
             file.write(json.dumps({"text": f"how do I learn the {topic}", "cluster": topic}) + "\n")
             file.write(json.dumps({"text": f"how can I learn {topic}?", "cluster": topic}) + "\n")
     for policy in ("calibrated", "bounded"):
         extra = ["--calibration", "c.json"]
-        done = semkv("eval-stream", "stream.jsonl", "--policy", policy, *extra, "--plot", f"{policy}.png")
+        done = semkv("eval-stream", "stream.jsonl", "--policy", policy, *extra)
         assert json.loads(done)["requests"] == 72
     semkv("eval-pairs", "pairs.jsonl", "--out", "p.json")
-    assert 0.0 <= json.loads((tmp_path / "p.json").read_text())["p_chr_auc"] <= 1.0
+    assert json.loads((tmp_path / "p.json").read_text())["precision"]["of"] > 0
     with pytest.raises(DatasetError, match=r"none\.jsonl"):
         semkv("eval-pairs", "none.jsonl")
     with pytest.raises(ConfigError, match=r"--policy: 'lax'.*calibrated"):
         semkv("eval-pairs", "pairs.jsonl", "--policy", "lax")
-    for flag, place in (("--plot", "p.doc"), ("--plot", "c.json/p.png"), ("--out", "c.json/p.json"), ("--out", ".")):
-        with pytest.raises(ConfigError, match=flag):
-            semkv("eval-stream", "stream.jsonl", flag, place)
+    for place in ("c.json/p.json", ".", "stream.jsonl"):
+        with pytest.raises(ConfigError, match="--out"):
+            semkv("eval-stream", "stream.jsonl", "--out", place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from semkv.encoders.text import SentenceEncoder
 from semkv.guards import veto
 from semkv_lab import caches, semantic
 from semkv_lab.caches import play
-from semkv_lab.labels import Asked
+from semkv_lab.labels import KINDS, Asked, Pair
 from semkv_lab.semantic import CONVERSATIONS
 from semkv_lab.settings import SemanticFlags
 
@@ -56,9 +57,9 @@ def test_every_cache_on_every_part(tmp_path: Path) -> None:
         same, different = row["same that hit"], row["different that hit"]
         assert row["precision"]["count"] == same["count"]
         assert row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
-        assert 0 <= row["p_chr_auc"] <= 1
         assert row["different where 80% hit"]["of"] == different["of"]
-    assert pairs["semkv fixed 0.92"]["p_chr_auc"] > pairs["cosine 0.92"]["p_chr_auc"], "guards rank traps last"
+    ours, plain = (pairs[name]["different where 80% hit"]["count"] for name in ("semkv fixed 0.92", "cosine 0.92"))
+    assert ours < plain, "guards rank traps last"
     assert pairs["cosine 0.92"]["different that hit"]["share"] > 0.3
     assert (
         pairs["semkv fixed 0.92"]["different that hit"]["share"] < pairs["cosine 0.92"]["different that hit"]["share"]
@@ -101,6 +102,13 @@ def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
         assert _without_times(again[part]) == _without_times(found[part]), "seeds decide all but times"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("requests", [1, 7, 101])
+def test_a_stream_has_as_many_requests_as_asked_for(kind: str, requests: int) -> None:
+    pairs = [Pair(f"a {n}", f"b {n}", same) for n in range(200) for same in (True, False)]
+    assert len(KINDS[kind](pairs, 0, requests)) == requests
+
+
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_times(one) for key, one in value.items() if key != "lookup"}
@@ -133,6 +141,15 @@ def test_a_peer_that_fails_at_its_first_request_is_named_and_the_others_go_on(
     assert bench.absent == ["gptcache: not measured: its database is too new"]
 
 
+def test_redisvl_keeps_groups_apart_whatever_their_names() -> None:
+    pytest.importorskip("redisvl", reason="needs RedisVL: pip install redisvl")
+    if "REDIS_URL" not in os.environ:
+        pytest.skip("REDIS_URL names no Redis server with the search module")
+    stream = [Asked("one", group, group) for group in ("a, b", "a", "A", "a, b")]
+    played = play(caches.RedisVL(SentenceEncoder(), 0.9), stream)
+    assert (played.hits, played.wrong) == (1, 0)
+
+
 def test_vcaches_rule_uses_a_text_only_after_it_was_right_often_enough() -> None:
     encoder = SentenceEncoder()
     right = [Asked("How do I learn the piano?", "1"), Asked("How can I learn the piano?", "1")] * 40
@@ -147,10 +164,9 @@ def test_krites_lets_a_judged_text_have_the_curated_answer() -> None:
     cache._CURATED = 1
     near, other = "How can I learn to play the piano?", "How long does it take to learn the piano?"
     play(cache, [Asked("How do I learn the piano?", "1"), Asked(near, "1"), Asked(other, "2")])
-    assert cache.figures() == {"served with a curated answer": 0, "judged": 2}
+    assert len(cache._judged) == 2
     played = play(cache, [Asked(near, "1"), Asked(other, "2"), Asked(near, "1")])
     assert (played.hits, played.wrong) == (3, 0)
-    assert cache.figures() == {"served with a curated answer": 2, "judged": 2}
 
 
 @pytest.mark.parametrize(

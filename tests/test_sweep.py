@@ -149,14 +149,6 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
         semkv_lab.load(folder / "gone.csv")
 
 
-def test_a_dry_run_writes_nothing(folder: Path) -> None:
-    spec(folder, [{"name": "one", "max-samples": 7, "notes": "a remark"}, {"name": "two"}])
-    done = sweep(folder, "--dry-run")
-    assert done.exit_code == 0, done.stderr
-    assert all(word in done.stdout for word in ("one", "two", "a remark", "max-samples=7"))
-    assert sorted(p.name for p in folder.iterdir()) == ["data.jsonl", "spec.json"]
-
-
 def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> None:
     names = [f"e{i}" for i in range(5)]
     spec(folder, [{"name": name, "max-samples": 300} for name in names])
@@ -237,28 +229,16 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     assert [hits(folder, name) for name in "ab"] == [250, 250]
 
 
-def test_only_what_was_chosen_is_tried_again(folder: Path) -> None:
+def test_only_what_was_chosen_and_failed_is_tried_again(folder: Path) -> None:
     gone = {"dataset": str(folder / "gone.jsonl")}
     chosen = [{"name": "fine", "max-samples": 5}, {"name": "f1", **gone}, {"name": "f2", **gone}]
     spec(folder, chosen)
     assert sweep(folder).exit_code == 1
     before = (folder / "log.jsonl").read_bytes()
-    assert "given with --resume only" in sweep(folder, "--retry-failed").stderr
-    sweep(folder, "--resume", "--retry-failed", "--only", "fine")
+    sweep(folder, "--resume", "--only", "fine")
     assert (folder / "log.jsonl").read_bytes() == before
-    spec(folder, [{"name": "fine", "max-samples": 6}, *chosen[1:]])
-    assert "experiment fine" in sweep(folder, "--resume", "--retry-failed").stderr
+    spec(folder, [{"name": "f1", "max-samples": 5}, {"name": "fine", "max-samples": 6}])
+    assert "experiment fine" in sweep(folder, "--resume").stderr
     assert (folder / "log.jsonl").read_bytes() == before, "nothing ran, and nothing is forgotten"
-    spec(folder, [chosen[0], {"name": "f1", "max-samples": 5}, chosen[2]])
-    assert sweep(folder, "--resume", "--retry-failed", "--only", "f1").exit_code == 1  # f2 is still there
+    assert sweep(folder, "--resume", "--only", "f1").exit_code == 1  # f2 is still there
     assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
-
-
-def test_ray_logs_the_same_rows(folder: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: pip install 'semkv[ray]'")
-    spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "dataset": str(folder / "gone.jsonl")}])
-    done = apart(folder, "--executor", "ray")
-    assert done.exit_code == 1, done.stderr
-    assert {row["name"]: row["status"] for row in rows(folder)} == {"a": "ok", "b": "failed"}
-    assert "gone.jsonl" in next(row["error"] for row in rows(folder) if row["name"] == "b")
-    assert len((folder / "samples" / "a.jsonl").read_text(encoding="utf-8").splitlines()) == 5

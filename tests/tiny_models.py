@@ -66,18 +66,6 @@ def llava(directory: Path) -> Path:
     return directory
 
 
-def opt(directory: Path) -> Path:
-    """OPT: text only, learned absolute positions."""
-    import transformers
-
-    tokenizer(directory, [])
-    config = transformers.OPTConfig(
-        vocab_size=512, hidden_size=128, num_hidden_layers=3, ffn_dim=256, num_attention_heads=2,
-        max_position_embeddings=1024, word_embed_proj_dim=128, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    return _save(transformers.OPTForCausalLM, config, directory)
-
-
 _QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
     "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
@@ -156,6 +144,7 @@ _MAMBA = {
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", {**_WIDTHS, "ffn_dim": 256, "num_hidden_layers": 3, "word_embed_proj_dim": 128}),
     "llama": ("llama", _LLAMA),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64}),
     "gemma3": (
@@ -225,7 +214,6 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "llava": llava,
     "qwen3-vl": qwen3_vl,
     "internvl": internvl,
-    "opt": opt,
     **{family: partial(text, family) for family in TEXT},
 }
 """A checkpoint by family; each takes an empty directory and returns it filled."""

@@ -9,6 +9,7 @@ import atexit
 import logging
 import math
 import os
+import resource
 import shutil
 import tempfile
 import time
@@ -71,10 +72,6 @@ class Cache:
     def vector(self, text: str) -> Any:
         """Unit vector, float32 [dim]."""
         return self.encoder.encode([text])[0]
-
-    def figures(self) -> dict[str, int]:
-        """What else it has counted."""
-        return {}
 
     def close(self) -> None:
         """Delete its files."""
@@ -193,10 +190,7 @@ class Krites(Cosine):
         self.settings |= {"requests of the log": self._CURATED, "judged from": self._LEAST, "judge": "never errs"}
         self._asked: Counter[str] = Counter()
         self._curated: Counter[str] = Counter()  # by group, the first so many of its texts
-        self._promoted: set[tuple[str, int]] = set()
         self._judged: set[tuple[str, str]] = set()
-        self._approved = False
-        self._served = 0
 
     def lookup(self, asked: Asked) -> str | None:
         group, answers, vector = asked.group, self._answers[asked.group], self.vector(asked.text)
@@ -207,26 +201,16 @@ class Krites(Cosine):
         score = float(curated[first]) if len(curated) else 0.0
         place = first if score >= self._threshold else int(scores.argmax()) if len(scores) else -1
         hit = place >= 0 and bool(scores[place] >= self._threshold)
-        self._served += hit and (place < self._curated[group] or (group, place) in self._promoted)
-        self._approved = False
         if self._LEAST <= score < self._threshold and (group, asked.text) not in self._judged:
             self._judged.add((group, asked.text))
-            self._approved = answers[first] == asked.answer
-            if hit and self._approved:
-                self.store(asked)
+            if hit and answers[first] == asked.answer:
+                self.store(asked)  # the curated answer, which is the request's own
         return answers[place] if hit else None
 
     def store(self, asked: Asked) -> None:
-        """With the curated answer where the judge has approved it, which is then the request's own."""
         super().store(asked)
-        count = len(self._answers[asked.group])
         if self._asked[asked.group] <= self._CURATED:
-            self._curated[asked.group] = count
-        elif self._approved:
-            self._promoted.add((asked.group, count - 1))
-
-    def figures(self) -> dict[str, int]:
-        return {"served with a curated answer": self._served, "judged": len(self._judged)}
+            self._curated[asked.group] = len(self._answers[asked.group])
 
 
 # -- peers ------------------------------------------------------------
@@ -250,6 +234,8 @@ class GPTCache(Cache):
             raise ModuleNotFoundError(f"GPTCache wants {package}", name=package)
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every group's database stays open
         self.name = f"gptcache {threshold:g}"
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())
@@ -288,7 +274,10 @@ class GPTCache(Cache):
 
 
 class RedisVL(Cache):
-    """RedisVL's SemanticCache on the server that REDIS_URL names; groups are values of a tag."""
+    """RedisVL's SemanticCache on the server that REDIS_URL names; groups are values of a tag.
+
+    The value is a number: a comma in it would make two values, and case would not count.
+    """
 
     def __init__(self, encoder: TextEncoder, threshold: float) -> None:
         super().__init__(encoder)
@@ -308,17 +297,21 @@ class RedisVL(Cache):
             overwrite=True,
         )
         self._peer.clear()
+        self._groups: dict[str, str] = {}
+
+    def _section(self, group: str) -> str:
+        return self._groups.setdefault(group, f"g{len(self._groups)}")
 
     def lookup(self, asked: Asked) -> str | None:
         from redisvl.query.filter import Tag
 
         vector = self.vector(asked.text).tolist()
-        found = self._peer.check(vector=vector, filter_expression=Tag("section") == f"g{asked.group}")
+        found = self._peer.check(vector=vector, filter_expression=Tag("section") == self._section(asked.group))
         return str(found[0]["response"]) if found else None
 
     def store(self, asked: Asked) -> None:
         vector = self.vector(asked.text).tolist()
-        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": f"g{asked.group}"})
+        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": self._section(asked.group)})
 
     def close(self) -> None:
         self._peer.delete()
@@ -442,8 +435,6 @@ def makers(name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[f
 
 # -- playing ------------------------------------------------------------
 
-SETTLED = 500  # requests before which a rate says little
-
 
 @dataclass
 class Played:
@@ -458,17 +449,13 @@ class Played:
     seconds: list[float] = field(default_factory=list)
     outcomes: list[tuple[str, bool, bool]] = field(default_factory=list)
 
-    @property
-    def worst(self) -> float | None:
-        """The highest share of wrong answers at any time after the first `SETTLED` requests; None for fewer."""
-        if len(self.outcomes) < SETTLED:
-            return None
+    def within(self, rate: float) -> bool:
+        """Whether wrong answers were at most this share of the requests so far, at every moment."""
         wrong = np.cumsum([bad for *_, bad in self.outcomes])
-        return round(float((wrong / np.arange(1, len(wrong) + 1))[SETTLED - 1 :].max()), 6)
+        return bool((wrong <= rate * np.arange(1, len(wrong) + 1)).all())
 
-    def to_json(self) -> dict[str, Any]:
-        counts = {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
-        return counts | {"worst_at_any_time": self.worst}
+    def to_json(self) -> dict[str, int]:
+        return {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:
@@ -498,12 +485,3 @@ def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str
     """Whether b hits where only a is stored. A cache that learns keeps learning."""
     play(cache, [Asked(pair.a, pair.a, group, history)])
     return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
-
-
-def pair_area(trust: Sequence[float], same: Sequence[bool]) -> float:
-    """The area under precision by hit ratio (P-CHR AUC), where pairs hit in the order of ``trust``; those of equal
-    trust count alike."""
-    _, level = np.unique(-np.asarray(trust), return_inverse=True)
-    share = np.bincount(level, weights=same) / np.bincount(level)
-    right = np.cumsum(share[np.sort(level)])
-    return float(np.mean(right / np.arange(1, len(right) + 1)))

@@ -9,7 +9,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import PolicyConfig, command_line
 from semkv.errors import ConfigError
-from semkv_lab.settings import FLAT, SWITCH, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
+from semkv_lab.settings import FLAT, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -84,28 +84,23 @@ sweep = command_line(
     help_epilogue=_examples("""
   semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --resume
       every experiment of the file, each in a process of its own, a row each; go on where it was stopped
-  RAY_ADDRESS=auto semkv sweep --specs specs/ablation.json --log-file b.csv --samples-dir b --executor ray
-      spread over the GPUs of a Ray cluster
+  CUDA_VISIBLE_DEVICES=1 semkv sweep --specs my.toml --log-file runs/b/sweep.csv --samples-dir runs/b --only large
+      some of them on another GPU, with a log of their own; semkv report takes several
 """)
 )
 
 
 @sweep.default
-def _sweep(*, flags: Annotated[SweepFlags, FLAT], dry_run: Annotated[bool, SWITCH] = False) -> None:
+def _sweep(*, flags: Annotated[SweepFlags, FLAT]) -> None:
     """Run many experiments, and log a row for each.
 
     Each has a process of its own. A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a
     log that --resume goes on with.
-
-    Args:
-        dry_run: Check everything and show what would run.
     """
     from semkv_lab.console import make_console
-    from semkv_lab.sweep import run_sweep, show
+    from semkv_lab.sweep import run_sweep
 
-    if dry_run:
-        show(flags, make_console())
-    elif run_sweep(flags, make_console()):
+    if run_sweep(flags, make_console()):
         sys.exit(EXIT_FAILED)
 
 
@@ -140,7 +135,7 @@ def _report(
 
 calibrate = command_line(
     help_epilogue=_examples("""
-  semkv calibrate pairs.jsonl --out c.json --plot c.png
+  semkv calibrate pairs.jsonl --out c.json
       from rows such as {"a": "Where is Rome?", "b": "In which country is Rome?", "same": 1}
 """)
 )
@@ -154,7 +149,6 @@ def _calibrate(
     out: Path,
     precision: float = 0.95,
     index_encoder: str = PolicyConfig.index_encoder,
-    plot: Path | None = None,
 ) -> None:
     """Fit the chance of a wrong answer from labeled pairs, by cosine and wording, where no guard objects.
 
@@ -163,12 +157,11 @@ def _calibrate(
         out: The calibration, for --calibration.
         precision: Least chance of a right answer for a match.
         index_encoder: Sentence encoder: id or directory.
-        plot: Draw a figure (.png, .svg, .pdf).
     """
-    _check_outputs(out, plot, PAIRS=pairs)
+    _check_output(out, PAIRS=pairs)
     from semkv_lab.semantic import calibrate
 
-    _write(calibrate(pairs, out, index_encoder, precision, plot), None)
+    _write(calibrate(pairs, out, index_encoder, precision), None)
 
 
 eval_pairs = command_line(
@@ -194,7 +187,7 @@ def _eval_pairs(
         out: Write the JSON here instead of printing it.
     """
     flags = flags or PolicyConfig()
-    _check_outputs(out, None, PAIRS=pairs, calibration=flags.calibration)
+    _check_output(out, PAIRS=pairs, calibration=flags.calibration)
     from semkv_lab.semantic import eval_pairs
 
     _write(eval_pairs(pairs, flags), out)
@@ -202,7 +195,7 @@ def _eval_pairs(
 
 eval_stream = command_line(
     help_epilogue=_examples("""
-  semkv eval-stream requests.jsonl --policy bounded --max-error-rate 0.005 --plot s.png
+  semkv eval-stream requests.jsonl --policy bounded --max-error-rate 0.005
       rows such as {"text": "Where is Rome?", "cluster": "rome"}: texts of one cluster have one answer
 """)
 )
@@ -215,7 +208,6 @@ def _eval_stream(
     *,
     flags: Annotated[PolicyConfig | None, FLAT] = None,
     out: Path | None = None,
-    plot: Path | None = None,
 ) -> None:
     """Hits and wrong answers of a policy along a stream.
 
@@ -224,13 +216,12 @@ def _eval_stream(
     Args:
         requests: JSONL of text and cluster in the order of requests, group where there is one.
         out: Write the JSON here instead of printing it.
-        plot: Draw a figure (.png, .svg, .pdf).
     """
     flags = flags or PolicyConfig()
-    _check_outputs(out, plot, REQUESTS=requests, calibration=flags.calibration)
+    _check_output(out, REQUESTS=requests, calibration=flags.calibration)
     from semkv_lab.semantic import eval_stream
 
-    _write(eval_stream(requests, flags, plot), out)
+    _write(eval_stream(requests, flags), out)
 
 
 bench = command_line(name="bench", help="Benchmarks that anyone can rerun.")
@@ -264,7 +255,7 @@ def _bench_connector(
     """
     from semkv_lab import conformance
 
-    _check_outputs(out, None)
+    _check_output(out)
     try:
         settings = None if extra is None else dict(json.loads(extra))
     except (TypeError, ValueError):
@@ -295,7 +286,7 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
     with the command that installs it. Intervals are 95%.
     """
     flags = flags or SemanticFlags()
-    _check_outputs(flags.out, None, pairs=flags.pairs, stream=flags.stream)
+    _check_output(flags.out, pairs=flags.pairs, stream=flags.stream)
     from semkv_lab import semantic
     from semkv_lab.console import make_console
 
@@ -310,13 +301,10 @@ def _write(found: dict[str, Any], out: Path | None) -> None:
         out.write_text(text + "\n", encoding="utf-8")
 
 
-def _check_outputs(out: Path | None, plot: Path | None, **inputs: Path | None) -> None:
+def _check_output(out: Path | None, **inputs: Path | None) -> None:
     """Fail before the work, not after it."""
     from semkv_lab.console import keep_apart, try_to_write
 
-    if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError("--plot", str(plot), "a .png, .svg or .pdf file")
-    keep_apart({"--out": out, "--plot": plot}, inputs)
-    for key, path in (("--out", out), ("--plot", plot)):
-        if path is not None:
-            try_to_write(key, path)
+    keep_apart({"--out": out}, inputs)
+    if out is not None:
+        try_to_write("--out", out)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from semkv_lab.settings import RunSettings
 
 SAMPLES_OUT, SUMMARY_OUT = "--samples-out", "--summary-out"
-SETTINGS = ".settings.json"  # added to the name of a file of samples
 
 
 def make_console() -> Console:
@@ -52,9 +51,9 @@ def progress_bar(console: Console, **options: Any) -> Progress:
 class Listener:
     """Shows a run on a console, and writes records to ``--samples-out`` as they come.
 
-    The file has one JSON object a line; the settings go beside it, to ``FILE.settings.json``. What an earlier run left
-    there stays until there is a record to put in its place, or the run has come to its end. With ``quiet`` there is no
-    line a sample; a console that is no terminal gets lines without a bar.
+    The file has one JSON object a line. What an earlier run left there stays until there is a record to put in its
+    place, or the run has come to its end. With ``quiet`` there is no line a sample; a console that is no terminal gets
+    lines without a bar.
     """
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
@@ -81,7 +80,6 @@ class Listener:
             return
         with writing(SAMPLES_OUT, path):
             if self._file is None:
-                write_json(path.with_name(path.name + SETTINGS), run_header(self._settings))
                 self._file = path.open("wb")
             self._file.writelines(to_json(record.to_json()) for record in records)
             self._file.flush()

@@ -119,20 +119,12 @@ def _parts(folder: Path) -> list[Path]:
 
 def _objects(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise DatasetError(f"{file}: {getattr(e, 'strerror', None) or e}") from e
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
     return data
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the name {twice!r} stands there twice")
-    return found
 
 
 @dataclass(frozen=True)
@@ -261,10 +253,10 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".minigqa-", dir=folder.parent) as part:
             drawn = minigqa.generate(Path(part) / "data", images, split=split)
-            if not folder.is_dir():
-                drawn.replace(folder)  # whole, or not at all
+            drawn.replace(folder)  # whole, or not at all
     except OSError as e:
-        raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
+        if not folder.is_dir():  # else another process was first
+            raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
     return folder
 
 

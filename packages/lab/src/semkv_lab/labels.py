@@ -166,7 +166,7 @@ def hard_negatives(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
         stream += [
             (number + 20 * random.random(), Asked(text, str(cluster[pair.group, text]))) for text in (pair.a, pair.b)
         ]
-    return [asked for _, asked in sorted(stream, key=lambda row: row[0])]
+    return [asked for _, asked in sorted(stream, key=lambda row: row[0])][:requests]
 
 
 def templates(_: Sequence[Pair], seed: int, requests: int) -> Stream:
@@ -200,8 +200,8 @@ def minigqa(seed: int, requests: int) -> Stream:
 
 def shift(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
     """Questions by Zipf's law at first, MiniGQA's with hard negatives from the middle on."""
-    second = minigqa(seed, requests // 2)
-    return [*zipf(pairs, seed, len(second)), *second]
+    second = minigqa(seed, requests // 2)[: requests // 2]
+    return [*zipf(pairs, seed, requests - len(second)), *second]
 
 
 KINDS: dict[str, Callable[[Sequence[Pair], int, int], Stream]] = {

@@ -250,12 +250,6 @@ class Run:
         every = [(r, c.ttft_s, r.ttft_s) for r, c in self.pairs]
         return [(r, before, now) for r, before, now in every if before is not None and now is not None]
 
-    @cached_property
-    def twice(self) -> list[tuple[Cold, str]]:
-        """Prompts that were asked twice on the baseline engine, the second time under a cache salt of their own, so
-        that vLLM computed all of the prompt again. What differs here says how little a difference elsewhere means."""
-        return [(c, c.again_text) for c in self.cold if c.again_text is not None]
-
 
 class Column(NamedTuple):
     """A figure of a run that has an interval.
@@ -314,13 +308,9 @@ COLUMNS = (
            "hits that are right where vLLM without semkv is wrong; needs --baseline"),
     Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
            "GQA's: of right answers, the share of entailed questions that are right too"),
-    Column("cold: consistency (entailed)", "against_cold.consistency", "%",
-           lambda run: consistency([replace(r, match=c.match) for r, c in run.pairs])),
     Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
     Column("plausibility", "gqa.plausibility", "%", lambda run: _among(run.records, "plausible")),
     Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
-    Column("hits run cold: accuracy", "against_cold.cold_accuracy_on_hits", "%",
-           lambda run: accuracy(c for _, c in run.hit_pairs)),
     Column("hits: same answer as cold", "against_cold.agreement", "%",
            lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
            "hits with the answer that vLLM alone gave"),
@@ -339,14 +329,8 @@ COLUMNS = (
            "prompt tokens over vLLM's prefix cache, mean"),
     Column("saved a request: latency, mean", "saved.latency_s", "ms",
            lambda run: mean(_saved_latency(run.pairs)), "over vLLM's prefix and encoder cache, lookup paid for"),
-    Column("saved a request: latency, median", "saved.latency_p50_s", "ms",
-           lambda run: median(_saved_latency(run.pairs))),
     Column("saved a request: TTFT, mean", "saved.ttft_s", "ms",
            lambda run: mean([(r.image, before - now) for r, before, now in run.timed])),
-    Column("noise floor: answers differ", "noise_floor.answers", "%",
-           lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice])),
-    Column("noise floor: tokens differ", "noise_floor.tokens", "%",
-           lambda run: share([(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice])),
     Column("answer equals the donor's", "donor_agreement", "%",
            lambda run: share([(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits
                               if r.donor_answer is not None])),

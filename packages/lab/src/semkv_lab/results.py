@@ -1,4 +1,4 @@
-"""What the logs of sweeps hold: read, handed to pandas and MLflow, and grouped and ranked for a report."""
+"""What the logs of sweeps hold: read, handed to pandas, and grouped and ranked for a report."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,49 +156,6 @@ def load_table(path: Path) -> "pd.DataFrame":
         return pd.json_normalize([r.to_json() for r in read_rows(path, SampleRecord, cut_off=True)])
     names = ("name", "status", "error", "notes", "seconds", "settings", "environment", "summary")
     return pd.json_normalize([{name: getattr(e, name) for name in names} for e in read_logs([path])])
-
-
-def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
-    """Log a sweep's log to MLflow: a run for each of its experiments, with settings as parameters, figures as metrics.
-
-    Names have dots, as in `semkv_lab.load`. The machine and its versions are tags. A log that is handed in again makes
-    its runs again. Returns how many.
-
-    Args:
-        path: the log.
-        uri: of the MLflow server; by default MLFLOW_TRACKING_URI.
-        experiment: in MLflow; made where it is not there.
-
-    Raises:
-        DatasetError: the file is no log of a sweep, or cannot be read.
-        ImportError: MLflow is not installed: the extra ``mlflow`` of ``packages/lab`` brings it.
-    """
-    from mlflow import MlflowClient
-    from mlflow.entities import Metric, Param, RunTag
-
-    client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(experiment)
-    place = found.experiment_id if found is not None else client.create_experiment(experiment)
-    logs = read_logs([Path(path)])
-    for log in logs:
-        run = client.create_run(place, run_name=log.name)
-        leaves = flatten(log.summary or {})
-        figures = [Metric(name, value, 0, 0) for name, value in leaves if type(value) in (int, float)]
-        params = [Param(name, _text(value)) for name, value in flatten(log.settings)]
-        tags = [RunTag(name, _text(value)) for name, value in flatten({"environment": log.environment})]
-        client.log_batch(run.info.run_id, figures, tags=[*tags, RunTag("notes", log.notes), RunTag("error", log.error)])
-        for start in range(0, len(params), _MLFLOW_BATCH):
-            client.log_batch(run.info.run_id, params=params[start : start + _MLFLOW_BATCH])
-        client.set_terminated(run.info.run_id, "FINISHED" if log.status == "ok" else "FAILED")
-    return len(logs)
-
-
-_MLFLOW_BATCH = 100  # parameters that MLflow takes at once
-_MLFLOW_LONGEST = 5000  # bytes of a tag
-
-
-def _text(value: Any) -> str:
-    return str(value)[:_MLFLOW_LONGEST]
 
 
 # -- ranks ------------------------------------------------------------

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
     from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
-NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
 
@@ -188,26 +187,15 @@ class _Runner:
                     raise
 
     def _answer_cold(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
-        """Answer without semkv. `NOISE_SAMPLES`, evenly spread, are asked a second time under a tenant, and so a cache
-        salt, of their own: vLLM computes all of the prompt again, and what it keeps of that serves nobody else."""
+        """Answer without semkv."""
         request = builder.build(sample)
-        prompt = self._prompt(request.segments)
-        result, again = engine.generate(prompt), None
-        if sample.sample_id in self._twice:
-            again = engine.generate(replace(prompt, tenant=f"{self.settings.tenant} noise floor {sample.sample_id}"))
+        result = engine.generate(self._prompt(request.segments))
         self.cold[sample.sample_id] = Cold(
             image=sample.image_name,
             match=_match(result.text, sample),
-            again_text=again.text if again else None,
-            again_token_ids=again.token_ids if again else None,
             asked=asked(request),
             **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
         )
-
-    @cached_property
-    def _twice(self) -> set[str]:
-        spacing = max(1, len(self.samples) // NOISE_SAMPLES)
-        return {s.sample_id for s in self.samples[::spacing][:NOISE_SAMPLES]}
 
     def _answer(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
         request, cache = builder.build(sample), self._cache

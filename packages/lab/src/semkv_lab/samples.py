@@ -24,6 +24,7 @@ from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationErr
 
 from semkv import keys
 from semkv.config import POSITIVE, check
+from semkv.engines import MediaError
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
 
@@ -178,7 +179,7 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
     """
     try:
         opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8", errors="replace" if cut_off else "strict", newline="\n") as file:
+        with opener(path, "rt", encoding="utf-8-sig", errors="replace" if cut_off else "strict", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -344,7 +345,7 @@ class RequestBuilder:
             try:
                 media_id = keys.media_id(path.read_bytes())
             except OSError as e:
-                raise DatasetError(f"{path}: {e.strerror or e}") from e
+                raise MediaError(f"{path}: {e.strerror or e}") from e
             self._media[path] = MediaSegment(media_id, path, image.name)
         return self._media[path]
 
@@ -385,8 +386,6 @@ class Cold:
 
     Attributes:
         asked: digest of what was asked (`samples.asked`); empty in files of earlier versions.
-        again_text, again_token_ids: the answer to the same prompt asked a second time, computed from nothing; on a few
-            samples only (`run.NOISE_SAMPLES`), None on the others.
     """
 
     image: str
@@ -397,8 +396,6 @@ class Cold:
     prompt_tokens: int
     cached_tokens: int
     token_ids: tuple[int, ...] = ()
-    again_text: str | None = None
-    again_token_ids: tuple[int, ...] | None = None
     asked: str = ""
 
     @property

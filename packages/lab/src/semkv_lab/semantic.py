@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -32,9 +31,9 @@ from semkv.guards import veto
 from semkv.tiers.checking import wilson
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, PolicyName, Request, TextSegment
 from semkv_lab import caches
-from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
+from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, play
 from semkv_lab.console import environment, percent, shown, table, version, write_json
-from semkv_lab.labels import KINDS, SEED, Asked, Fit, Pair, Stream, fit, halves, know, neighbors, zipf
+from semkv_lab.labels import KINDS, SEED, Asked, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
 from semkv_lab.samples import read_jsonl, read_rows
 from semkv_lab.settings import CACHES, SemanticFlags
@@ -52,12 +51,11 @@ Found = tuple[Row, list["Table"]]
 
 # -- one policy on a file ------------------------------------------------------------
 
-_POINTS = 100  # of a curve along a stream
 _REMEMBERED = 1 << 20  # texts whose vectors an encoder keeps
 
 
-def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: Path | None) -> Row:
-    """Fit a calibration from a file of pairs, and write and plot it. Raises `ConfigError` and `DatasetError`."""
+def calibrate(path: Path, out: Path, encoder_name: str, precision: float) -> Row:
+    """Fit a calibration from a file of pairs, and write it. Raises `ConfigError` and `DatasetError`."""
     pairs = read_rows(path, Pair)
     encoder = SentenceEncoder(encoder_name, remembered=_REMEMBERED)
     texts = {text for pair in pairs for text in (pair.a, pair.b)}
@@ -65,11 +63,6 @@ def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: 
     fitted = fit(pairs, encoder, precision=precision)
     curve = fitted.calibration
     curve.save(out)
-    if plot is not None:
-        with figure(plot, "estimated chance of a wrong answer", "share of wrong answers") as axes:
-            axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
-            axes.plot(*zip(*_reliability(fitted), strict=True), "o", color="black")
-            axes.axvline(curve.limit, color="gray", linestyle="--", label=f"limit {curve.limit:.2f}")
     return {
         "pairs": len(pairs),
         "same": sum(pair.same for pair in pairs),
@@ -83,12 +76,6 @@ def calibrate(path: Path, out: Path, encoder_name: str, precision: float, plot: 
     }
 
 
-def _reliability(fitted: Fit) -> list[tuple[float, float]]:
-    """Mean estimated chance and share of wrong answers, in up to ten bands of equal size."""
-    rows = sorted((fitted.calibration.risk(row.score, row.wording), row.wrong) for row in fitted.lookups)
-    return [tuple(band.mean(axis=0)) for band in np.array_split(np.array(rows, dtype=float), min(10, len(rows)))]
-
-
 def eval_pairs(path: Path, flags: PolicyConfig) -> Row:
     """What a policy makes of pairs that it sees one by one. Raises `ConfigError` and `DatasetError`."""
     pairs = read_rows(path, Pair)
@@ -98,22 +85,12 @@ def eval_pairs(path: Path, flags: PolicyConfig) -> Row:
     return {**_header(flags), "pairs": len(pairs), "vetoed": vetoed, **figures}
 
 
-def eval_stream(path: Path, flags: PolicyConfig, plot: Path | None) -> Row:
+def eval_stream(path: Path, flags: PolicyConfig) -> Row:
     """Play a stream through a cache. Raises `ConfigError` and `DatasetError`."""
     stream = read_rows(path, Asked)
     with closing(_cache(flags, (asked.text for asked in stream))) as cache:
         played = play(cache, stream)
-    size, every = len(stream), max(1, len(stream) // _POINTS)
-    counts = np.cumsum([(hit, wrong) for _, hit, wrong in played.outcomes], axis=0)
-    curve = [(n, *counts[n - 1].tolist()) for n in range(every, size + 1, every)]
-    if plot is not None:
-        with figure(plot, "requests", "% of requests") as axes:
-            for column, name, color in ((1, "hits", "tab:blue"), (2, "wrong answers", "tab:red")):
-                axes.plot([row[0] for row in curve], [100 * row[column] / row[0] for row in curve], color, label=name)
-            if flags.policy == "bounded":
-                axes.axhline(100 * flags.max_error_rate, color="gray", linestyle="--", label="bound")
-            axes.set_yscale("symlog", linthresh=1)
-            axes.set_ylim(bottom=0)
+    size = len(stream)
     return {
         **_header(flags),
         "verify_rate": flags.checked_share,
@@ -124,7 +101,6 @@ def eval_stream(path: Path, flags: PolicyConfig, plot: Path | None) -> Row:
         "hit_rate": rate(played.hits, size),
         "wrong_per_request": rate(played.wrong, size),
         "wrong_per_approximate_hit": rate(cache.wrong_approximate, cache.approximate),
-        "along_the_stream": [{"requests": n, "hits": hits, "wrong": wrong} for n, hits, wrong in curve],
     }
 
 
@@ -143,23 +119,6 @@ def _cache(flags: PolicyConfig, texts: Iterable[str]) -> SemKV:
     encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
     know(texts, encoder)
     return SemKV(encoder, flags, seed=0)
-
-
-@contextmanager
-def figure(path: Path, x: str, y: str) -> Iterator[Any]:
-    """One set of axes with a legend, in the style of a report's figures, written to ``path``."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    from semkv_lab.report import STYLE
-
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(6.4, 4.0), layout="constrained")
-        axes = drawn.add_subplot()
-        axes.set(xlabel=x, ylabel=y)
-        yield axes
-        axes.legend()
-        drawn.savefig(path, dpi=144)
 
 
 # -- the bench ------------------------------------------------------------
@@ -318,7 +277,7 @@ def traps_part(bench: Bench) -> Found:
 
 
 def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
-    """Hits, precision at hit rate and the area under that curve (P-CHR AUC), by each cache's own confidence."""
+    """Hits, and their precision."""
     pairs = list(asking)
     Random(SEED).shuffle(pairs)  # noqa: S311
     bench.know(pairs)
@@ -328,14 +287,15 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
             row = _pair_figures(cache, pairs)
         found[cache.name] = {"settings": cache.settings} | row
         shares = (row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit"))
-        rows.append((cache.name, *map(share_of, shares), f"{row['p_chr_auc']:.3f}"))
+        rows.append((cache.name, *map(share_of, shares)))
     title = f"{what}: {len(pairs)}, {sum(pair.same for pair in pairs)} of them the same; 95% intervals (Wilson)"
-    names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit", "P-CHR AUC")
+    names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit")
     return found, [table(title, names, rows)]
 
 
 def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
-    """What a cache makes of pairs, each by itself; the area orders them by the cache's own confidence."""
+    """What a cache makes of pairs, each by itself; and, by its own confidence, how many different ones would hit where
+    `STAY` of the same do."""
     hits = [(ask_pair(cache, pair, f"{number}"), pair.same) for number, pair in enumerate(pairs)]
     trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
     accepted, same = sum(hit for hit, _ in hits), sum(pair.same for pair in pairs)
@@ -349,7 +309,6 @@ def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
         "same that hit": rate(right, same),
         "different that hit": rate(accepted - right, len(pairs) - same),
         f"different where {STAY:.0%} hit": rate(at, len(pairs) - same),
-        "p_chr_auc": round(pair_area(trust, [pair.same for pair in pairs]), 6),
     }
 
 
@@ -429,11 +388,10 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
 
 def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
-    played, counted = [], []
+    played = []
     for n, stream in enumerate(streams):
         with closing(make(SEED + n)) as cache:
             played.append(play(cache, stream))
-            counted.append(cache.figures())
     total = sum(map(len, streams))
     wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
@@ -444,10 +402,10 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
     ]  # of the thresholds with at most this share of wrong answers, known only afterwards
     return cache.name, {
         "settings": cache.settings,
-        "streams": [one.to_json() | more for one, more in zip(played, counted, strict=True)],
+        "streams": [one.to_json() for one in played],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
-        "worst": round(max(shares), 6), "held": None if bound is None else sum(one <= bound for one in shares),
+        "worst": round(max(shares), 6), "held": None if bound is None else sum(one.within(bound) for one in played),
         "checks": round(sum(one.checks for one in played) / total, 5),
         "best_static_hit_rate": round(sum(best) / total, 5), "best_static_hits": best,
         "lookup": times([second for one in played for second in one.seconds]),
@@ -508,20 +466,11 @@ def turns_part(bench: Bench) -> Found:
 
 
 def images_part(bench: Bench) -> Found:
-    """Generated scenes: the comparison of pixels by itself; then the whole cache, with guards and without."""
-    from semkv.encoders.vision import read_picture
-    from semkv.guards.pictures import LIMIT, difference
+    """Generated scenes through the whole cache, with guards and without."""
     from semkv_lab import scenes
 
     made = scenes.pairs(SCENES)
-    hits, seconds = [], []
-    for pair in made:
-        start = time.perf_counter()
-        hits.append(difference(read_picture(pair.donor), read_picture(pair.request)) < LIMIT)
-        seconds.append(time.perf_counter() - start)
-    found = {"pixels": _image_shares(made, hits) | {"lookup": times(seconds)}}
-    for name, guarded in (("semkv", True), ("semkv without guards", False)):
-        found[name] = _image_cache(made, guarded)
+    found = {"semkv": _image_cache(made, guarded=True), "semkv without guards": _image_cache(made, guarded=False)}
     rows = [
         (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
         for name, row in found.items()

@@ -6,11 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
-from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
+from cyclopts import App, ArgumentCollection, Parameter, Token
 
 from semkv import plug
 from semkv.config import (
@@ -26,13 +25,12 @@ from semkv.config import (
     CacheConfig,
     PolicyConfig,
     check,
-    command_line,
     get_preset,
     parse,
     typed,
 )
 from semkv.errors import ConfigError
-from semkv_lab.console import SETTINGS, keep_apart
+from semkv_lab.console import keep_apart
 from semkv_lab.datasets import DATASETS
 from semkv_lab.samples import ChunkSource, DatasetOptions
 
@@ -77,7 +75,7 @@ class RunSettings:
         baseline: Run the samples with vLLM's prefix cache alone first.
         purge: Empty the cache first; touches nothing that semkv did not write.
         samples_out: Write a JSON object for each sample to this file.
-        summary_out: Write the figures to this JSON file.
+        summary_out: Write settings, versions and figures to this JSON file.
     """
 
     preset: Annotated[str, MODEL] = ""
@@ -132,9 +130,7 @@ class RunSettings:
 
 def check_files(settings: RunSettings) -> None:
     """Refuse settings that write over what they read."""
-    samples = settings.samples_out
-    outputs = {"--samples-out": samples, "--summary-out": settings.summary_out}
-    outputs["the settings beside --samples-out"] = samples and samples.with_name(samples.name + SETTINGS)
+    outputs = {"--samples-out": settings.samples_out, "--summary-out": settings.summary_out}
     inputs = {
         "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
         "--dataset-root": settings.data.root,
@@ -168,39 +164,30 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
     """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
-    return parse(RunSettings, arguments({**(given or {}), **flags}), fill_from_preset)
+    values = {**(given or {}), **flags}
 
+    def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        known = {name: argument for argument in arguments if argument.parse for name in argument.names}
+        for key, value in values.items():
+            option = "--" + key.replace("_", "-")
+            if option not in known:
+                names = [name.lstrip("-") for name in known]
+                raise ConfigError("semkv run", key, get_close_matches(option.lstrip("-"), names) or names)
+            argument = known[option]
+            many = get_origin(argument.hint) is tuple
+            items = value if many and isinstance(value, list | tuple) else [value]
+            if value is None:
+                continue
+            typed(option, items if many else value, argument.hint)
+            argument.tokens.clear()  # the last value for each flag, whichever of its names it has
+            if option in argument.negatives:
+                items = ["false"] * bool(value)
+            elif many and not items:
+                argument.append(Token(keyword=option, implicit_value=()))
+            for index, item in enumerate(items):
+                argument.append(Token(keyword=option, value=str(item), index=index))
 
-def arguments(given: Mapping[str, Any]) -> list[str]:
-    """Flags by name as arguments of a command line. Raises as `resolve`."""
-    known = {name: argument for argument in _arguments() for name in argument.names}
-    chosen: dict[str, list[str]] = {}  # the last value for each flag, whichever of its names it has
-    for key, value in given.items():
-        option = "--" + key.replace("_", "-")
-        if option not in known:
-            names = [name.lstrip("-") for name in known]
-            raise ConfigError("semkv run", key, get_close_matches(option.lstrip("-"), names) or names)
-        argument = known[option]
-        many = get_origin(argument.hint) is tuple
-        values = value if many and isinstance(value, list | tuple) else [value]
-        if value is not None:
-            typed(option, values if many else value, argument.hint)
-        if option in argument.negatives:
-            chosen[argument.name] = [option] * bool(value)
-        elif many and not values:
-            chosen[argument.name] = list(argument.negatives[:1])
-        elif value is not None:
-            chosen[argument.name] = [f"{option}={one}" for one in values]
-    return [word for words in chosen.values() for word in words]
-
-
-@cache
-def _arguments() -> list[Argument]:
-    def run(*, settings: Annotated[RunSettings | None, FLAT] = None) -> None: ...
-
-    app = command_line()
-    app.default(run)
-    return [a for a in app.assemble_argument_collection() if a.parse and not a.children]
+    return parse(RunSettings, (), fill, fill_from_preset)
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
@@ -253,22 +240,14 @@ class SweepFlags:
         specs: Experiments in JSON or TOML: defaults, and a list with a name each.
         log_file: CSV with a row for each experiment; JSON lines are written next to it.
         samples_dir: For a samples file and the output of each experiment.
-        resume: Go on with this log; skip what it has.
-        retry_failed: With --resume: run again what failed.
+        resume: Go on with this log: skip what it has, and try again what failed.
         purge_cache_between_runs: Empty the cache even where the spec names one.
         only: Run only this experiment; may be repeated.
-        executor: local: one after the other. ray: over the cluster that RAY_ADDRESS names, else one started here.
     """
 
     specs: Path
     log_file: Path
     samples_dir: Path
     resume: Annotated[bool, SWITCH] = False
-    retry_failed: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
-    executor: Literal["local", "ray"] = "local"
-
-    def __post_init__(self) -> None:
-        if self.retry_failed and not self.resume:
-            raise ConfigError("--retry-failed", True, "given with --resume only")

@@ -17,7 +17,6 @@ import csv
 import fcntl
 import io
 import json
-import logging
 import multiprocessing
 import os
 import re
@@ -25,7 +24,7 @@ import signal
 import sys
 import threading
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,25 +173,22 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
     planned = _planned(flags)
     with locked(flags.log_file):
         log = SweepLog(flags.log_file, resume=flags.resume)
+        done = {name for name, row in log.rows.items() if row["status"] == OK}
         for e in planned:
-            failed = log.rows.get(e.name, {}).get("status") == FAILED
-            if e.name in log.rows and not (failed and flags.retry_failed):
+            if e.name in done:
                 _check_same(e, log)
-        if flags.retry_failed:
-            again = {e.name for e in planned if log.rows.get(e.name, {}).get("status") == FAILED}
-            log.rows = {name: row for name, row in log.rows.items() if name not in again}
+            else:
+                log.rows.pop(e.name, None)  # what failed is tried again
         if log.rows:
             log.write()  # a kill may have left the table without the last of them
         left = [e for e in planned if e.name not in log.rows]
         if len(left) < len(planned):
-            done = len(planned) - len(left)
-            console.print(f"{done} of {len(planned)} experiments are in {log.path}; {len(left)} are left")
+            console.print(f"{len(planned) - len(left)} of {len(planned)} experiments are in {log.path}")
         with writing("--samples-dir", flags.samples_dir):
             flags.samples_dir.mkdir(parents=True, exist_ok=True)
         for path in (path for e in left for path in (e.samples, e.summary)):
             if path.exists() and not flags.resume:  # another sweep's; what this one left has no row yet, and may go
                 raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
-        execute = _run_on_ray if flags.executor == "ray" else _run_in_turn
         with progress_bar(console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
 
@@ -203,27 +199,18 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
                 e.summary.unlink(missing_ok=True)
                 return replace(e, baseline=_cold_answers(e, log))
 
-            for some in (left[:1], left[1:]):  # those that run at the same time take the cold answers of the first
-                for ended, error in execute(map(ready, some)) if some else ():
-                    if not error and not ended.summary.is_file():
-                        error = "the process ended before the run did"
-                    log.rows[ended.name] = _row(ended, error, log)
-                    log.write()
-                    bar.advance(task)
+            for e in map(ready, left):
+                error = _run(e)
+                if not error and not e.summary.is_file():
+                    error = "the process ended before the run did"
+                log.rows[e.name] = _row(e, error, log)
+                log.write()
+                bar.advance(task)
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error.strip().splitlines()[-1]}", markup=False)
     console.print(f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False)
     return len(errors)
-
-
-def show(flags: SweepFlags, console: Console) -> None:
-    """What would run, and nothing else."""
-    log = SweepLog(flags.log_file, resume=True)
-    for e in _planned(flags):
-        status = log.rows.get(e.name, {}).get("status", "to run")
-        given = " ".join(f"{key}={value}" for key, value in e.given.items())
-        console.print(f"{e.name} ({status}): {given} {e.notes}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _planned(flags: SweepFlags) -> list[Experiment]:
@@ -239,8 +226,7 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
             continue
         cache, folder = e.settings.cache, flags.log_file.parent / "cache"
         if not e.names_a_cache:
-            # Experiments that run at the same time must not meet in one cache.
-            cache = replace(cache, cache_dir=folder / e.name if flags.executor == "ray" else folder)
+            cache = replace(cache, cache_dir=folder)
         samples, summary = flags.samples_dir / f"{e.name}.jsonl", flags.samples_dir / f"{e.name}.json"
         purge = flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
@@ -304,68 +290,45 @@ _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm",
 _TAIL = 2_000  # characters of an experiment's output that go into the log where it failed
 
 
-Ended = tuple[Experiment, str]
-"""An experiment, and why it ended without a summary; empty where it has one."""
+def _run(e: Experiment) -> str:
+    """Run it in a process of its own, forked from one that has imported the heavy libraries.
 
-
-def _run_in_turn(experiments: Iterable[Experiment]) -> Iterator[Ended]:
-    """One after the other, each in a process of its own, forked from one that has imported the heavy libraries."""
+    Returns why it ended without a summary; empty where it has one.
+    """
     context = multiprocessing.get_context("forkserver")
-    for e in experiments:
-        preloaded = ["semkv_lab.run"]
-        if e.settings.engine not in ("scripted", "labels"):
-            from semkv.engines.vllm import set_environment
+    preloaded = ["semkv_lab.run"]
+    if e.settings.engine not in ("scripted", "labels"):
+        from semkv.engines.vllm import set_environment
 
-            set_environment()  # what the libraries read when they are loaded
-            preloaded += _PRELOADED
-        context.set_forkserver_preload(preloaded)
-        process = context.Process(target=run_apart, args=(e,), name=e.name)
-        process.start()
-        try:
-            process.join()
-        finally:
-            with suppress(OSError):  # nothing left, or not yet a group: itself, or what a crash left of its engine
-                os.killpg(process.pid or 0, signal.SIGKILL)
-            process.kill()
-            process.join()
-        output = e.samples.with_suffix(".log")
-        tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
-        if process.exitcode != 1 or not tail:  # it did not end by itself
-            tail = f"the process ended with exit code {process.exitcode}: {tail}"
-        yield e, tail if process.exitcode else ""
-
-
-def _run_on_ray(experiments: Iterable[Experiment]) -> Iterator[Ended]:
-    """As many at a time as the cluster of RAY_ADDRESS, or one that is started here, has GPUs, or cores."""
+        set_environment()  # what the libraries read when they are loaded
+        preloaded += _PRELOADED
+    context.set_forkserver_preload(preloaded)
+    process = context.Process(target=run_apart, args=(e,), name=e.name)
+    process.start()
     try:
-        import ray
-
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
-    except ImportError as error:
-        raise ConfigError("--executor", "ray", "local, or ray once installed: pip install ray") from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        address = os.environ.get("RAY_ADDRESS")
-        raise ConfigError("RAY_ADDRESS", address, f"the address of a running cluster ({error})") from error
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0  # type: ignore[no-untyped-call]
-    # A worker ends after one task, so that an engine's memory is really gone; a crash is not tried again.
-    task = ray.remote(num_cpus=1, num_gpus=gpus, max_calls=1, max_retries=0)(run_here)
-    waiting = {task.remote(e): e for e in experiments}
-    while waiting:
-        (done,), _ = ray.wait(list(waiting))
-        why = ""
-        try:
-            waiting[done].summary.write_text(ray.get(done), encoding="utf-8")  # it may come from another machine
-        except ray.exceptions.RayError as error:
-            why = str(error)[-_TAIL:]
-        yield waiting.pop(done), why
+        process.join()
+    finally:
+        with suppress(OSError):  # nothing left, or not yet a group: itself, or what a crash left of its engine
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+    if not process.exitcode:
+        return ""
+    output = e.samples.with_suffix(".log")
+    tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
+    if process.exitcode == 1 and tail:  # it ended by itself
+        return tail
+    return f"the process ended with exit code {process.exitcode}: {tail}"
 
 
 def run_apart(experiment: Experiment) -> None:
-    """`run_here` in a process of its own, whose output goes to a file.
+    """Run it in this process, whose output goes to a file; the summary is left where the settings say.
 
     It leads a process group, and the group ends when the sweep is gone: a killed sweep that is resumed would meet it in
     the same files.
     """
+    from semkv_lab.run import execute
+
     sweep = multiprocessing.parent_process()
     assert sweep is not None
 
@@ -379,15 +342,7 @@ def run_apart(experiment: Experiment) -> None:
             os.dup2(file.fileno(), number)
     threading.Thread(target=end_with_the_sweep, daemon=True).start()
     try:
-        run_here(experiment)
+        if execute(experiment.settings, quiet=True, baseline=experiment.baseline)["interrupted"]:
+            sys.exit("interrupted")
     except SemkvError as error:
         sys.exit(str(error))
-
-
-def run_here(experiment: Experiment) -> str:
-    """Run it in this process. Returns the summary that it leaves where the settings say."""
-    from semkv_lab.run import execute
-
-    if execute(experiment.settings, quiet=True, baseline=experiment.baseline)["interrupted"]:
-        raise SemkvError("interrupted")
-    return experiment.summary.read_text(encoding="utf-8")
