@@ -91,7 +91,7 @@ def uvicorn(folder: str, app: str, port: int) -> list[str]:
 
 def gateway(folder: Path, port: int, upstream: str, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "semkv", "serve", "--upstream", upstream, "--port", str(port)]
-    return [*command, "--cache-dir", str(folder), "--log-level", "warning", *flags]
+    return [*command, "--cache-dir", str(folder), *flags]
 
 
 def wrk(

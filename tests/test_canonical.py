@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.keys import media_id
-from semkv.server.request_key import CanonicalRequest, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv.server.routes import ROUTES, Unkeyable
 from semkv.stores.media import MediaStore
 from semkv.types import Plan
@@ -46,7 +46,7 @@ def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def canonical(body: dict[str, Any], endpoint: str = CHAT, **more: Any) -> CanonicalRequest:
-    return canonicalise(endpoint, body, **{"tenant": "t", "secret": SECRET, "version": "", **more})
+    return canonicalise(body, Deployment(**{"endpoint": endpoint, "tenant": "t", "secret": SECRET, **more}))
 
 
 # -- keys -----------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ FIELD = st.sampled_from(["messages", "prompt", "input", "query", "system", "tool
 def test_no_body_raises(raw: bytes) -> None:
     for endpoint in ROUTES:
         with contextlib.suppress(Unkeyable):
-            canonicalise(endpoint, loads(raw), tenant="t", secret=SECRET, remote_media=True)
+            canonicalise(loads(raw), Deployment(endpoint, "t", SECRET))
 
 
 def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:

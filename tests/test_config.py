@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import invoke
-from semkv.config import PRESETS, CacheConfig, ConfigFile, Variables, _declared, parse
+from semkv.config import PRESETS, CacheConfig, Environment, _declared, parse
 from semkv.connectors import KVSettings, read_settings
 from semkv.errors import ConfigError
 from semkv.server.settings import ServerSettings, secret_of
@@ -25,6 +25,7 @@ from semkv.types import CacheMode, EmbeddingLayer, PolicyName
 from semkv_lab.settings import resolve
 
 PROMPT = EmbeddingLayer("prompt", 384, 0.8)
+SECRET = "a secret of sufficient length"
 
 
 WRONG: list[tuple[str, Any]] = [
@@ -49,18 +50,34 @@ def test_what_is_wrong_is_named(name: str, value: Any) -> None:
     assert raised.value.key == _declared(CacheConfig)[name][0]
 
 
-def test_a_variable_is_a_flag_of_the_settings_and_never_its_opposite() -> None:
-    given = {
-        "SEMKV_NO_SINGLE_TENANT": "1",
-        "SEMKV_NO_SALT": "1",
-        "SEMKV_PORT": "tcp://10.0.0.1:80",
-        "SEMKV_MODE": "off",
-    }
-    settings = parse(ServerSettings, ["--mode", "dry-run"], Variables(ServerSettings, given))
+def test_a_variable_is_a_flag() -> None:
+    given = {"SEMKV_MODE": "off", "SEMKV_SECRET": SECRET, "SEMKV_TTL": " "}
+    # What Kubernetes sets for Services named semkv and semkv-redis:
+    given |= {"SEMKV_PORT": "tcp://10.0.0.1:80", "SEMKV_PORT_80_TCP_ADDR": "10.0.0.1", "SEMKV_SERVICE_PORT_HTTP": "80"}
+    given |= {"SEMKV_REDIS_SERVICE_HOST": "10.0.0.2", "SEMKV_REDIS_PORT": "tcp://10.0.0.2:6379"}
+    settings = parse(ServerSettings, ["--mode", "dry-run"], Environment(given))
     assert settings == ServerSettings(mode=CacheMode.DRY_RUN)
-    assert parse(ServerSettings, [], Variables(ServerSettings, given)) == ServerSettings(mode=CacheMode.OFF)
+    assert parse(ServerSettings, [], Environment(given)) == ServerSettings(mode=CacheMode.OFF)
     layers = {"SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512", "SEMKV_EMBEDDING_HOOK": "prompt_vision"}
-    assert len(parse(CacheConfig, [], Variables(CacheConfig, layers)).embedding_layers) == 2
+    assert len(parse(CacheConfig, [], Environment(layers)).embedding_layers) == 2
+
+
+@pytest.mark.parametrize("name", ["SEMKV_TLL", "SEMKV_NO_SALT", "SEMKV_WORKERS"])
+def test_a_variable_that_is_no_flag_is_named_without_its_value(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"environment: '{name}' is not allowed; expected one of .*SEMKV_TTL,"
+    ) as error:
+        parse(ServerSettings, [], Environment({name: SECRET}))
+    assert SECRET not in str(error.value)
+
+
+def test_every_flag_of_the_command_may_be_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr("semkv.server.serve.run_server", lambda *_, **more: started.append(more))
+    for name, value in {"HOST": "::1", "PORT": "81", "WORKERS": "2"}.items():
+        monkeypatch.setenv(f"SEMKV_{name}", value)
+    assert invoke(["serve"]).exit_code == 0
+    assert started == [{"host": "::1", "port": 81, "workers": 2}]
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
@@ -80,7 +97,7 @@ def test_every_part_means_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
     folders = {
         served(monkeypatch).cache_dir,
         ServerSettings().cache_dir,
-        parse(ServerSettings, [], Variables(ServerSettings, os.environ)).cache_dir,
+        parse(ServerSettings, [], Environment(os.environ)).cache_dir,
         read_settings(KVSettings, None).cache_dir,
         resolve().cache.cache_dir,
     }
@@ -98,7 +115,7 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "value"), [("TTL", "soon"), ("SEMANTIC", "maybe"), ("MEMORY_MIB", "0")])
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"SEMKV_{name}: .*{value}"):
-        parse(ServerSettings, [], Variables(ServerSettings, {f"SEMKV_{name}": value}))
+        parse(ServerSettings, [], Environment({f"SEMKV_{name}": value}))
 
 
 class TestFile:
@@ -130,7 +147,7 @@ class TestFile:
     def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
         variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rules = ["model:a=a"]\n')}
         variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
-        found = parse(ServerSettings, ["--ttl=3"], Variables(ServerSettings, variables), ConfigFile(variables))
+        found = parse(ServerSettings, ["--ttl=3"], Environment(variables))
         assert found == ServerSettings(ttl=3, stale=2, store_mib=1, tag_rules=("model:a=a",))
 
     @pytest.mark.parametrize(

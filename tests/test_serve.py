@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from command_line import invoke
-from gateway_helpers import ADMIN, Served, Started, chat, kind, wait_until
+from gateway_helpers import ADMIN, Pair, Served, Started, chat, kind, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv.server import serve
@@ -55,32 +55,10 @@ def said(gateway: Started) -> list[str]:
     return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
 
 
-def test_operators_may_have_a_port_of_their_own(tmp_path: Path) -> None:
-    port = free_port()
-    flags, admin = f"--admin-port={port}", f"http://127.0.0.1:{port}"
-    with Served(Scripted()) as behind, Started(behind.url, tmp_path, flags, SEMKV_ADMIN_KEY=ADMIN) as gateway:
-        for path in ("/metrics", "/semkv/metrics", "/semkv/", "/semkv/app.js", "/semkv/api/stats", "/openapi.json"):
-            assert httpx.get(admin + path, headers=KEY).status_code == 200, path
-            assert httpx.get(gateway.url + path, headers=KEY).status_code == 404, path
-        for path in ("/healthz", "/readyz", "/semkv/readyz"):
-            assert httpx.get(admin + path).status_code == httpx.get(gateway.url + path).status_code == 200
-        for path in ("/v1/chat/completions", "/v1/other", "/"):
-            assert httpx.post(admin + path, json=chat("hello")).status_code == 404, "it answers no clients"
-        assert behind.app.total == 0
-        assert ask(gateway, "hello").status_code == 200
-        # The start says step by step what it does.
-        wait_until(lambda: "the upstream answers" in said(gateway))
-        assert said(gateway)[0].endswith(f": responses are kept in {tmp_path / 'cache' / 'catalog.sqlite'}")
-        assert f"dashboard at port {port}, /semkv" in gateway.log.read_text()
-        out = semkv("serve", "--port", 0, "--admin-port", port, "--no-semantic", "--cache-dir", tmp_path / "other")
-        assert re.match(f"semkv: --admin-port {port}, .* in use", out.stderr.splitlines()[-1])
-
-
 def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
     """With an upstream that is not there, and a store with a password in its name."""
     store, nobody = "--store=redis://:pass@word@127.0.0.1:1/0", f"http://127.0.0.1:{free_port()}"
     with Started(nobody, tmp_path, store, files=(300, 400)) as gateway, ExitStack() as lines:
-        wait_until(lambda: any(line.startswith("the upstream does not answer yet") for line in said(gateway)))
         assert said(gateway)[0].endswith(": responses are kept in redis://127.0.0.1:1/0")
         assert "pass" not in gateway.log.read_text()
         assert resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE) == (400, 400)
@@ -114,15 +92,32 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         out = invoke([*command, "--cache-dir", str(folder)])
         assert out.exit_code == 2
         assert out.stderr == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
+    with listening("127.0.0.1", 0) as taken:
+        taken.listen()
+        out = invoke(["serve", "--port", str(taken.getsockname()[1])])
+        assert re.fullmatch(
+            r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n", out.stderr
+        )
     for flags, named in (
         (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
-        (["--admin-port", "5", "--port", "5"], "--admin-port: 5 is not allowed; expected another port than --port"),
+        (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
+        (["--upstream", "http://a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without /v1"),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2
         assert out.stderr.startswith(f"semkv: {named}")
+
+
+def test_what_was_warmed_is_there(tmp_path: Path) -> None:
+    """Also a prompt with a line break that ends no line of JSON."""
+    text = "one\u2028line"
+    (tmp_path / "prompts").write_text(json.dumps(text, ensure_ascii=False) + "\r\n\n", "utf-8")
+    with Pair(tmp_path) as pair:
+        for outcome in ("1 sent, 0 there already, 0 failed\n", "0 sent, 1 there already, 0 failed\n"):
+            assert semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted").stdout == outcome
+        assert kind(httpx.post(f"{pair.url}/v1/chat/completions", json=chat(text))) == "hit"
 
 
 class TestWorkers:

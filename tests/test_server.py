@@ -139,6 +139,21 @@ def test_a_client_may_ask_for_less(pair: Pair, headers: dict[str, str], second: 
     assert kind(kept[1]) == ("miss" if "no-store" in str(headers) or second == "pass" else "hit")
 
 
+def test_a_client_that_wants_a_stored_answer_or_none_gets_none(pair: Pair) -> None:
+    only, asked = {"Cache-Control": "only-if-cached"}, pair.upstream.total
+    with beside(pair, "not stored yet"):
+        for text, more in (
+            ("not stored yet", {}),
+            ("never asked", {"stream": True}),
+            ("drawn", {"temperature": 1}),
+            (5, {}),
+        ):
+            answer = pair.post(text, headers=only, **more)
+            assert (answer.status_code, kind(answer)) == (504, "pass" if text == 5 else "miss")
+    assert pair.upstream.total == asked + 1
+    assert kind(pair.post("not stored yet", headers=only)) == "hit"
+
+
 def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:
     with Pair(tmp_path, ttl=1000.0, stale=1000.0) as pair:
         responses = pair.app.gateway.cache.responses
@@ -251,7 +266,7 @@ class TestSingleFlight:
 
 def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
     async def story() -> None:
-        flights = SingleFlight(print)
+        flights = SingleFlight(print, print)
         never: Any = asyncio.Event().wait
         flight = InFlight(flights, "key", never, never, never, Assembler(chat=True))
         flights.start(flight)

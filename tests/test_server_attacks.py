@@ -185,6 +185,20 @@ class TestHeads:
             pair.post(f"header {value!r}", headers={"X-Name": value.encode()})
             assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
 
+    def test_a_wish_for_http_2_costs_nothing(self, pair: Pair) -> None:
+        """Java's client has it in its first request; httptools then reads no body."""
+        wish = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+        asked = request(chat("from Java"), *wish)
+        with Line(pair) as whole, Line(pair) as parts:
+            assert b"You said: from Java" in whole.send(asked + asked).until(b"}]")
+            whole.until(b"}]")
+            for piece in (asked[:40], asked[40:-9], asked[-9:]):
+                parts.send(piece)
+                time.sleep(0.05)
+            assert b"x-semkv: hit" in parts.until(b"}]")
+        assert "upgrade" not in pair.upstream.headers[-1]
+        assert "http2-settings" not in pair.upstream.headers[-1]
+
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
         key = f"Sec-WebSocket-Key: {'a' * 22}=="
         upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", key)

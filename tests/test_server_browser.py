@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from semkv.server.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-SHOTS = os.environ.get("SEMKV_SHOTS", "")  # a folder to leave screenshots in
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,6 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     page.fill("#search", "")
     assert page.locator("#hits img, #hits script").count() == 0
     assert page.title() == "semkv"
-    shoot(page, "light")
 
     hit = page.locator(".hit", has_text="How tall").first
     hit.get_by_role("button", name="This hit was wrong").click()
@@ -176,21 +173,14 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     page.emulate_media(color_scheme="dark")
     page.reload()  # the key outlives a reload, in this tab
     page.wait_for_selector("#board:not([hidden])")
-    shoot(page, "dark")
     page.set_viewport_size({"width": 390, "height": 844})
     page.wait_for_timeout(2200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    shoot(page, "phone")
     page.click("#leave")
     assert page.locator("#board").is_hidden()
     assert page.evaluate("sessionStorage.length") == 0
     assert complaints == []
     assert outside == []
-
-
-def shoot(page, name: str) -> None:
-    if SHOTS:
-        page.screenshot(path=f"{SHOTS}/{name}.png", full_page=True)
 
 
 # -- pages of other origins: what a browser needs is on every answer, and on none what another caller was told ----

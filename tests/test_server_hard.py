@@ -116,7 +116,7 @@ def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, m
 
 def test_no_request_of_a_fuzzer_is_answered_with_500(semantic: Pair) -> None:
     seen: set[tuple[str, int]] = set()
-    schema = schemathesis.openapi.from_url(f"{semantic.url}/openapi.json")
+    schema = schemathesis.openapi.from_path(Path(__file__).with_name("openapi.json"))
     asked, modes = semantic.upstream.total, schemathesis.GenerationMode
     for operation in (result.ok() for result in schema.get_all_operations()):
         for mode in modes if operation.method == "post" else [modes.POSITIVE]:
@@ -125,7 +125,7 @@ def test_no_request_of_a_fuzzer_is_answered_with_500(semantic: Pair) -> None:
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: schemathesis.Case) -> None:
                 case.headers["Authorization"] = f"Bearer {ADMIN}"
-                answer = case.call(timeout=120)
+                answer = case.call(semantic.url, timeout=120)
                 seen.add((case.path, answer.status_code))
                 assert answer.status_code < 500, f"{case.path}: {answer.status_code} {answer.text[:200]}"
 

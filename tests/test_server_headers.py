@@ -217,13 +217,12 @@ class TestSpans:
         assert last == "semkv: --otel needs opentelemetry: in a checkout of semkv, pip install '.[otel]'"
 
 
-@pytest.mark.parametrize("form", ["json", "text"])
-def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form: str) -> None:
+def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path) -> None:
     """A gateway as it is started."""
     key, said = "sk-the-key-of-a-client", "a private prompt"
     ids = {"X-Request-Id": "mine"}
     headers = {"Authorization": f"Bearer {key}", **ids}
-    with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log", f"--log-format={form}") as front:
+    with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log") as front:
         for more in ({}, {}, {"temperature": None}, {"temperature": 1}, {"model": "two\nlines"}):
             httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
         httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
@@ -232,16 +231,6 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path, form:
     assert key not in text
     assert "private prompt" not in text
     assert "You said" not in text
-    assert text.count("let clients send one of them, or start with --sampled") == 1
-    if form == "text":
-        lines = [line for line in text.splitlines() if " request " in line]
-        (hit,) = (line for line in lines if '"hit tier=exact' in line)
-        assert re.search(
-            r"info request request_id=mine method=POST route=/v1/chat/completions model=scripted tenant=", hit
-        )
-        assert r'model="two\nlines"' in text
-        assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.+]+ (info|warning) \w", line) for line in text.splitlines())
-        return
     every = [json.loads(line) for line in text.splitlines()]
     lines = [line for line in every if line["message"] == "request"]
     assert all(set(line) >= {"time", "level", "message"} for line in every)

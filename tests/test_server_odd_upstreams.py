@@ -100,16 +100,19 @@ WHOLE_STREAMS = {
     "more after the end": [*HELLO, chunk("MORE")],
 }
 TORN_STREAMS = {
-    "no end": HELLO[:-1],
-    "no blank line at the end": [STREAM[:-2]],
-    "two ends": [*HELLO[:2], DONE, *HELLO[2:]],
-    "an empty object": [*HELLO[:2], b"data: {}\n\n", *HELLO[3:]],
-    "an index that is no number": [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO],
-    "no object": [HELLO[0], b"data: 5\n\n", *HELLO[1:]],
-    "no JSON": [HELLO[0], b"data: {\n\n", *HELLO[1:]],
-    "an unknown field": [chunk("x", odd={"a": 1}), *HELLO],
-    "nothing": [],
-}
+    "no end": (HELLO[:-1], "without end"),
+    "no blank line at the end": ([STREAM[:-2]], "without end"),
+    "two ends": ([*HELLO[:2], DONE, *HELLO[2:]], "without usage"),
+    "no usage": ([*HELLO[:3], DONE], "without usage"),
+    "an empty object": ([*HELLO[:2], b"data: {}\n\n", *HELLO[3:]], "of unknown form"),
+    "an index that is no number": (
+        [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO], "of unknown form"
+    ),
+    "no object": ([HELLO[0], b"data: 5\n\n", *HELLO[1:]], "of unknown form"),
+    "no JSON": ([HELLO[0], b"data: {\n\n", *HELLO[1:]], "of unknown form"),
+    "an unknown field": ([chunk("x", odd={"a": 1}), *HELLO], "with an unknown field"),
+    "nothing": ([], "without end"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("which", WHOLE_STREAMS)
@@ -123,19 +126,24 @@ def test_a_stream_that_is_whole_is_kept_whole(odd: Odd, which: str) -> None:
 
 
 @pytest.mark.parametrize("which", TORN_STREAMS)
-def test_one_that_is_not_passes_as_it_came_and_is_not_kept(odd: Odd, which: str) -> None:
-    odd.says(*TORN_STREAMS[which])
+def test_one_that_is_not_passes_as_it_came_and_is_not_kept_and_counted(odd: Odd, which: str) -> None:
+    pieces, why = TORN_STREAMS[which]
+    counter = f'semkv_uncacheable_total{{reason="stream {why}"}}'
+    odd.says(*pieces)
+    before = odd.metric(counter)
     answers = odd.ask(True, True, False)
+    assert odd.metric(counter) == before + 3
     assert odd.upstream.asked == 3, "once for each"
     for answer in answers:
         assert (answer.status_code, answer.headers["x-semkv"]) == (200, "miss")
-        assert answer.content.replace(USAGE, b"").split() == b"".join(TORN_STREAMS[which]).replace(USAGE, b"").split()
+        assert answer.content.replace(USAGE, b"").split() == b"".join(pieces).replace(USAGE, b"").split()
 
 
 ODD_ANSWERS = {
     "html": b"<html>",
     "empty": b"",
     "no answer": b'{"choices": 5}',
+    "no choices": json.dumps({**WHOLE, "choices": []}).encode(),
     "nested": b'{"choices": ' + b"[" * 2000 + b"]" * 2000 + b"}",
     "an unknown field": json.dumps({**WHOLE, "choices": [{"index": 0, "message": {"odd": {"a": 1}}}]}).encode(),
 }
@@ -157,6 +165,12 @@ def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Od
     assert '"text":"Hello"' in again.text
 
 
+def test_an_answer_with_half_a_character_is_shown(odd: Odd) -> None:
+    odd.says(json.dumps(WHOLE).replace("Hello", "\\ud800").encode(), kind=b"application/json")
+    assert kind(odd.ask(False, False)[1]) == "hit"
+    assert odd.admin("hits", None).json()["hits"][0]["answer"] == "\ud800"
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
     events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]
@@ -168,7 +182,7 @@ def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
 
 
 @contextmanager
-def closing_once() -> Iterator[tuple[str, list[str]]]:
+def closing_once(status: bytes = b"200 OK", *headers: bytes) -> Iterator[tuple[str, list[str]]]:
     """A server that takes its first request and closes the connection, then answers; its URL and what it was asked."""
     asked: list[str] = []
     listening = socket.create_server(("127.0.0.1", 0))
@@ -187,8 +201,9 @@ def closing_once() -> Iterator[tuple[str, list[str]]]:
                 file.read(int(head.get(b"content-length", 0)))
                 if health or len(asked) > 1:
                     body = json.dumps(WHOLE).encode()
-                    kind = b"content-type: application/json\r\nconnection: close\r\n"
-                    connection.sendall(b"HTTP/1.1 200 OK\r\n%scontent-length: %d\r\n\r\n%s" % (kind, len(body), body))
+                    lines = [b"content-type: application/json", b"connection: close, x-hop", b"x-hop: 1", *headers]
+                    head = b"\r\n".join([b"HTTP/1.1 " + status, *lines, b"content-length: %d" % len(body), b"", b""])
+                    connection.sendall(head + body)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -212,6 +227,19 @@ def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, p
             answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=120)
         assert answer.status_code == (200 if again else 502)
         assert asked == [f"{method} {path}"] * (2 if again else 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "passed"), [(b"103 Early\r\n\r\nHTTP/1.1 200 OK", 200), (b"101 Other", 502), (b"600 Odd", 502)]
+)
+def test_what_no_server_may_answer_ends_no_request(tmp_path: Path, status: bytes, passed: int) -> None:
+    with closing_once(status, b"x-odd: a\x01b") as (url, _):
+        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
+        with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
+            answer = httpx.post(f"{front.url}/v1/chat/completions", json=chat("odd"), timeout=120)
+    assert answer.status_code == passed
+    assert "x-hop" not in answer.headers
+    assert answer.headers.get("x-odd", "a b") == "a b"
 
 
 @pytest.mark.parametrize("listens", [True, False])

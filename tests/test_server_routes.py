@@ -14,7 +14,7 @@ import pytest
 
 from gateway_helpers import Pair, kind
 from scripted_routes import ROUTES as SCRIPTED
-from semkv.server.request_key import canonicalise
+from semkv.server.request_key import Deployment, canonicalise
 from semkv.server.routes import ROUTES, Unkeyable
 from test_server_odd_upstreams import Odd
 
@@ -174,7 +174,7 @@ def test_what_depends_on_more_than_the_request_has_no_key() -> None:
 
 
 def key(path: str, body: dict[str, Any]) -> str:
-    return canonicalise(path, body, tenant="t", secret=b"secret").key
+    return canonicalise(body, Deployment(path, "t", b"secret")).key
 
 
 @pytest.mark.parametrize(("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str)

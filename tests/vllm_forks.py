@@ -33,8 +33,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-_FOLDER = "SEMKV_TEST_FORKS"
-_RUN = "SEMKV_TEST_RUN"
+_FOLDER = "FORKS_OF_SEMKV_TESTS"
+_RUN = "RUN_OF_SEMKV_TESTS"
 _NUMBER = struct.Struct("i")  # a signal, or an exit status
 _IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",

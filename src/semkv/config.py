@@ -8,8 +8,9 @@ a flag, a variable ``SEMKV_<FLAG>``, a file, a preset, a program, or a connector
 # The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import os
+import re
 import tomllib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from semkv.errors import ConfigError, SemkvError
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
 
 if TYPE_CHECKING:
-    from cyclopts import ArgumentCollection
+    from cyclopts import Argument, ArgumentCollection
     from pydantic import TypeAdapter
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
@@ -34,10 +35,12 @@ _S = TypeVar("_S")
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Which values of a setting's type are allowed, as an annotation; None always is."""
+    """Which values of a setting's type are allowed, as an annotation; None always is. ``each``: the test is for each
+    item of a tuple."""
 
     text: str
-    test: Callable[[Any], bool]
+    test: Callable[[Any], object]
+    each: bool = False
 
 
 POSITIVE = Allowed("a positive number", lambda n: n > 0)
@@ -123,75 +126,73 @@ def check(settings: Any, *, flags: bool = True) -> None:
         key = option if flags else name
         value = typed(key, getattr(settings, name), kind)
         for limit in limits:
-            if value is not None and not limit.test(value):
-                raise ConfigError(key, value, limit.text)
+            for item in value if limit.each else (value,):
+                if item is not None and not limit.test(item):
+                    raise ConfigError(key, item, limit.text)
         object.__setattr__(settings, name, value)
 
 
 # ---------------------------------------------------------------------- the command line
 
 
-class Variables:
-    """A source of flags for the command line: ``SEMKV_<FLAG>`` for a setting that was not given. Commas separate lists.
+# What is no flag of a command but may stand in its environment, and what Kubernetes puts there for every Service.
+_OTHERS = ("SEMKV_SECRET", "SEMKV_ADMIN_KEY", "SEMKV_CONFIG")
+_KUBERNETES = re.compile(
+    r"SEMKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT_\d+_(TCP|UDP|SCTP))\w*=.*|SEMKV_(\w+_)?PORT=\w+://.*", re.DOTALL
+)
+
+
+class Environment:
+    """A source of flags for the command line: variables ``SEMKV_<FLAG>``, and the TOML file that ``--config`` names,
+    else ``SEMKV_CONFIG``. A flag overrides a variable, a variable the file.
+
+    Commas separate lists in a variable. Keys of the file are flags without their dashes; a list gives a flag several
+    times. What is no flag is an error, told without its value, which may be a secret.
 
     Args:
-        kind: whose settings. Other flags of the command are none of them: Kubernetes sets a ``SEMKV_PORT``.
-        environment: the variables.
+        variables: the environment.
     """
 
-    def __init__(self, kind: type, environment: Mapping[str, str]) -> None:
-        self._flags = {option for option, _, _ in _declared(cast("Hashable", kind)).values()}
-        self._environment = environment
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
-        for argument in arguments:
-            if argument.name not in self._flags or argument.tokens:
-                continue
-            for name in set(argument.names).difference(argument.negatives):  # SEMKV_NO_SALT=0 would be a riddle
-                variable = f"SEMKV_{name.lstrip('-').replace('-', '_').upper()}"
-                text = self._environment.get(variable, "")
-                for index, part in enumerate(text.split(",") if get_origin(argument.hint) is tuple else [text]):
-                    if part.strip():
-                        argument.append(Token(keyword=variable, value=part.strip(), source=variable, index=index))
-
-
-class ConfigFile:
-    """A source of flags for the command line: the TOML file that ``--config`` names, else ``SEMKV_CONFIG``. Keys are
-    flags without their dashes; a list gives a flag several times. Name this source last: the ones before override it.
-
-    Args:
-        environment: the variables.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
         flags = {
             name.removeprefix("--"): argument
             for argument in arguments
             for name in argument.names
-            if argument.parse and name.startswith("--") and name not in argument.negatives
+            if argument.parse and name.startswith("--") and name not in argument.negatives  # NO_SALT=0 were a riddle
         }
         own = flags.pop("config", None)
-        key, file = "SEMKV_CONFIG", self._environment.get("SEMKV_CONFIG", "")
+        known = {f"SEMKV_{flag.replace('-', '_').upper()}": argument for flag, argument in flags.items()}
+        for name, text in self._variables.items():
+            if not name.startswith("SEMKV_") or not text.strip() or name in _OTHERS:
+                continue
+            if _KUBERNETES.fullmatch(f"{name}={text}"):
+                continue
+            if name not in known:
+                raise ConfigError("environment", name, {*known, *_OTHERS})
+            words = text.split(",") if get_origin(known[name].hint) is tuple else [text]
+            _give(known[name], [word.strip() for word in words if word.strip()], name, name)
+        key, file = "SEMKV_CONFIG", self._variables.get("SEMKV_CONFIG", "")
         if own and own.tokens:
             key, file = "--config", own.tokens[-1].value
-        if not file:
-            return
         try:
-            given = tomllib.loads(Path(file).expanduser().read_text("utf-8"))
+            given = tomllib.loads(Path(file).expanduser().read_text("utf-8")) if file else {}
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(key, file, f"a TOML file ({error})") from None
         for key, value in given.items():
             if key not in flags:
-                raise ConfigError(file, key, flags)  # without the value, which may be a secret
-            argument = flags[key]
-            if argument.tokens:
-                continue
-            several = isinstance(value, list) and get_origin(argument.hint) is tuple
-            for index, item in enumerate(value if several else [value]):
-                argument.append(Token(keyword=f"{file}: {key}", value=str(item), source=file, index=index))
+                raise ConfigError(file, key, flags)
+            several = isinstance(value, list) and get_origin(flags[key].hint) is tuple
+            _give(flags[key], map(str, value if several else [value]), f"{file}: {key}", file)
+
+
+def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str) -> None:
+    """Give a flag what it has from no other source."""
+    if not argument.tokens:
+        for index, word in enumerate(words):
+            argument.append(Token(keyword=keyword, value=word, source=source, index=index))
 
 
 def _name_sources(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
@@ -215,7 +216,7 @@ def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"]
     """An application or a command whose parser raises instead of printing; `setting_error` makes it our words.
 
     Args:
-        sources: give what was not given on the command line, the first ones first; such as `Variables`.
+        sources: give what was not given on the command line, the first ones first; such as `Environment`.
         options: of `cyclopts.App`.
     """
     plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}

@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import ConfigFile, Variables, command_line
+from semkv.config import Environment, command_line
 from semkv.errors import DatasetError, SemkvError
-from semkv.server.settings import PORT, LogFormat, LogLevel, ServerSettings
+from semkv.server.settings import PORT, ServerSettings
 
 serve = command_line(
-    Variables(ServerSettings, os.environ),
-    ConfigFile(os.environ),
+    Environment(os.environ),
     help_epilogue="""Examples:
 
 ```
@@ -51,8 +50,6 @@ def _serve(
     host: str = "127.0.0.1",
     port: Annotated[int, PORT] = 8080,
     workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
-    log_level: LogLevel = LogLevel.INFO,
-    log_format: LogFormat = LogFormat.JSON,
     config: Path | None = None,
     settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
 ) -> None:
@@ -67,34 +64,17 @@ def _serve(
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         workers: Processes that answer on the port, one a core; each loads the encoder.
-        log_level: The least that is logged: debug, info, warning or error.
-        log_format: json (an object a line) or text.
         config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
     """
-    del config  # `ConfigFile` has read it
+    del config  # `Environment` has read it
     with _extra():
         from semkv.server.serve import run_server
 
-    run_server(
-        settings or ServerSettings(),
-        os.environ,
-        host=host,
-        port=port,
-        workers=workers,
-        log_level=log_level,
-        log_format=log_format,
-    )
+    run_server(settings or ServerSettings(), host=host, port=port, workers=workers)
 
 
 @warm.default
-def _warm(
-    prompts: Path,
-    /,
-    *,
-    url: str = "http://127.0.0.1:8080",
-    model: str = "",
-    max_tokens: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 512,
-) -> None:
+def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = "") -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
 
     The API key is taken from OPENAI_API_KEY.
@@ -103,10 +83,9 @@ def _warm(
         prompts: JSON lines: a prompt as a string, or a whole request body.
         url: The gateway.
         model: For lines that name none.
-        max_tokens: For lines that are prompts.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
-    todo = list(_requests_of(prompts, model=model, max_tokens=max_tokens))
+    todo = list(_requests_of(prompts, model))
     with _extra():
         there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
     print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
@@ -115,7 +94,7 @@ def _warm(
         sys.exit(1)
 
 
-def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Path and body of every line; blank lines are skipped.
 
     A line is a JSON string (a prompt) or a request body with ``messages`` or ``prompt``. Where a body has neither
@@ -125,7 +104,7 @@ def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[s
         DatasetError: a line is neither; names file and line.
     """
     try:
-        lines = file.read_text("utf-8").splitlines()
+        lines = file.read_text("utf-8").split("\n")  # not at every line break that a prompt may hold
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{file}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -136,7 +115,7 @@ def _requests_of(file: Path, *, model: str, max_tokens: int) -> Iterator[tuple[s
         except ValueError:
             raise DatasetError(f"{file}, line {number}: no JSON") from None
         if isinstance(given, str):
-            given = {"messages": [{"role": "user", "content": given}], "max_tokens": max_tokens}
+            given = {"messages": [{"role": "user", "content": given}]}
         if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
             raise DatasetError(f"{file}, line {number}: neither a prompt nor a request with messages or prompt")
         if model:

@@ -3,7 +3,7 @@
 The cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
 
 those of `semkv.server.routes`            answered from the cache where it can be
-/healthz /readyz /metrics /openapi.json
+/healthz /readyz /metrics
 /semkv                                    dashboard; /semkv/api: admin routes
 anything else                             passed on
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import math
 import os
@@ -20,19 +21,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from semkv import __version__
 from semkv.cache import SemanticCache
-from semkv.config import ConfigFile, Variables, parse
+from semkv.config import Environment, parse
 from semkv.errors import SemkvError
 from semkv.server import http
 from semkv.server.cache_client import CacheClient
@@ -53,14 +54,9 @@ from semkv.tiers.sharing import open_entry_log
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
-_PROBES = ("/healthz", "/readyz")
-_FILES = {
-    "": ("static/index.html", "text/html"),
-    "app.js": ("static/app.js", "text/javascript"),
-    "app.css": ("static/app.css", "text/css"),
-    "openapi.json": ("openapi.json", "application/json"),
-}
+_FILES = ("index.html", "app.js", "app.css")
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
+_STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
@@ -84,14 +80,12 @@ class App:
     Args:
         gateway: answers the cached routes.
         key: the admin key; empty closes the admin routes.
-        admin_port: where operators' routes are answered, and nothing else; 0: everything is on every port.
     """
 
-    _own = frozenset(("/healthz", "/readyz", "/metrics", "/openapi.json"))  # of operators, outside ``/semkv``
+    _own = frozenset(("/healthz", "/readyz", "/metrics"))  # of operators, outside ``/semkv``
 
-    def __init__(self, gateway: Gateway, key: str, admin_port: int = 0) -> None:
+    def __init__(self, gateway: Gateway, key: str) -> None:
         self.gateway, self._operations = gateway, Operations(gateway, key).application()
-        self._admin_port = admin_port
         settings = gateway.settings
         self._limit = settings.max_body_mib << 20
         self._room = http.Room(_BODIES * self._limit)
@@ -103,11 +97,8 @@ class App:
         path = http.route_path(scope) if scope["type"] == "http" else ""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
-        elif path and self._admin_port and scope["server"][1] == self._admin_port:
-            await self._operations(scope, receive, send)
         elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
-            closed = self._admin_port and not path.endswith(_PROBES)
-            await (_error(404, "not at this port") if closed else self._operations)(scope, receive, send)
+            await self._operations(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             await self._busy(scope, receive, send)
         elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
@@ -136,7 +127,6 @@ class App:
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the server's start and stop."""
         while (await receive())["type"] == "lifespan.startup":
-            self.gateway.spawn(self.gateway.look_upstream())
             await send({"type": "lifespan.startup.complete"})
         await self._close()
         await send({"type": "lifespan.shutdown.complete"})
@@ -225,7 +215,7 @@ class Middleware(App):
     _own = frozenset[str]()
 
     def __init__(self, app: Application) -> None:
-        settings = parse(ServerSettings, [], Variables(ServerSettings, os.environ), ConfigFile(os.environ))
+        settings = parse(ServerSettings, [], Environment(os.environ))
         super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
         self._otherwise = app  # type: ignore[assignment]
 
@@ -243,8 +233,7 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstream = http.HttpUpstream(settings.upstream)
-    return App(gateway_of(settings, environment, upstream, workers), key, settings.admin_port)
+    return App(gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key)
 
 
 def gateway_of(
@@ -271,21 +260,19 @@ def gateway_of(
         lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
         rules=[parse_rule(rule) for rule in settings.ttl_rules],
         sampled=settings.sampled,
-        unheard_s=settings.store_away,
+        unheard_s=_STORE_AWAY_S,
         clock=clock,
         ahead=folder_of(settings.cache_dir, settings.store),
     )
-    entry_log = None if config is None else open_entry_log(settings.store, settings.store_timeout, secret)
     semantic = None
     if config is not None:
+        entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
         semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
-    cache = CacheClient(
-        responses, semantic, metrics, store_s=settings.store_timeout, sampled=settings.sampled, tag_rules=rules
-    )
+    cache = CacheClient(responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules)
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway
@@ -349,7 +336,8 @@ class Operations:
                 *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
                 *(Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb]) for verb, do in admin),
                 Route(_HOME, self.to_dashboard),
-                *(Route(path, _file) for path in ("/openapi.json", f"{_HOME}/", f"{_HOME}/{{name}}")),
+                Route(f"{_HOME}/", _file),
+                Route(f"{_HOME}/{{name}}", _file),
             ],
             exception_handlers=dict.fromkeys((SemkvError, TimeoutError, Exception), self._failed),
         )
@@ -410,7 +398,9 @@ class Operations:
         given = request.query_params.get("limit", "50")
         limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
         recent = self._gateway.recent_hits.recent(limit)
-        return JSONResponse({"hits": await asyncio.to_thread(lambda: [hit.view() for hit in recent])})
+        # An answer may hold half a character, which only escaped JSON can say.
+        shown = await asyncio.to_thread(lambda: json.dumps({"hits": [hit.view() for hit in recent]}))
+        return Response(shown, media_type="application/json")
 
     async def invalidate(self, request: Request) -> Response:
         """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
@@ -446,8 +436,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 async def _file(request: Request) -> Response:
-    name = request.scope["path"].rpartition("/")[2]
+    name = request.path_params.get("name", "index.html")
     if name not in _FILES:
         return _error(404, "not found")
-    file, kind = _FILES[name]
-    return Response((files("semkv.server") / file).read_bytes(), media_type=kind, headers=_SECURITY)
+    return FileResponse(Path(__file__).parent / "static" / name, headers=_SECURITY)

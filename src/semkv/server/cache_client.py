@@ -23,7 +23,7 @@ from semkv.cache import CacheStats, SemanticCache
 from semkv.server.metrics import Metrics
 from semkv.server.request_key import CanonicalRequest
 from semkv.server.sse import text_of
-from semkv.server.tenancy import TagRule, tags_by
+from semkv.server.tenancy import TagRule
 from semkv.stores.responses import Selector
 from semkv.tiers import Candidate
 from semkv.tiers.matching import PendingEntry
@@ -83,11 +83,10 @@ class CacheClient:
         metrics: Metrics,
         *,
         store_s: float,
-        sampled: bool = False,
         tag_rules: Sequence[TagRule] = (),
     ) -> None:
         self.responses, self.semantic, self._metrics = responses, semantic, metrics
-        self._store_s, self._sampled, self._tag_rules = store_s, sampled, tag_rules
+        self._store_s, self._tag_rules = store_s, tag_rules
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
         self._records = Pool("semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE)  # no lookup waits behind a record
@@ -106,8 +105,6 @@ class CacheClient:
 
     async def stored(self, canonical: CanonicalRequest) -> Found | None:
         """The stored answer to exactly this request."""
-        if canonical.sampled and not self._sampled:
-            return None
         found = self.responses.peek(canonical.key)
         if found is not None:
             return found
@@ -140,8 +137,6 @@ class CacheClient:
 
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
-        if canonical.sampled and not self._sampled:
-            return Lookup(canonical)
         start = time.perf_counter()
         found = await self.stored(canonical)
         if found is not None and found.age_s <= time.perf_counter() - start:
@@ -212,7 +207,8 @@ class CacheClient:
         return await self._guarded("store", keep) is True
 
     def _tags(self, canonical: CanonicalRequest) -> list[str]:
-        return sorted({*canonical.tags, *tags_by(self._tag_rules, canonical.prompt, canonical.model)})
+        by_rule = {rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)}
+        return sorted(by_rule.union(canonical.tags))
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""

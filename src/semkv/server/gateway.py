@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,7 @@ from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv.server.logs import current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
-from semkv.server.request_key import CanonicalRequest, canonicalise, loads
+from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv.server.routes import Unkeyable
 from semkv.server.settings import ServerSettings
 from semkv.server.singleflight import InFlight, Reader, SingleFlight
@@ -36,7 +36,7 @@ from semkv.types import ReuseReport
 
 log = logging.getLogger(__name__)
 
-_LARGE = 64 * 1024  # bytes of a body that is parsed and written in a thread
+_LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
 _SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
@@ -62,11 +62,7 @@ class GatewayRequest:
     @property
     def shared(self) -> bool:
         """An answer that is on its way to another request would do, and the other way round."""
-        return not self.blocked and self.controls.write
-
-    @property
-    def large(self) -> bool:
-        return len(self.call.body) > _LARGE
+        return not self.blocked and self.controls.write and not self.controls.only
 
     def accepts(self, found: Found) -> bool:
         """Whether a stored answer is fresh enough for the client."""
@@ -110,16 +106,14 @@ class Gateway:
     ) -> None:
         self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
         self.recent_hits = RecentHits(metrics)
-        self.flights = SingleFlight(metrics.fault)
+        self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
         # By running lookup: the key of its request, and what is on its way at any time of it.
         self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
         self._secret, self._checks = secret, 0
-        self._explained = False  # why requests of `sampled` are misses
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
-        self._read_again = lru_cache(_KNOWN)(self._read)
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -142,20 +136,11 @@ class Gateway:
         blocked = "" if controls.read else "no-cache"
         if not blocked and canonical.sampled and not self.settings.sampled:
             blocked = "sampled"
-            self._explain_sampled()
         if not blocked and not await self._may_read(client):
             blocked = "key"
         request = GatewayRequest(call, canonical, controls, client, blocked, start)
         answer = self._from_memory(request, Lookup(canonical))
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
-
-    def _explain_sampled(self) -> None:
-        if not self._explained:
-            self._explained = True
-            log.warning(
-                "a request with neither temperature 0 nor a seed is not answered from the cache, as its answer is drawn"
-                " at random: let clients send one of them, or start with --sampled"
-            )
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -164,9 +149,11 @@ class Gateway:
         that answer is whole is used instead.
         """
         found, looking, shared = Lookup(request.canonical), None, list[Pending]()
-        overlaps = self.settings.overlap and request.shared and not request.large and self.cache.rarely_finds
+        overlaps = (
+            self.settings.overlap and request.shared and len(request.call.body) <= _LARGE and self.cache.rarely_finds
+        )
         try:
-            if request.controls.read:
+            if request.controls.read and request.blocked != "sampled":
                 earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
@@ -189,6 +176,8 @@ class Gateway:
                             self._give_up(request)
                             return answer
                 earlier = shared = []  # none of them stays in memory as long as this request
+            if request.controls.only:
+                raise _only_if_cached()
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
@@ -266,9 +255,7 @@ class Gateway:
         shared, streams = shared and request.shared, canonical.stream if stream is None else stream
 
         async def send() -> Reply:
-            write = partial(_body, canonical, stream=streams)
-            body = await asyncio.to_thread(write) if request.large else write()
-            return await self.upstream.send(request.call.with_body(body))
+            return await self.upstream.send(request.call.with_body(_body(canonical, stream=streams)))
 
         def on_head(status: int, headers: Headers) -> str:
             self._answered(request.client, status)
@@ -351,7 +338,7 @@ class Gateway:
         answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
         if answer is None:
             return None
-        if found.stale and request.controls.write:
+        if found.stale and request.shared:
             self._refresh(request, lookup)
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
@@ -374,7 +361,7 @@ class Gateway:
         try:
             body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
-            self.metrics.uncacheable.labels("no stream of it").inc()
+            self.metrics.unkept("no stream of it")
             return None
         return Answer(200, [http.EVENTS], body)
 
@@ -392,7 +379,7 @@ class Gateway:
             tier = JOINED
             self.metrics.joins.labels(EQUAL).inc()
         elif why := request.why:
-            self.metrics.uncacheable.labels(why).inc()
+            self.metrics.unkept(why)
         self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
         answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup))
@@ -462,8 +449,10 @@ class Gateway:
         start, client = time.perf_counter(), self._tenants.client(call.scope)
         current().tenant = client.tenant[:_TAG]
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
-        self.metrics.uncacheable.labels(reason).inc()
+        self.metrics.unkept(reason)
         try:
+            if controls_of(call.scope).only:
+                raise _only_if_cached()
             reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
@@ -488,26 +477,11 @@ class Gateway:
             raise Unkeyable("tenant")
         if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
             raise Unkeyable("content type")
-        tags, headers = self._tenants.tags_of(call.scope), self._vary.read(call.scope)
-        read = self._read_again if len(call.body) <= _SMALL else self._read
-        return read(call.scope["path"], call.body, client.tenant, tags, headers)
-
-    def _read(
-        self, path: str, raw: bytes, tenant: str, tags: tuple[str, ...], headers: tuple[tuple[str, str], ...]
-    ) -> CanonicalRequest:
-        """The canonical form of a body, which nothing else decides."""
-        settings = self.settings
-        return canonicalise(
-            path,
-            loads(raw),
-            tenant=tenant,
-            secret=self._secret,
-            version=settings.data_version,
-            remote_media=settings.remote_media,
-            tags=tags,
-            salts=settings.salt,
-            headers=headers,
-        )
+        settings, scope = self.settings, call.scope
+        tags, headers = self._tenants.tags_of(scope), self._vary.read(scope)
+        version, salts = settings.data_version, settings.salt
+        deployment = Deployment(scope["path"], client.tenant, self._secret, version, tags, headers, salts)
+        return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 
     # -- recording and checking, in the background ----------------------------------------------------------------
 
@@ -579,13 +553,6 @@ class Gateway:
 
     # -- operators ----------------------------------------------------------------------------------------------
 
-    async def look_upstream(self) -> None:
-        """Say in the log whether the upstream answers."""
-        if await self.upstream.ready():
-            log.info("the upstream answers")
-        else:
-            log.warning("the upstream does not answer yet: until it does, only stored responses are served")
-
     async def wrong(self, hit: Hit) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
         if hit.tier != EXACT:
@@ -611,6 +578,18 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
+
+
+def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
+    """The canonical form of a body, which nothing else decides."""
+    return canonicalise(loads(raw), deployment)
+
+
+_read_again = lru_cache(_KNOWN)(_read)
+
+
+def _only_if_cached() -> UpstreamError:
+    return UpstreamError("no stored answer will do, and the client wants no other (only-if-cached)", 504)
 
 
 def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:

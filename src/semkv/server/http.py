@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -39,8 +40,10 @@ _HOP_BY_HOP = frozenset(
 )
 # `expect` was between the client and the gateway, which has the whole body already.
 _OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
-_NOT_PASSED_ON = _HOP_BY_HOP | {b"content-length", b"x-semkv"}  # another semkv speaks of its own cache
+_THEIRS = frozenset((b"content-length", b"x-semkv"))  # another semkv speaks of its own cache
+_CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
+_FIELD_BYTES = 64 << 10  # of one header of an answer
 _CONNECT_S = 10.0
 _READ_S = 600.0  # until the upstream's next byte
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
@@ -253,46 +256,17 @@ class Call:
 
     def headers(self) -> Headers:
         """What to send: without hop-by-hop fields and those that are meant for the gateway."""
-        named = {name.strip().lower() for k, v in self.scope["headers"] if k == b"connection" for name in v.split(b",")}
-        drop = _HOP_BY_HOP | _OURS | named
-        if self.canonical:
-            drop |= {b"accept-encoding", b"content-encoding", b"cache-control"}
-        kept = [(k, v) for k, v in self.scope["headers"] if k not in drop]
+        own = (b"accept-encoding", b"content-encoding", b"cache-control") if self.canonical else ()
+        kept = _passed_on(self.scope["headers"], _OURS.union(own))
         return [*kept, (b"accept-encoding", b"identity")] if self.canonical else kept
 
 
-class Reply(Protocol):
-    """An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop.
-
-    ``headers`` have names in lower case.
-    """
-
-    status: int
-    headers: Headers
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """The body. Raises `UpstreamError` when it breaks off."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
-class Upstream(Protocol):
-    """Where misses go."""
-
-    async def send(self, call: Call) -> Reply:
-        """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
-        ...
-
-    async def ready(self) -> bool:
-        """Whether the upstream would answer now."""
-        ...
-
-    async def aclose(self) -> None: ...
-
-
-def _passed_on(headers: Headers) -> Headers:
-    return [(low, v) for k, v in headers if (low := k.lower()) not in _NOT_PASSED_ON]
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:
+    """Headers that go on to the other side, with names in lower case."""
+    low = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in low if name == b"connection" for word in value.split(b",")}
+    drop |= _HOP_BY_HOP | named
+    return [(name, value) for name, value in low if name not in drop]
 
 
 def for_others(headers: Headers) -> Headers:
@@ -311,16 +285,19 @@ def _text(value: bytes) -> str:
 
 
 class _HttpReply:
+    """The answer of a server."""
+
     def __init__(self, response: aiohttp.ClientResponse, base: bytes) -> None:
         self._response = response
         self.status = response.status
         # A redirect to the upstream itself is one to the same path of the gateway.
         self.headers = [
             (k, v.removeprefix(base) if k.endswith(b"location") and v.startswith(base + b"/") else v)
-            for k, v in _passed_on(list(response.raw_headers))
+            for k, v in _passed_on(((k, _CONTROL.sub(b" ", v)) for k, v in response.raw_headers), _THEIRS)
         ]
 
     async def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises `UpstreamError` when it breaks off."""
         try:
             async for piece in self._response.content.iter_any():
                 yield piece
@@ -351,11 +328,13 @@ class HttpUpstream:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 timeout=self._timeout,
+                max_field_size=_FIELD_BYTES,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         return self._session
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: Call) -> _HttpReply:
+        """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
         start = time.monotonic()
         try:
             try:
@@ -370,6 +349,9 @@ class HttpUpstream:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(f"the upstream cannot be reached: {type(error).__name__}") from None
+        if not 200 <= response.status < 600:
+            response.close()
+            raise UpstreamError(f"the upstream answered with status {response.status}")
         return _HttpReply(response, self._base.encode())
 
     async def _request(self, call: Call) -> aiohttp.ClientResponse:
@@ -385,6 +367,7 @@ class HttpUpstream:
         )
 
     async def ready(self) -> bool:
+        """Whether it would answer now."""
         scope = {"method": "GET", "path": "/health", "headers": []}
         try:
             reply = await asyncio.wait_for(self.send(Call(scope, b"")), 2.0)
@@ -435,7 +418,7 @@ class _AppReply:
         message = await self._messages.get()
         if message is None:
             raise UpstreamError("the application failed")
-        self.status, self.headers = message["status"], _passed_on(list(message.get("headers", ())))
+        self.status, self.headers = message["status"], _passed_on(message.get("headers", ()), _THEIRS)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         while not self._ended:
@@ -466,7 +449,8 @@ class AppUpstream:
     def __init__(self, app: Application) -> None:
         self._app = app
 
-    async def send(self, call: Call) -> Reply:
+    async def send(self, call: Call) -> _AppReply:
+        """As `HttpUpstream` does."""
         reply = _AppReply(self._app, call)
         try:
             await reply.started()
@@ -480,3 +464,11 @@ class AppUpstream:
 
     async def aclose(self) -> None:
         pass
+
+
+Reply = _HttpReply | _AppReply
+"""An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop. Names of
+``headers`` are in lower case."""
+
+Upstream = HttpUpstream | AppUpstream
+"""Where misses go."""

@@ -26,7 +26,6 @@ from typing import Any
 
 from semkv.errors import SemkvError
 from semkv.server.http import Answer, Scope, header
-from semkv.server.settings import LogFormat, LogLevel
 from semkv.server.sse import usage_of
 
 log = logging.getLogger(__name__)
@@ -42,12 +41,6 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/responses": "chat",
 }
-# Escapes of a terminal, what turns the direction of a text, what nobody sees, halves of a character. Line breaks, tabs
-# and the joiners of scripts and emoji are text.
-_CONTROLS = re.compile(
-    "[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]"
-)
 
 
 @dataclass(slots=True)
@@ -138,20 +131,10 @@ def begin(scope: Scope) -> Seen:
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
-def visible(text: str) -> str:
-    r"""A text with its control characters written out.
-
-    >>> visible("red: \x1b[31m")
-    'red: \\x1b[31m'
-    """
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
 class JsonLines(logging.Formatter):
     """One JSON object a record."""
 
-    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        """What is said of a record, in order."""
+    def format(self, record: logging.LogRecord) -> str:
         seen = _current.get()
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -163,35 +146,16 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return fields
-
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(self.fields(record))
+        return json.dumps(fields)
 
 
-class TextLines(JsonLines):
-    """Time, level and message, then what else there is as ``name=value``; a trace on lines of its own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = self.fields(record)
-        trace = visible(fields.pop("exception", ""))
-        head = " ".join(str(fields.pop(name)) for name in ("time", "level", "message"))
-        rest = "".join(f" {name}={_plain(value)}" for name, value in fields.items() if name != "logger")
-        return visible(head).replace("\n", "\\n") + rest + (f"\n{trace}" if trace else "")
-
-
-def _plain(value: object) -> str:
-    """A value without blanks as it is, any other in quotes: a client may name a model in several lines."""
-    return str(value) if re.fullmatch(r"[!#-~]+", str(value)) else json.dumps(value)
-
-
-def set_up_logs(level: LogLevel = LogLevel.INFO, form: LogFormat = LogFormat.JSON) -> None:
+def set_up_logs() -> None:
     """Lines on standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form is LogFormat.JSON else TextLines())
+    handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    root.setLevel("INFO")
     for noisy in ("httpx", "sentence_transformers", "faiss"):
         logging.getLogger(noisy).setLevel("WARNING")
     with contextlib.suppress(ImportError):  # it prints for itself what goes on to the root as well

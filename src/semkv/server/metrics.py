@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
-from semkv.server.logs import visible
 from semkv.server.sse import text_of, usage_of
 from semkv.stores.responses import StoredResponse
 from semkv.tiers import Every, Latest
@@ -54,19 +53,16 @@ class Live:
 
     def __init__(self) -> None:
         self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
-        self._second = 0  # of which the latest bins are
         self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
         self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
 
     def add(self, tier: str, seconds: float) -> None:
         """Count a request."""
-        if self._second != (now := int(time.time())):
-            self._second = now
-            for name, step in _WINDOWS.items():
-                bins = self._bins[name]
-                if not bins or bins[-1][0] != now // step * step:
-                    bins.append((now // step * step, Counts()))
-        for bins in self._bins.values():
+        now = int(time.time())
+        for name, step in _WINDOWS.items():
+            bins = self._bins[name]
+            if not bins or bins[-1][0] != now - now % step:
+                bins.append((now - now % step, Counts()))
             bins[-1][1][tier] += 1
         self._latencies[tier].append(seconds)
 
@@ -84,10 +80,7 @@ class Live:
             name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
             for name, step in _WINDOWS.items()
         }
-        by = {
-            kind: sorted(((visible(name), n) for name, n in names.items()), key=lambda pair: -pair[1].total())
-            for kind, names in self._by.items()
-        }
+        by = {kind: sorted(names.items(), key=lambda pair: -pair[1].total()) for kind, names in self._by.items()}
         latency = {tier: _quantiles(values) for tier, values in self._latencies.items()}
         return {"windows": windows, "bins": _BINS, "latency": latency, "by": by}
 
@@ -136,7 +129,9 @@ class Metrics:
         self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
         self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
         self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
-        self.uncacheable = self._counter("uncacheable", "Requests that the cache could not answer.", "reason")
+        self._uncacheable = self._counter(
+            "uncacheable", "Requests that the cache could not answer, and answers that it could not keep.", "reason"
+        )
         self.turned_away = self._counter(
             "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
         )
@@ -192,6 +187,10 @@ class Metrics:
         requests.inc()
         durations.observe(seconds)
         self.live.add(tier, seconds)
+
+    def unkept(self, reason: str) -> None:
+        """Count a request that the cache could not answer, or an answer that it could not keep."""
+        self._uncacheable.labels(reason).inc()
 
     def fault(self, part: str) -> None:
         self._faults.labels(part).inc()
@@ -250,17 +249,18 @@ class Hit:
     donor: list[dict[str, str]] | None = None
 
     def view(self) -> dict[str, Any]:
-        """As JSON, with control characters written out."""
+        """As JSON. Of the answer the first choice, or what was kept where it has another form."""
         own = [{"role": "question", "text": self.response.prompt}]
-        sides = {"asked": self.asked or own, "donor": self.donor or own}
+        answer = text_of(self.response.payload) or self.response.payload.decode(errors="replace")
         shown = ("at", "tier", "score", "seconds", "age_s", "tenant")
         return {
             "id": self.number,
             "key": self.response.key,
-            "model": visible(self.response.model),
-            "answer": visible(answer_of(self.response.payload)),
+            "model": self.response.model,
+            "answer": answer[:_TEXT],
             **{name: getattr(self, name) for name in shown},
-            **{name: [{**part, "text": visible(part["text"])} for part in side] for name, side in sides.items()},
+            "asked": self.asked or own,
+            "donor": self.donor or own,
         }
 
 
@@ -322,8 +322,3 @@ def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
             break
         parts.append(part)
     return parts[::-1]
-
-
-def answer_of(payload: bytes) -> str:
-    """The first choice of an answer for display; an answer of another form as it was kept."""
-    return (text_of(payload) or payload.decode(errors="replace"))[:_TEXT]

@@ -44,16 +44,26 @@ _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", 
 
 
 @dataclass(frozen=True, slots=True)
-class _Deployment:
-    """What a key depends on in addition to the body."""
+class Deployment:
+    """What a key depends on in addition to the body.
+
+    Attributes:
+        endpoint: one of `ROUTES`.
+        tenant: opaque; never shares anything with another.
+        secret: of the deployment.
+        version: of model and data; a change makes every stored answer unreachable.
+        tags: labels that came with it; answers are not shared with requests that have others.
+        headers: those of the request that the answer may depend on, by `semkv.server.tenancy.Vary`.
+        salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
+    """
 
     endpoint: str
     tenant: str
     secret: bytes
-    version: str
-    tags: tuple[str, ...]
-    salts: bool
+    version: str = ""
+    tags: tuple[str, ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
+    salts: bool = True
 
     def key(self, body: str) -> str:
         head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
@@ -73,7 +83,7 @@ class CanonicalRequest:
     sampled: bool  # the answer is drawn at random: neither temperature 0 nor a seed
     _body: Mapping[str, Any] = field(repr=False)
     _content: Content = field(repr=False)
-    _deployment: _Deployment = field(repr=False)
+    _deployment: Deployment = field(repr=False)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -153,44 +163,20 @@ class CanonicalRequest:
         return {**self._body, self._content.name: value, "cache_salt": salt(self._body.get("cache_salt"))}
 
 
-def canonicalise(
-    endpoint: str,
-    body: Mapping[str, Any],
-    *,
-    tenant: str,
-    secret: bytes,
-    version: str = "",
-    remote_media: bool = False,
-    tags: tuple[str, ...] = (),
-    salts: bool = True,
-    headers: tuple[tuple[str, str], ...] = (),
-) -> CanonicalRequest:
-    """The canonical form of a request.
+def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRequest:
+    """The canonical form of a request. Raises `Unkeyable` where it has none.
 
-    Args:
-        endpoint: one of `ROUTES`.
-        body: the parsed JSON. Use `loads`: it refuses what JSON readers disagree on.
-        tenant: opaque; never shares anything with another.
-        secret: of the deployment.
-        version: of model and data; a change makes every stored answer unreachable.
-        remote_media: key http(s) media by their address instead of refusing them.
-        tags: labels that came with it; answers are not shared with requests that have others.
-        salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
-        headers: those of the request that the answer may depend on, by `semkv.server.tenancy.Vary`.
-
-    Raises:
-        Unkeyable: it has none.
+    Use `loads` for the JSON of ``body``: it refuses what JSON readers disagree on.
     """
-    deployment = _Deployment(endpoint, tenant, secret, version, tags, salts, headers)
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
-        return _build(body, ROUTES[endpoint].read(body, remote_media), deployment)
+        return _build(body, ROUTES[deployment.endpoint].read(body), deployment)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
 
 
-def _build(body: Mapping[str, Any], content: Content, deployment: _Deployment) -> CanonicalRequest:
+def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:
     stream, options, model = body.get("stream"), body.get("stream_options"), body.get("model")
     if stream is not None and not isinstance(stream, bool):
         raise Unkeyable("stream is no boolean")

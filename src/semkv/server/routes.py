@@ -101,7 +101,7 @@ class Content:
                 new[slot] = _data_url(data)
         if self.name == "prompt":
             return read_prompt(new[self.slots[0]])
-        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])), remote=False)
+        return read_messages(_edited(self.value, new, lambda slot, part: _filled(part, new[slot])))
 
     def template(self) -> Any:
         """``keyed`` with every slot empty: what a donor must share."""
@@ -131,7 +131,7 @@ def read_prompt(prompt: object) -> Content:
     raise Unkeyable("no prompt")
 
 
-def read_messages(messages: object, *, remote: bool) -> Content:
+def read_messages(messages: object) -> Content:
     """A chat's messages.
 
     System texts are system segments, the last text of the last user turn is the question, everything before it context.
@@ -139,7 +139,7 @@ def read_messages(messages: object, *, remote: bool) -> Content:
     """
     if not isinstance(messages, list) or not messages:
         raise Unkeyable("no messages")
-    reader = _Reader(remote=remote, last=len(messages) - 1)
+    reader = _Reader(last=len(messages) - 1)
     keyed = [reader.message(i, message) for i, message in enumerate(messages)]
     question = reader.question(messages[-1])
     if question is None or not reader.inline:
@@ -152,8 +152,8 @@ def read_messages(messages: object, *, remote: bool) -> Content:
 class _Reader:
     """Reads messages in order, and notes slots and segments."""
 
-    def __init__(self, *, remote: bool, last: int) -> None:
-        self._remote, self._last = remote, last
+    def __init__(self, last: int) -> None:
+        self._last = last
         self.inline = True  # no media but inline images
         self.slots: list[Slot] = []
         self.segments: list[Segment] = []
@@ -218,10 +218,7 @@ class _Reader:
         found = _DATA.match(url)
         rest = {name: value for name, value in source.items() if name != "url"}
         if found is None:
-            if not self._remote or not url.startswith(("http://", "https://")):
-                raise Unkeyable("media that is not in the request")
-            self.inline = False
-            return {**rest, "url": url}
+            raise Unkeyable("media that is not in the request")
         data = _decoded(url[found.end() :])
         name = media_id(data)
         if kind != "image_url":  # the media type says how these are read
@@ -291,27 +288,27 @@ def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], st
 # -- other routes ------------------------------------------------------------------------------------------------------
 
 
-def _read_responses(body: Mapping[str, Any], remote: bool) -> Content:
+def _read_responses(body: Mapping[str, Any]) -> Content:
     """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
     if body.get("store") is not False:
         raise Unkeyable("stateful")
     _check_tools(body.get("tools"), ("function", "custom"))
-    return _verbatim("input", body.get("input"), _RESPONSES, remote)
+    return _verbatim("input", body.get("input"), _RESPONSES)
 
 
-def _read_anthropic(body: Mapping[str, Any], remote: bool) -> Content:
+def _read_anthropic(body: Mapping[str, Any]) -> Content:
     """The messages of a request to Anthropic's API. Raises as `_read_responses` does."""
     _refuse_state(body, "container", "mcp_servers")
     _check_tools(body.get("tools"), (None, "custom"))
     if not isinstance(system := body.get("system"), str | None):
-        _check(system, _MESSAGES, remote)
+        _check(system, _MESSAGES)
     if not isinstance(messages := body.get("messages"), list):
         raise Unkeyable("no messages")
-    return _verbatim("messages", messages, _MESSAGES, remote)
+    return _verbatim("messages", messages, _MESSAGES)
 
 
-def _read_texts(body: Mapping[str, Any], remote: bool) -> Content:
+def _read_texts(body: Mapping[str, Any]) -> Content:
     """Texts or token ids that are embedded or compared."""
     held = {name: body[name] for name in _TEXTS if body.get(name) is not None}
     if not held or not all(map(_is_plain, held.values())):
@@ -339,13 +336,13 @@ def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:
         raise Unkeyable("tool of unknown form")
 
 
-def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]], remote: bool) -> Content:
+def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> Content:
     """Content that is in the key as it came: a text, or items of known forms."""
     if isinstance(value, str):
         return Content(name, value, value, prompt=value)
     if not isinstance(value, list) or not value:
         raise Unkeyable("no prompt")
-    _check(value, forms, remote)
+    _check(value, forms)
     last = value[-1]
     said = last.get("content") if last.get("role") == "user" else None
     parts = [{"text": said}] if isinstance(said, str) else said or []
@@ -353,7 +350,7 @@ def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]], rem
     return Content(name, value, value, prompt="\n".join(texts))
 
 
-def _check(parts: object, forms: Mapping[str, frozenset[str]], remote: bool) -> None:
+def _check(parts: object, forms: Mapping[str, frozenset[str]]) -> None:
     """Every item, and every part of one, is of a known form, and holds all that it stands for."""
     if not isinstance(parts, list):
         raise Unkeyable("content part of unknown form")
@@ -365,19 +362,19 @@ def _check(parts: object, forms: Mapping[str, frozenset[str]], remote: bool) -> 
             raise Unkeyable("content part of unknown form")
         for name in ("content", "output"):
             if not isinstance(inner := part.get(name), str | None):
-                _check(inner, forms, remote)
-        if kind in ("image", "document", "input_image") and not _is_there(part, remote):
+                _check(inner, forms)
+        if kind in ("image", "document", "input_image") and not _is_there(part):
             raise Unkeyable("media that is not in the request")
 
 
-def _is_there(part: Mapping[str, Any], remote: bool) -> bool:
-    """Whether a request holds the bytes of a picture or a document, or an address that may stand for them."""
+def _is_there(part: Mapping[str, Any]) -> bool:
+    """Whether a request holds the bytes of a picture or a document."""
     source = part.get("source", part.get("image_url"))
     if isinstance(source, dict):
         if source.get("type") in ("base64", "text"):
             return source.keys() <= {"type", "media_type", "data"}
         source = source.get("url") if source.keys() == {"type", "url"} else None
-    return isinstance(source, str) and source.startswith(("data:", "http://", "https://") if remote else "data:")
+    return isinstance(source, str) and source.startswith("data:")
 
 
 # -- what is whole -----------------------------------------------------------------------------------------------------
@@ -409,7 +406,7 @@ def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool
 class Route:
     """A path whose answers are cached."""
 
-    read: Callable[[Mapping[str, Any], bool], Content]  # the content of a body; the flag: media may be remote
+    read: Callable[[Mapping[str, Any]], Content]  # the content of a body
     whole: Callable[[Mapping[str, Any]], bool]  # whether an answer came to its own end
     stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
     converts: bool = False  # a stream and a whole answer are made of each other
@@ -436,14 +433,14 @@ _RANKED = Route(_read_texts, partial(_holds, "results", frozenset(("relevance_sc
 
 ROUTES = {
     "/v1/chat/completions": Route(
-        lambda body, remote: read_messages(body.get("messages"), remote=remote),
+        lambda body: read_messages(body.get("messages")),
         _has_finished_choices,
         partial(Assembler, chat=True),
         converts=True,
         fixed_by=("temperature", "seed"),
     ),
     "/v1/completions": Route(
-        lambda body, remote: read_prompt(body.get("prompt")),
+        lambda body: read_prompt(body.get("prompt")),
         _has_finished_choices,
         partial(Assembler, chat=False),
         converts=True,

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import threading
 from asyncio import Transport
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httptools
 import uvicorn
 from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
@@ -32,8 +33,7 @@ from semkv.server.app import FULL, App, app_of
 from semkv.server.http import busy_answer
 from semkv.server.logs import set_up_logs
 from semkv.server.metrics import FOLDER
-from semkv.server.settings import LogFormat, LogLevel, ServerSettings, admin_key, secret_of
-from semkv.types import CacheMode, PolicyName
+from semkv.server.settings import ServerSettings, admin_key, secret_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _TURNED_AWAY = (
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, and on connections.
+    wait without end, and on connections. A wish for HTTP/2, as Java's client has, costs a request nothing.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
@@ -64,6 +64,7 @@ class Protocol(HttpToolsProtocol):
     turned_away: Callable[[], None] = staticmethod(lambda: None)
     _beyond = False
     _in_head, _head_bytes = False, 0
+    _data, _declined = b"", False  # what came last; whether its head asks for a protocol that is not spoken here
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,8 +84,9 @@ class Protocol(HttpToolsProtocol):
         """uvicorn's wait for the next request ends with its first byte; this one only with a whole head."""
 
     def data_received(self, data: bytes) -> None:
-        goes_on = self._in_head
+        goes_on, self._data = self._in_head, data
         super().data_received(data)
+        self._data = b""
         if goes_on and self._in_head and self.parser is not None:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:
@@ -96,10 +98,28 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._declined = self._get_upgrade() is not None and self.parser.should_upgrade() and not self._should_upgrade()
+        if self._declined:
+            return
         super()._unset_keepalive_if_required()
         if self._beyond and len(self.connections) > self.most:
             self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._declined:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn calls it where a request is for another protocol. httptools reads no body of such a request, so its
+        head is read again without that wish."""
+        upgrade = sys.exc_info()[1]
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        rest, version = self._data[upgrade.args[0] :], self.parser.get_http_version().encode()
+        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([first, *lines, b"", rest]))
 
 
 def raise_file_limit() -> int:
@@ -112,7 +132,7 @@ def raise_file_limit() -> int:
     return min(_MOST, max(_SPARE, most))
 
 
-def listening(host: str, port: int, key: str = "--port") -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet."""
     sock = None
     try:
@@ -125,67 +145,47 @@ def listening(host: str, port: int, key: str = "--port") -> socket.socket:
         if sock is not None:
             sock.close()
         why = getattr(error, "strerror", None) or error
-        raise SemkvError(f"{key} {port}, --host {host}: cannot listen there ({why}); name another") from error
+        raise SemkvError(f"--port {port}, --host {host}: cannot listen there ({why}); name another") from error
     return sock
 
 
-def described(settings: ServerSettings, environment: Mapping[str, str], address: str) -> str:
+def described(settings: ServerSettings, address: str) -> str:
     """One line of what was started."""
-    near = "off"
-    if settings.cache_config() is not None:
-        number = {
-            PolicyName.FIXED: f" {settings.similarity_threshold:g}",
-            PolicyName.BOUNDED: f" {settings.max_error_rate:g}",
-        }.get(settings.policy, "")  # type: ignore[call-overload]
-        near = f"{'counted' if settings.mode == CacheMode.DRY_RUN else 'on'} ({settings.policy}{number})"
+    near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
     upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
-    port = f"port {settings.admin_port}, " if settings.admin_port else ""
-    dashboard = f"at {port}/semkv" if admin_key(environment) else "off: set SEMKV_ADMIN_KEY"
+    dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
     return (
         f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
     )
 
 
-def run_server(
-    settings: ServerSettings,
-    environment: Mapping[str, str],
-    *,
-    host: str,
-    port: int,
-    workers: int,
-    log_level: LogLevel,
-    log_format: LogFormat,
-) -> None:
+def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
     Several workers are processes that take connections from the same sockets. One that ends is started again.
     """
-    set_up_logs(log_level, log_format)
+    set_up_logs()
     if workers > 1 and settings.store == "memory":
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
-    if settings.admin_port and settings.admin_port == port:
-        raise ConfigError("--admin-port", port, "another port than --port")
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
-    if settings.admin_port:
-        sockets.append(listening(host, settings.admin_port, "--admin-port"))
     name, bound = sockets[0].getsockname()[:2]
-    said = described(settings, environment, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    said = described(settings, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
     if workers == 1:
-        app = _load(settings, environment)
+        app = _load(settings)
         log.info(said)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(_config(app)).run(sockets)
         return
     log.info("%s, %d workers", said, workers)
-    secret_of(settings, environment)  # made by one process
+    secret_of(settings, os.environ)  # made by one process
     # Each would take all cores for its encoder.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     # Workers map these files: on a full disk the kernel kills who writes to a new page.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
-        work = partial(_load_worker, settings, dict(environment), workers, log_level, log_format)
+        work = partial(_load_worker, settings, workers)
         supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
         supervisor.run()
         if supervisor.failed:
@@ -209,13 +209,13 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
     )
 
 
-def _load(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
+def _load(settings: ServerSettings, workers: int = 1) -> App:
     """The application with all that it needs in memory."""
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     Protocol.most = raise_file_limit()
-    app = app_of(settings, environment, workers)
+    app = app_of(settings, os.environ, workers)
     Protocol.turned_away = app.gateway.metrics.turned_away.labels("connections").inc
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
@@ -251,13 +251,11 @@ class Workers(Multiprocess):
         super().terminate_all()
 
 
-def _load_worker(
-    settings: ServerSettings, environment: Mapping[str, str], workers: int, log_level: LogLevel, log_format: LogFormat
-) -> App:
-    set_up_logs(log_level, log_format)
+def _load_worker(settings: ServerSettings, workers: int) -> App:
+    set_up_logs()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _load(settings, environment, workers)
+        return _load(settings, workers)
     except SemkvError as error:
         print(f"semkv: {error}", file=sys.stderr)
         sys.exit(STARTUP_FAILURE)

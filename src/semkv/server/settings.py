@@ -14,44 +14,50 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from cyclopts import Parameter, validators
 
 from semkv import plug
-from semkv.config import NOT_NEGATIVE, POSITIVE, CacheConfig, LookupConfig
+from semkv.config import BOUNDS, NOT_NEGATIVE, POSITIVE, Allowed, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
 
 _KEY_LENGTH = 16
-_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII)
-_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(text.strip(), strict=False)
+    except ValueError:
+        return None
+
+
+def _is_url(text: str) -> bool:
+    """Whether a request's path can go behind it."""
+    try:
+        url = urlsplit(text)
+        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+    return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
+
+
+URL = Allowed("a URL without /v1, such as http://127.0.0.1:8000", _is_url)
+NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
+ORIGIN = Allowed(
+    "an origin such as https://app.example.org, or *",
+    re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII).fullmatch,
+    each=True,
+)
+NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch, True)
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
-SIZES = Parameter(group="Bounds")
 TENANTS = Parameter(group="Tenants")
-WAITS = Parameter(group="Timeouts")
-
-
-class LogLevel(StrEnum):
-    """The least that is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormat(StrEnum):
-    """How a line of the log looks."""
-
-    JSON = "json"
-    TEXT = "text"
 
 
 @dataclass(frozen=True)
@@ -70,70 +76,46 @@ class ServerSettings(LookupConfig):
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
-        remote_media: Also keep responses about http(s) images, keyed by address.
         overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
-        admin_port: Port for dashboard, admin routes and metrics, which the other port then lacks; 0: the same port.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         vary_headers: A request header that changes the response and is part of the key; may be repeated.
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
-        store_away: Seconds for which responses in memory are served while the store cannot be reached.
     """
 
-    upstream: str = "http://127.0.0.1:8000"
+    upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
     store: str = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
     stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
-    memory_mib: Annotated[int, POSITIVE, SIZES] = 256
-    store_mib: Annotated[int, POSITIVE, SIZES] = 4096
-    tenant_mib: Annotated[int, NOT_NEGATIVE, SIZES] = 0
+    memory_mib: Annotated[int, POSITIVE, BOUNDS] = 256
+    store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+    tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
-    remote_media: bool = False
     overlap: bool = True
     trusted_proxies: Annotated[
-        tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS
+        tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS, NETWORK
     ] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
-    admin_port: Annotated[int, PORT] = 0
     access_log: bool = False
     otel: bool = False
-    cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY] = ()
-    vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY] = ()
-    max_body_mib: Annotated[int, POSITIVE, SIZES] = 32
-    store_timeout: Annotated[float, POSITIVE, WAITS] = 0.25
-    store_away: Annotated[float, NOT_NEGATIVE, WAITS] = 600.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.upstream.startswith(("http://", "https://")):
-            raise ConfigError("--upstream", self.upstream, "a URL such as http://127.0.0.1:8000")
-        _ = self.networks
-        for origin in self.cors_origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise ConfigError("--cors-origin", origin, "an origin such as https://app.example.org, or *")
-        for name in self.vary_headers:
-            if not _NAME.fullmatch(name):
-                raise ConfigError("--vary-header", name, "the name of a header, such as X-Region")
+    cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY, ORIGIN] = ()
+    vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY, NAME] = ()
+    max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
+    store_timeout: Annotated[float, POSITIVE] = 0.25
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """The trusted proxies."""
-        found: list[IPv4Network | IPv6Network] = []
-        for text in self.trusted_proxies:
-            try:
-                found.append(ip_network(text.strip(), strict=False))
-            except ValueError:
-                raise ConfigError("--trusted-proxy", text, "networks such as 10.0.0.0/8, 127.0.0.1") from None
-        return tuple(found)
+        return tuple(filter(None, map(_network, self.trusted_proxies)))
 
     def cache_config(self) -> CacheConfig | None:
         """Settings of the semantic cache; None where it is off."""
@@ -144,10 +126,7 @@ class ServerSettings(LookupConfig):
 
 def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes:
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
-    given = environment.get("SEMKV_SECRET", "")
-    if given:
-        if len(given) < _KEY_LENGTH:
-            raise ConfigError("SEMKV_SECRET", "(hidden)", f"at least {_KEY_LENGTH} characters")
+    if given := _given("SEMKV_SECRET", environment):
         return given.encode()
     if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
         raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
@@ -181,7 +160,11 @@ def _make_secret(file: Path) -> None:
 
 def admin_key(environment: Mapping[str, str]) -> str:
     """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed."""
-    key = environment.get("SEMKV_ADMIN_KEY", "")
-    if key and len(key) < _KEY_LENGTH:
-        raise ConfigError("SEMKV_ADMIN_KEY", "(hidden)", f"at least {_KEY_LENGTH} characters")
-    return key
+    return _given("SEMKV_ADMIN_KEY", environment)
+
+
+def _given(name: str, environment: Mapping[str, str]) -> str:
+    found = environment.get(name, "")
+    if found and len(found) < _KEY_LENGTH:
+        raise ConfigError(name, "(hidden)", f"at least {_KEY_LENGTH} characters")
+    return found

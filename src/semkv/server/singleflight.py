@@ -31,7 +31,8 @@ class Chunk(NamedTuple):
 
 
 class SingleFlight:
-    """The answers on their way, by the key of their request. ``on_fault`` counts faults by the part that failed.
+    """The answers on their way, by the key of their request. ``on_fault`` counts faults by the part that failed,
+    ``on_unkept`` answers that cannot be kept by the reason.
 
     Attributes:
         max_answer_bytes: of one answer that is shared and stored.
@@ -41,8 +42,8 @@ class SingleFlight:
     max_answer_bytes = 8 << 20
     max_total_bytes = 256 << 20
 
-    def __init__(self, on_fault: Callable[[str], None]) -> None:
-        self.on_fault = on_fault
+    def __init__(self, on_fault: Callable[[str], None], on_unkept: Callable[[str], None]) -> None:
+        self.on_fault, self.on_unkept = on_fault, on_unkept
         self.held_bytes = 0
         self.running: set[InFlight] = set()
         self._shared: dict[str, InFlight] = {}
@@ -212,6 +213,8 @@ class InFlight:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
             await self._take(Chunk(bytes(splitter.rest)))
+        if self._reading is not None and self.payload is None:
+            self._flights.on_unkept("stream without end")
 
     async def _read_event(self, raw: bytes) -> bool:
         """Put one event to the others; whether it holds only the usage. A fault costs the storing alone."""
@@ -219,11 +222,13 @@ class InFlight:
         try:
             if self._reading is not None and (payload := self._reading.take(raw, chunk)) is not None:
                 await self._keep(payload)
-        except Exception as error:
+        except NotKeepable as error:
             self._reading = None
-            if not isinstance(error, NotKeepable):
-                log.exception("a stream cannot be read")
-                self._flights.on_fault("stream")
+            self._flights.on_unkept(str(error))
+        except Exception:
+            self._reading = None
+            log.exception("a stream cannot be read")
+            self._flights.on_fault("stream")
         return chunk is not None and is_usage_only(chunk)
 
     async def _keep(self, payload: bytes) -> None:
@@ -245,6 +250,7 @@ class InFlight:
         if self.shared and too_large:
             self.shared, self._reading = False, None
             flights.unshare(self)
+            flights.on_unkept("too large")
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
             self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
             if self._held_bytes > _WINDOW_BYTES:

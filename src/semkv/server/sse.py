@@ -13,7 +13,7 @@ from typing import Any
 
 DONE = b"data: [DONE]\n\n"
 _MARK = b"\xef\xbb\xbf"  # a byte order mark, which is no part of the first line
-_PIECE = 240  # characters of text in one replayed event
+_PIECE, _PIECES = 240, 1000  # characters of text in one replayed event, and how many of these there are at most
 
 _TOP = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_token_ids", "prompt_text")
 _TOP_KNOWN = frozenset((*_TOP, "object", "choices", "usage", "metrics"))
@@ -31,7 +31,7 @@ _SUMMARIES = {"response.completed": "response", "message_start": "message", "mes
 
 
 class NotKeepable(Exception):  # noqa: N818
-    """A stream or an answer that cannot be turned into the other faithfully. The message says why, in a word or two."""
+    """A stream or an answer that cannot be turned into the other faithfully. The message is one of few fixed texts."""
 
 
 class Splitter:
@@ -75,10 +75,9 @@ def is_usage_only(chunk: Mapping[str, Any]) -> bool:
     return chunk.get("usage") is not None and not chunk.get("choices")
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    for name, value in values.items():
-        if name not in known and value not in (None, [], {}, ""):
-            raise NotKeepable(f"unknown {where} field {name}")
+def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str]) -> None:
+    if any(name not in known and value not in (None, [], {}, "") for name, value in values.items()):
+        raise NotKeepable("stream with an unknown field")
 
 
 class _Choice:
@@ -91,9 +90,9 @@ class _Choice:
         self._rest: dict[str, Any] = {}
 
     def add(self, choice: Mapping[str, Any]) -> None:
-        _refuse_unknown(choice, _CHOICE_KNOWN, "choice")
+        _refuse_unknown(choice, _CHOICE_KNOWN)
         delta = choice.get("delta") or {}
-        _refuse_unknown(delta, _DELTA_KNOWN, "delta")
+        _refuse_unknown(delta, _DELTA_KNOWN)
         for name, value in {**choice, **delta}.items():
             if name in ("index", "delta") or value is None:
                 continue
@@ -110,9 +109,9 @@ class _Choice:
                 self._rest[name] = value
 
     def _add_call(self, call: Mapping[str, Any]) -> None:
-        _refuse_unknown(call, _CALL_KNOWN, "tool call")
+        _refuse_unknown(call, _CALL_KNOWN)
         function = call.get("function") or {}
-        _refuse_unknown(function, _FUNCTION_KNOWN, "function")
+        _refuse_unknown(function, _FUNCTION_KNOWN)
         index = call.get("index", len(self._calls))
         empty: dict[str, Any] = {"id": None, "type": "function", "name": [], "arguments": []}
         whole = self._calls.setdefault(index, empty)
@@ -125,7 +124,7 @@ class _Choice:
         whole = self._logprobs = self._logprobs or {}
         for name, values in logprobs.items():
             if not isinstance(values, list | None):
-                raise NotKeepable(f"unknown logprobs field {name}")
+                raise NotKeepable("stream with an unknown field")
             if values is None:
                 whole.setdefault(name, None)
             else:
@@ -170,13 +169,15 @@ class Assembler:
             if data or chunk is not None:
                 self._add(chunk)
         except (AttributeError, TypeError, KeyError):
-            raise NotKeepable("no chunk") from None
+            raise NotKeepable("stream of unknown form") from None
         return None
 
     def _add(self, chunk: dict[str, Any] | None) -> None:
-        if not chunk or "error" in chunk:
-            raise NotKeepable("no chunk, or an error in the stream")
-        _refuse_unknown(chunk, _TOP_KNOWN, "chunk")
+        if not chunk:
+            raise NotKeepable("stream of unknown form")
+        if "error" in chunk:
+            raise NotKeepable("stream with an error")
+        _refuse_unknown(chunk, _TOP_KNOWN)
         for name in _TOP:
             if chunk.get(name) is not None:
                 self._top.setdefault(name, chunk[name])
@@ -186,7 +187,7 @@ class Assembler:
 
     def _answer(self) -> dict[str, Any]:
         if self._usage is None or not self._choices:
-            raise NotKeepable("no usage")
+            raise NotKeepable("stream without usage")
         choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
         kind = "chat.completion" if self._chat else "text_completion"
         return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
@@ -209,7 +210,7 @@ class Recorder:
         `NotKeepable` where it cannot be put together."""
         kind = None if chunk is None else chunk.get("type")
         if kind == "error" or (chunk is not None and chunk.get("error") is not None):
-            raise NotKeepable("an error in the stream")
+            raise NotKeepable("stream with an error")
         if self._events is None:
             return None
         self._events.append(event)
@@ -272,7 +273,8 @@ def event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def _pieces(text: str) -> list[str]:
-    return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+    size = max(_PIECE, len(text) // _PIECES)
+    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 def _chat_choice(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -312,19 +314,23 @@ def _named(choice: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def replay(answer: Mapping[str, Any], *, include_usage: bool) -> bytes:
-    """A stored answer as the stream that a client asked for, ``[DONE]`` included.
+    """A stored answer as the stream that a client asked for, ``[DONE]`` included. Raises `NotKeepable` where a stream
+    would lose something.
 
     With ``include_usage`` every chunk has a ``usage`` field, null but in the closing one, as the API describes it.
     """
-    _refuse_unknown(answer, _TOP_KNOWN, "answer")
-    chat = any("message" in choice for choice in answer.get("choices") or ())
+    _refuse_unknown(answer, _TOP_KNOWN)
+    choices = answer["choices"]
+    if not choices:
+        raise NotKeepable("no choices")
+    chat = "message" in choices[0]
     kind = "chat.completion.chunk" if chat else "text_completion"
     top = {name: answer[name] for name in _TOP if answer.get(name) is not None} | {"object": kind}
     null = {"usage": None} if include_usage else {}
     out: list[bytes] = []
-    for choice in answer.get("choices") or ():
-        _refuse_unknown(choice, _ANSWER_CHOICE_KNOWN, "choice")
-        _refuse_unknown(choice.get("message") or {}, _DELTA_KNOWN, "message")
+    for choice in choices:
+        _refuse_unknown(choice, _ANSWER_CHOICE_KNOWN)
+        _refuse_unknown(choice.get("message") or {}, _DELTA_KNOWN)
         own = {"index": choice.get("index", 0), "logprobs": None, "finish_reason": None}
         parts = (_chat_choice if chat else _text_choice)(choice)
         out.extend(event({**top, "choices": [{**own, **part}], **null}) for part in parts)

@@ -12,7 +12,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import Any
@@ -42,22 +42,20 @@ class Controls:
     read: bool = True  # an answer may come from the cache
     write: bool = True  # the answer may be kept
     max_age_s: float | None = None  # oldest answer that will do; None for any
+    only: bool = False  # no answer but a stored one will do
 
 
 def controls_of(scope: Scope) -> Controls:
-    """Read ``Cache-Control`` (no-cache, no-store, max-age) and ``X-Semkv-Bypass``; anything else is ignored."""
+    """Read ``Cache-Control`` (no-cache, no-store, max-age, only-if-cached) and ``X-Semkv-Bypass``; anything else is
+    ignored."""
     if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
         return Controls(read=False, write=False)
     words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
     age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
-    return Controls(read="no-cache" not in words and age != 0.0, write="no-store" not in words, max_age_s=age)
-
-
-def credentials(scope: Scope) -> str:
-    """Every header that says who asks, as one string."""
-    found = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
-    return b"\n".join(found).decode("latin-1")
+    return Controls(
+        "no-cache" not in words and age != 0.0, "no-store" not in words, max_age_s=age, only="only-if-cached" in words
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,8 @@ class Tenants:
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
-        held, named = credentials(scope), header(scope, b"x-semkv-tenant")
+        lines = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
+        held, named = b"\n".join(lines).decode("latin-1"), header(scope, b"x-semkv-tenant")
         name = _digest(self._secret, "key:", held)
         if not named:
             return Client("" if self._single else _tenant(name), True, name, not self._single)
@@ -235,11 +234,6 @@ def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
     return TagRule(form[1], form[2], form[3])
-
-
-def tags_by(rules: Sequence[TagRule], prompt: str, model: str) -> tuple[str, ...]:
-    """The labels that rules give an answer."""
-    return tuple(rule.tag for rule in rules if rule.fits(prompt, model))
 
 
 def read_tags(given: str) -> tuple[str, ...]:

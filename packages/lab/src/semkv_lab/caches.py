@@ -30,7 +30,7 @@ from semkv.config import CacheConfig, PolicyConfig
 from semkv.encoders.text import TextEncoder
 from semkv.errors import SemkvError
 from semkv.guards import veto, wording
-from semkv.server.request_key import CanonicalRequest, canonicalise
+from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Calibration, build_policy
 from semkv.types import Exactness, Namespace, Request, ReuseReport, TextSegment
@@ -390,7 +390,7 @@ def _request(asked: Asked) -> Request:
         messages.append({"role": "user", "content": []})
     messages[-1]["content"].append({"type": "text", "text": asked.text})
     body = {"model": "m", "temperature": 0, "messages": messages}
-    canonical = canonicalise("/v1/chat/completions", body, tenant=asked.group, secret=b"bench")
+    canonical = canonicalise(body, Deployment("/v1/chat/completions", asked.group, b"bench"))
     assert isinstance(canonical, CanonicalRequest)
     assert canonical.request is not None
     return canonical.request
