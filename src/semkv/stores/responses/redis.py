@@ -251,14 +251,18 @@ def connect(url: str, timeout_s: float) -> Any:
     from redis.retry import Retry
 
     try:
-        return redis.Redis.from_url(
+        db = redis.Redis.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             health_check_interval=30,
         )
-    except ValueError:
+        pool = db.connection_pool
+        pool.connection_kwargs["decode_responses"] = False  # what is stored is bytes, whatever a URL says
+        pool.connection_class(**pool.connection_kwargs)  # which connects to nothing, and knows what a URL may say
+        return db
+    except (ValueError, TypeError, redis.RedisError):
         raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
 
 
