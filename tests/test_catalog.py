@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from block_helpers import restamp
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores import catalog as catalog_module
@@ -143,8 +144,7 @@ def test_removals_that_nobody_fetches_become_one_of_everything(tmp_path: Path, m
 
 def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
     Catalog(tmp_path / "c.sqlite").close()
-    with sqlite3.connect(tmp_path / "c.sqlite") as db:
-        db.execute("PRAGMA user_version=7")
+    restamp(tmp_path / "c.sqlite", version=7)
     with pytest.raises(StoreError, match=rf"format version 7.*version {FORMAT}.*semkv purge"):
         Catalog(tmp_path / "c.sqlite")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from block_helpers import open_store, save
+from block_helpers import open_store, restamp, save
 from command_line import invoke
 from maintenance_helpers import (
     SECRET,
@@ -221,6 +221,13 @@ def break_page(path: Path) -> None:
     path.write_bytes(data)
 
 
+def break_header(path: Path) -> None:
+    """The format's version."""
+    data = bytearray(path.read_bytes())
+    data[62] ^= 1
+    path.write_bytes(data)
+
+
 def break_table(path: Path) -> None:
     """The text that declares a table."""
     path.write_bytes(path.read_bytes().replace(b"created REAL", b"\xffreated REAL"))
@@ -233,8 +240,7 @@ def make_foreign(path: Path) -> None:
 
 
 def make_newer(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=99")
+    restamp(path, version=99)
 
 
 def make_pipe(path: Path) -> None:
@@ -306,7 +312,7 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
+@pytest.mark.parametrize("harm", [break_whole, break_header, break_page, break_table])
 def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
     used: Path, harm: Callable[[Path], None]
 ) -> None:

@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from block_helpers import file_ids, files, lose_index, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
-from semkv.stores import block_file, blocks
+from semkv.stores import block_file, block_index
 from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
 
@@ -69,7 +70,7 @@ def test_a_purge_empties_what_others_have_open_and_they_go_on(
     store = open_store(tmp_path / "kv")
     assert save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "make_store", read_only_disk)
+        patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, prepare=read_only_disk))
         reader = open_store(tmp_path / "kv")
     assert (reader.writable, served(reader, [1])) == (False, [1])
     reader_heard = reader.last_purge()

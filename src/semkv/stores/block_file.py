@@ -33,7 +33,7 @@ import xxhash
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
 from semkv.stores.database import is_ours
-from semkv.stores.files import check_private, delete_all, make_folder, open_file
+from semkv.stores.files import check_private, delete_all, open_file
 
 FORMAT_VERSION = 2
 
@@ -303,17 +303,19 @@ def is_store(root: Path) -> bool:
 
 
 def make_store(root: Path) -> None:
-    """Make the directory of a store where it is missing.
+    """Make the directory of a store where it is missing, in one that is there.
 
     Raises:
-        StoreError: others can write into it, or there is a link in it.
+        StoreError: it is a file, others can write into it, or there is a link in it.
         OSError: it cannot be read or written.
     """
-    make_folder(root)
+    if root.is_file():
+        raise StoreError(f"{root} is a file, not a directory: choose another cache directory")
+    root.mkdir(0o700, exist_ok=True)
     check_private(root)
     if (root / FILES).is_symlink():
         raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
-    make_folder(root / FILES)
+    (root / FILES).mkdir(0o700, exist_ok=True)
 
 
 def discard_blocks(root: Path) -> list[str]:
