@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.keys import namespace_key
+from semkv.keys import Keyed, entry_of, namespace_key
 from semkv.stores.database import SHARED, Database
-from semkv.types import Entry, MediaSegment, Namespace, Role, Segment, TextSegment
+from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -31,10 +31,9 @@ _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=M
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
 _SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _BATCH = 256  # entries of one look, for which others wait
-_TEXTS = "entry_id", "tenant", "model", "segments", "chunk_text", "response", "metadata"
-_TAGS = "SELECT CAST(json_group_array(CAST(tag AS TEXT)) AS BLOB) FROM tags WHERE entry=entries.id"
-_CAST = ", ".join(f"CAST({name} AS BLOB)" for name in _TEXTS)
-_ENTRIES = f"SELECT id, {_CAST}, ({_TAGS}), created, last_hit, hits FROM "  # noqa: S608 (our own words)
+_TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
+_ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
+created, last_hit, hits FROM """  # noqa: S608 (our own words)
 _VECTORS = """SELECT 'vectors', id, vector FROM vectors WHERE entry=?1 UNION ALL
 SELECT 'media_vectors', media_vectors.rowid, vector FROM entry_media JOIN media_vectors USING (space, media)
 WHERE entry=?1"""
@@ -417,17 +416,24 @@ class Catalog:
         return next((bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)), None)
 
 
-def _entry(name: bytes, *columns: Any) -> Entry:
-    """An entry of the columns of `_ENTRIES`. Raises a CorruptValue."""
+def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, response: bytes, *columns: Any) -> Entry:
+    """An entry of the columns of `_ENTRIES`. Its id is a digest of all that it is found by.
+
+    Raises:
+        CorruptValue: that is another's, or something cannot be read.
+    """
+    metadata, tags, created, last_hit, hits = columns
     try:
-        tenant, model, segments, chunk, answer, metadata, tags = (str(text, "utf-8") for text in columns[:7])
-        created, last_hit, hits = columns[7:]
-        return Entry(
-            name.decode(), Namespace(tenant, model), load_segments(segments), chunk, answer, {},
+        entry = Entry(
+            name, Namespace(tenant, model), load_segments(segments), chunk, response.decode(), {},
             tuple(sorted(json.loads(tags))), float(created), float(last_hit), int(hits), dict(json.loads(metadata)),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptValue(f"entry {name.decode(errors='replace')}: {error}") from error
+        keyed = Keyed(entry.namespace, entry.segments)
+        if entry_of(Request("", entry.namespace, entry.segments, chunk), keyed).entry_id != name:
+            raise ValueError("its text is not what its id says")
+        return entry
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptValue(f"entry {name}: {error}") from error
 
 
 def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
