@@ -184,14 +184,3 @@ def test_purge_takes_answers_that_an_ended_gateway_had_on_their_way(tmp_path: Pa
     assert " 3 answers" in call(*purge, "--dry-run")
     assert " 3 answers" in call(*purge)
     assert (left(tmp_path), answers(tmp_path)) == ([], 0)
-
-
-def test_nothing_goes_where_the_folder_of_fusion_states_is_not_ours(tmp_path: Path) -> None:
-    cache, fusion = tmp_path / "cache", tmp_path / "fusion"
-    prepare(CacheConfig(cache))
-    fill(cache, 3)
-    fusion.mkdir()
-    (fusion / "notes.txt").write_text("a user's own file")
-    before = sorted(cache.iterdir())
-    assert "is not a semkv cache" in refused("purge", "--cache-dir", str(cache), "--fusion-cache-dir", str(fusion))
-    assert (sorted(cache.iterdir()), answers(cache)) == (before, 3)

@@ -43,10 +43,10 @@ _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the dat
 _CUT = 1 << 20  # bytes that are copied at once
 
 CacheDir = Annotated[
-    Path | None, Parameter(name="--cache-dir", help="Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.")
-]
-FusionDir = Annotated[
-    Path | None, Parameter(name="--fusion-cache-dir", help="Fusion states, where they are kept elsewhere.")
+    Path | None,
+    Parameter(
+        name="--cache-dir", help="Where the cache, or a fusion store alone, lives; SEMKV_CACHE_DIR or ~/.cache/semkv."
+    ),
 ]
 TenantName = Annotated[
     str | None, Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name).")
@@ -100,7 +100,6 @@ import_ = _command(
 def _stats(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,11 +108,11 @@ def _stats(
 
     folder = _folder(cache_dir)
     names = None if tenant is None else _names(folder, tenant)
-    found = inspect(folder, fusion_cache_dir, names, _salts(folder, names or ()))
+    found = inspect(folder, names, _salts(folder, names or ()))
     if tenant is not None:
         print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
-            everybody = inspect(folder, fusion_cache_dir)
+            everybody = inspect(folder)
             known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
             listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
             print(f"no data of tenant {_tenant(tenant)}; known tenants: {listed or 'none'}", file=sys.stderr)
@@ -146,7 +145,6 @@ def _print_use(found: CacheUse) -> None:
 def _verify(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     repair: Annotated[bool, Parameter(negative="", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -161,7 +159,7 @@ def _verify(
 
     console = Console(stderr=True)
     watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
-    found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
+    found = check(_folder(cache_dir), repair=repair, reading=watched)
     deleted = found.counts["deleted"]
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
@@ -176,7 +174,6 @@ def _verify(
 def _gc(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     max_age_days: Annotated[
         float | None,
         Parameter(
@@ -193,7 +190,7 @@ def _gc(
     """
     from semkv.stores.maintenance import collect
 
-    found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
+    found = collect(_folder(cache_dir), max_age_days)
     said = (
         "deleted: {kv} of KV, {fusion} of fusion states, {media} images, {entries} entries, {answers} answers, "
         "{strays} temporary files"
@@ -207,7 +204,6 @@ def _gc(
 def _purge(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
     tag: Annotated[str | None, Parameter(help="Only the entries with this tag.")] = None,
     dry_run: DryRun = False,
@@ -226,7 +222,7 @@ def _purge(
     if names is not None or tag is not None:
         left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
         left += ["KV blocks and encoder outputs (they have no tags)"] if salts is None else _unattributed(folder)
-    found = delete(folder, fusion_cache_dir, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
+    found = delete(folder, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
     said = "{entries} entries, {answers} answers and {files} files " + ("would be deleted" if dry_run else "deleted")
     result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)

@@ -25,7 +25,7 @@ from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
 from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
-from semkv.stores.database import Database, delete_files, is_transient, is_useless, opening
+from semkv.stores.database import Database, is_transient, is_useless
 from semkv.stores.files import delete_all, in_short
 
 log = logging.getLogger("semkv.stores")
@@ -386,26 +386,6 @@ class BlockStore:
         """Nothing more is asked or written."""
         self._closed = True
         self._index.close()
-
-
-def begin_anew(root: Path) -> None:
-    """Delete a store's index and blocks, and begin another index: who has the old one open goes on with that, and takes
-    everything for purged.
-
-    Raises:
-        StoreError: not all could be deleted.
-    """
-    file = root / INDEX
-    try:
-        with opening(file):
-            delete_files(file)
-            left = block_file.discard_blocks(root)
-    except OSError as error:
-        raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
-    with contextlib.suppress(StoreError):  # a full disk
-        Database(file, schema=block_index.SCHEMA).close()
-    if left:
-        raise StoreError(in_short(left))
 
 
 def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:

@@ -126,7 +126,8 @@ class Schema:
         version: of the tables.
         probes: queries that are made when the file is opened: a damaged page or table shows.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
+        discard: deletes what only this file knows of, in its folder, before a new file is begun, and returns a line for
+            each thing that cannot be deleted. A damaged file is
             deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
@@ -134,7 +135,7 @@ class Schema:
     version: int
     probes: tuple[str, ...]
     prepare: Callable[[Path], object] | None = None
-    discard: Callable[[Path], object] | None = None
+    discard: Callable[[Path], list[str]] | None = None
 
     @property
     def mark(self) -> str:
