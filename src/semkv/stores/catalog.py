@@ -11,7 +11,6 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 
 from semkv.errors import CorruptValue
 from semkv.keys import Keyed, entry_of, namespace_key
-from semkv.stores.database import SHARED, Database
+from semkv.stores.database import Database
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
-_SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
 _BATCH = 256  # entries of one look, for which others wait
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
@@ -253,7 +251,7 @@ class Catalog:
             with self.database as db:
                 return removal(db, self._meeting(db, criteria))
         with self.database.write() as db:
-            if db.execute(_SHARES).fetchone()[0]:
+            if db.execute("SELECT COUNT(*) FROM shared").fetchone()[0]:
                 if db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS:  # others were away for long
                     db.execute("DELETE FROM removals")
                     db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
@@ -274,9 +272,9 @@ class Catalog:
     # -- what is shared with other files ------------------------------------------------------------------------
 
     def removals(self) -> list[tuple[int, str]]:
-        """What was removed here and not `sent` yet, in order: numbers and criteria (JSON)."""
-        with self._shared() as db:
-            return list(db.execute("SELECT number, criteria FROM removals ORDER BY number"))
+        """What was removed here since the first `read_from` and not `sent` yet, in order: numbers and criteria
+        (JSON)."""
+        return self.database.rows("SELECT number, criteria FROM removals ORDER BY number")
 
     def sent(self, number: int) -> None:
         """Others have been told of the removals up to this one."""
@@ -285,25 +283,15 @@ class Catalog:
 
     def read_from(self) -> str:
         """How far this file has what others share; empty at first."""
-        with self._shared() as db:
-            return str(db.execute("SELECT cursor FROM shared").fetchone()[0])
+        if not self.database.rows("SELECT 1 FROM shared"):
+            with self.database.write() as db:
+                db.execute("INSERT INTO shared SELECT '' WHERE NOT EXISTS (SELECT 1 FROM shared)")
+        return str(self.database.rows("SELECT cursor FROM shared")[0][0])
 
     def read_to(self, cursor: str) -> None:
         """Note it. `read_from` comes before."""
         with self.database.write() as db:
             db.execute("UPDATE shared SET cursor=?", (cursor,))
-
-    @contextmanager
-    def _shared(self) -> Iterator[sqlite3.Connection]:
-        """To read; from the first time on removals are noted."""
-        with self.database as db:
-            if db.execute(_SHARES).fetchone()[0]:
-                yield db
-                return
-        with self.database.write() as db:
-            for statement in SHARED:
-                db.execute(statement)
-            yield db
 
     def apply_removal(self, criteria: Criteria) -> Removed:
         """Delete what another file's `invalidate` deleted there; without a criterion everything."""

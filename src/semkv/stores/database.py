@@ -98,20 +98,22 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
 
-# Of a file that shares entries with others: removals that they have not heard of, and how far theirs are read.
-# Files of earlier versions are without them.
-_REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
-SHARED = (_REMOVALS, "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)", "INSERT INTO shared VALUES ('')")
+# Files of earlier versions are without these. `shared` has a row where a file shares entries with others: how far it has
+# read theirs. `removals` are those that they have not heard of.
+_ADDED = (
+    "CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
+)
 
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = f"""
-{_REMOVALS}; DELETE FROM removals;
-INSERT INTO removals (criteria) SELECT '{{}}' FROM sqlite_master WHERE name='shared';
+_EMPTY = """
+DELETE FROM removals; INSERT INTO removals (criteria) SELECT '{}' FROM shared;
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{{}}')
-"""  # noqa: S608 (our own words)
+INSERT INTO invalidations (selector) VALUES ('{}')
+"""
 
 log = logging.getLogger("semkv")
 
@@ -125,6 +127,7 @@ class Schema:
             from there, so that no reader takes a new file's for those of a damaged one that it has read already.
         version: of the tables.
         probes: queries that are made when the file is opened: a damaged page or table shows.
+        added: statements that are made then where it can be written.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
         discard: deletes what only this file knows of, in its folder, before a new file is begun, and returns a line for
             each thing that cannot be deleted. A damaged file is
@@ -134,6 +137,7 @@ class Schema:
     tables: str
     version: int
     probes: tuple[str, ...]
+    added: tuple[str, ...] = ()
     prepare: Callable[[Path], object] | None = None
     discard: Callable[[Path], list[str]] | None = None
 
@@ -144,7 +148,7 @@ class Schema:
 
 
 _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
-_CACHE = Schema(_TABLES, FORMAT, _PROBES)
+_CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
 
 
 class Database:
@@ -416,7 +420,7 @@ class Database:
                 if read_bytes(self.path, 19)[18] > _WAL:  # which SQLite never writes to
                     raise sqlite3.DatabaseError("its header is damaged")
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
-            for query in self._schema.probes:
+            for query in (*self._schema.probes, *(self._schema.added if writable else ())):
                 db.execute(query).fetchone()
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
         except BaseException:

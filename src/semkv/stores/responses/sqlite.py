@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import CorruptValue
 from semkv.stores.database import Database
 from semkv.stores.responses import (
     CHECKSUM,
@@ -21,7 +21,6 @@ from semkv.stores.responses import (
     News,
     ResponseStore,
     Selector,
-    SteadyClock,
     StoredResponse,
     decode,
     encode,
@@ -74,7 +73,7 @@ class SqliteStore(ResponseStore):
         max_bytes: bound on heads and payloads; the file is a little larger.
         max_tenant_bytes: bound on the heads and payloads of each tenant; 0 for none.
         timeout_s: how long to wait for another process's write.
-        clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
+        clock: seconds since the epoch.
         replace: as for `Database`.
 
     Raises:
@@ -95,9 +94,6 @@ class SqliteStore(ResponseStore):
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
-        if isinstance(clock, SteadyClock):
-            with suppress(StoreError):
-                clock.at_least(self.database.rows("SELECT CAST(MAX(used) AS REAL) FROM responses")[0][0] or 0.0)
 
     def get(self, key: str) -> StoredResponse | None:
         rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608
@@ -199,16 +195,13 @@ class SqliteStore(ResponseStore):
     # -- credentials --------------------------------------------------------------------------------------------
 
     def refuse(self, name: str, *, refused: bool) -> None:
-        with self.database.write() as db:  # files of earlier gateways are without the table
-            db.execute("CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)")
+        with self.database.write() as db:
             db.execute("DELETE FROM refusals WHERE name=?", (name,))
             if refused:
                 db.execute("INSERT INTO refusals VALUES (?, ?)", (name, self._clock()))
                 db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
 
     def refused(self, name: str) -> bool:
-        if not self.database.rows("SELECT 1 FROM sqlite_master WHERE name='refusals'"):
-            return False
         rows = self.database.rows("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name)
         return bool(rows) and self._clock() - rows[0][0] < REFUSED_S
 
