@@ -41,8 +41,8 @@ def record(name: str, *, namespace: Namespace = HERE, media: str = "m" * 64, cre
         loose_frame="loose",
         run="run",
         contexts={"shared": [1, 2, 3], f"key-{name}": [3, 4]},
-        vectors={"text@1": np.ones(4, dtype=np.float32)},
-        media_vectors={("vision@1", media): np.full(2, 0.5, dtype=np.float32)},
+        vectors={"text@1": np.full(4, 0.5, dtype=np.float32)},
+        media_vectors={("vision@1", media): np.full(2, 0.5**0.5, dtype=np.float32)},
     )
 
 
@@ -69,14 +69,14 @@ def test_an_entry_comes_back_as_it_went_in(tmp_path: Path) -> None:
     assert not catalog.has("key-b")
     (row,) = catalog.vectors(["text@1"], 0, 10)
     assert (row.entry_id, row.frame, row.loose_frame) == (id_of("a"), "frame", "loose")
-    assert unpack(row.data, 4).tolist() == [1, 1, 1, 1]
+    assert unpack(row.data, 4).tolist() == [0.5] * 4
     assert catalog.vectors(["text@2"], 0, 10) == []
     assert catalog.vectors(["text@1"], row.number, 10) == []
     (media,) = catalog.media_rows(0, 10)
     assert media.media == ("m" * 64,)
     packed = catalog.media_vector(namespace_key(HERE), "vision@1", "m" * 64)
     assert packed is not None
-    assert unpack(packed, 2).tolist() == [0.5, 0.5]
+    assert unpack(packed, 2).tolist() == pytest.approx([0.5**0.5] * 2)
 
 
 def hits_on_disk(path: Path) -> dict[str, int]:
@@ -88,7 +88,7 @@ def test_a_repeat_is_no_second_entry_and_hits_are_written_with_the_next_write(tm
     path = tmp_path / "c.sqlite"
     catalog = Catalog(path)
     catalog.add(record("a", created=1.0))
-    again = replace(record("a", created=5.0), vectors={"text@2": np.ones(2, dtype=np.float32)})
+    again = replace(record("a", created=5.0), vectors={"text@2": np.full(2, 0.5**0.5, dtype=np.float32)})
     assert not catalog.add(again)[0]
     assert len(catalog.vectors(["text@1", "text@2"], 0, 10)) == 2
     for i in range(3):
@@ -190,7 +190,8 @@ def test_a_damaged_entry_is_deleted_and_hides_no_other(tmp_path: Path, harm: str
 
 
 def test_a_damaged_vector_is_none() -> None:
-    for data in (b"\0" * 12, pack(np.array([1, 1, 1, np.nan], dtype=np.float32))):
+    good = np.full(4, 0.5, dtype=np.float32)
+    for data in (pack(good)[:12], *(pack(good * np.array([1, 1, 1, n], np.float32)) for n in (np.nan, np.inf, 2, 0.5))):
         with pytest.raises(CorruptValue):
             unpack(data, 4)
 

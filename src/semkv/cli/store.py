@@ -12,12 +12,12 @@ import time
 from contextlib import closing, suppress
 from dataclasses import asdict
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
+from rich.filesize import decimal
 
 from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
@@ -113,7 +113,8 @@ def _stats(
         print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
             everybody = inspect(folder)
-            known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
+            known = {row.tenant for row in everybody.entries}
+            known |= {use.namespace for use in everybody.stores if use.store == "answers"}
             listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
             print(f"no data of tenant {_tenant(tenant)}; known tenants: {listed or 'none'}", file=sys.stderr)
     _report(asdict(found), as_json, lambda: _print_use(found))
@@ -122,22 +123,17 @@ def _stats(
 def _print_use(found: CacheUse) -> None:
     whose = "" if found.tenants is None else f", tenant {' or '.join(map(_tenant, found.tenants))}"
     nbytes = sum(store.nbytes for store in found.stores)
-    print(f"{_cell(found.cache_dir)}{whose}: {_size(nbytes)} in the stores below")
+    print(f"{_cell(found.cache_dir)}{whose}: {decimal(nbytes)} in the stores below")
     entries = []
     for row in found.entries:
         model = _cell(f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16])
         entries.append([_tenant(row.tenant), model, row.entries, row.hits, _ago(row.oldest), _ago(row.used)])
     _print_table("Entries", ["tenant", "model", "entries", "hits", "oldest", "last used"], entries)
-    answers = []
-    for held in found.answers:
-        whose = "?" if held.tenant is None else _tenant(held.tenant)
-        answers.append([whose, held.answers, _size(held.nbytes), _ago(held.oldest), _ago(held.used)])
-    if answers:
-        _print_table("Answers", ["tenant", "answers", "bytes", "oldest", "last used"], answers)
     stores = []
     for use in found.stores:
-        counts = [use.items, use.blocks or "-", _size(use.nbytes)]
-        stores.append([use.store, use.namespace[:16] or "-", *counts, _ago(use.oldest), _ago(use.used)])
+        counts = [use.items, use.blocks or "-", decimal(use.nbytes)]
+        name = _tenant(use.namespace) if use.store == "answers" else use.namespace[:16] or "-"
+        stores.append([use.store, name, *counts, _ago(use.oldest), _ago(use.used)])
     _print_table("Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores)
 
 
@@ -152,14 +148,9 @@ def _verify(
 
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     from semkv.stores.maintenance import verify as check
 
-    console = Console(stderr=True)
-    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
-    found = check(_folder(cache_dir), repair=repair, reading=watched)
+    found = check(_folder(cache_dir), repair=repair)
     deleted = found.counts["deleted"]
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
@@ -239,9 +230,6 @@ def _export(
     cache_dir: CacheDir = None,
 ) -> None:
     """Write a cache into one file, which holds prompts and answers in the clear."""
-    from rich.console import Console
-    from rich.progress import track
-
     from semkv.stores.database import Database
     from semkv.stores.files import described, matching, open_file
 
@@ -259,7 +247,7 @@ def _export(
             target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
+                for path in (copy, *files):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
@@ -282,9 +270,6 @@ def _import(
     cache_dir: CacheDir = None,
 ) -> None:
     """Make a cache directory of what export wrote."""
-    from rich import progress
-    from rich.console import Console
-
     from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder
 
@@ -296,8 +281,7 @@ def _import(
         with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
             made = Path(folder) / "cache"
             make_cache_folder(made)
-            reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
+            with tarfile.open(file, "r:") as archive:  # which unpacks to its own size
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
@@ -418,15 +402,6 @@ def _cell(name: str) -> str:
 
 def _tenant(name: str) -> str:
     return _cell(name) if name else "(none)"
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _ago(moment: float) -> str:

@@ -134,20 +134,17 @@ class BlockStore:
             return otherwise
 
     def _fail(self, error: BaseException) -> None:
-        """Count a fault. Another process in the way, or a damaged index, which has begun anew, is not told."""
+        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, or
+        a damaged index, which has begun anew, is not told."""
         self.counters["errors"] += 1
         if is_transient(error) or is_useless(error):
             return
         if not self.on:
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
         elif self.writable:
-            self._pause(error)
-
-    def _pause(self, error: BaseException) -> None:
-        """The disk is full or fails: nothing is written for a while."""
-        text = "semkv: cannot write to %s (%s); tried again every %g s, stored blocks are still read"
-        self._warn(text, self.root, error, RETRY_S)
-        self._write_after = time.monotonic() + RETRY_S
+            text = "semkv: cannot write to %s (%s); tried again every %g s, stored blocks are still read"
+            self._warn(text, self.root, error, RETRY_S)
+            self._write_after = time.monotonic() + RETRY_S
 
     def _warn(self, text: str, *values: object) -> None:
         """At most once a minute."""
@@ -303,11 +300,11 @@ class BlockStore:
         try:
             block_file.write_file(path_of(self.root, file), head, rows)
             return True
-        except OSError as error:
+        except FileNotFoundError:  # a purge took the file, or somebody the folder, away
             self.counters["errors"] += 1
-            if error.errno != errno.ENOENT:  # a purge took the file, or somebody the folder, away
-                self._pause(error)
-            return False
+        except OSError as error:
+            self._fail(error)
+        return False
 
     # -- deleting -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ write-ahead log lets readers go on while one of them writes, and `Catalog.change
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,14 +26,11 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
+_ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
-_BATCH = 256  # entries of one look, for which others wait
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
 created, last_hit, hits FROM """  # noqa: S608 (our own words)
-_VECTORS = """SELECT 'vectors', id, vector FROM vectors WHERE entry=?1 UNION ALL
-SELECT 'media_vectors', media_vectors.rowid, vector FROM entry_media JOIN media_vectors USING (space, media)
-WHERE entry=?1"""
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
     "entry_id": "entry_id=?",
@@ -343,13 +339,13 @@ class Catalog:
         return found
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every entry with its vectors: for each what is wrong with it, or an empty string.
+        """Read every entry: for each what is wrong with it, or an empty string.
 
         Args:
-            repair: delete those that cannot be read, and vectors that are damaged.
+            repair: delete those that are damaged.
         """
-        statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?"
-        return self.database.pages(statement, _BATCH, _fault, _delete_damaged if repair else None)
+        statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT 1"
+        return self.database.faults(statement, _fault, delete if repair else None)
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
@@ -426,31 +422,10 @@ def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, respon
 
 def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
     try:
-        entry = _entry(*columns)
+        _entry(*columns)
     except CorruptValue as error:
         return str(error)
-    return next((f"entry {entry.entry_id}: {reason}" for _, _, reason in _bad_vectors(db, row)), "")
-
-
-def _bad_vectors(db: sqlite3.Connection, row: int) -> list[tuple[str, int, str]]:
-    """Table, number and fault of the damaged vectors of an entry and its images."""
-    found = []
-    for table, number, data in db.execute(_VECTORS, (row,)):
-        try:
-            unpack(data, max(1, len(data) // 4))
-        except (CorruptValue, TypeError) as error:
-            found.append((table, number, str(error)))
-    return found
-
-
-def _delete_damaged(db: sqlite3.Connection, rows: Sequence[int]) -> None:
-    """Without a vector an entry is still found by its text, and gets another one when that is recorded again."""
-    for row in rows:
-        for table, number, _ in _bad_vectors(db, row):
-            db.execute(f"DELETE FROM {table} WHERE rowid=?", (number,))  # noqa: S608 (our own words)
-        for found in db.execute(f"{_ENTRIES}entries WHERE id=?", (row,)).fetchall():
-            if _fault(db, *found):
-                delete(db, [row])
+    return ""
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
@@ -496,13 +471,13 @@ def unpack(data: bytes, dim: int) -> Vector:
     """The vector behind `pack`, read-only.
 
     Raises:
-        CorruptValue: another length than ``dim``, or not finite.
+        CorruptValue: it has not ``dim`` numbers, or not the length 1.
     """
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
     vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
-    if not math.isfinite(np.dot(vector, vector)):  # one pass; a catalog is opened by reading all of them
-        raise CorruptValue("a vector that is not finite")
+    if not abs(np.dot(vector, vector) - 1.0) < _ROUNDING:  # one pass; a catalog is opened by reading all of them
+        raise CorruptValue("a vector that is not of length 1")
     return vector
 
 

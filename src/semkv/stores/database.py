@@ -98,8 +98,8 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
 
-# Files of earlier versions are without these. `shared` has a row where a file shares entries with others: how far it has
-# read theirs. `removals` are those that they have not heard of.
+# Files of earlier versions are without these. `shared` has a row where a file shares entries with others: how far those
+# are read. `removals` are what they have not heard of.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
@@ -290,33 +290,26 @@ class Database:
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
 
-    def pages(
-        self, statement: str, size: int, fault: Callable[..., str], delete: Callable[..., object] | None
-    ) -> Iterator[str]:
-        """What ``fault`` says of each row that a statement finds, or an empty string, a page at a time.
+    def faults(self, statement: str, fault: Callable[..., str], delete: Callable[..., object] | None) -> Iterator[str]:
+        """What ``fault`` says of each row, or an empty string.
 
         Args:
-            statement: it finds the rows above its first value, in order, and at most its second. A row begins with its
-                number.
+            statement: it finds the first row above a number; a row begins with its number.
             fault: of the connection, and a row.
             delete: called with the connection and the numbers of rows that have a fault; None where they stay.
         """
-
-        def look(db: sqlite3.Connection) -> list[tuple[int, str]]:
-            return [(row[0], fault(db, *row)) for row in db.execute(statement, (after, size)).fetchall()]
-
-        after = 0
-        while True:
+        after, number = -1, 0
+        while after < number:  # a damaged tree may lead back
             with self as db:
-                found = look(db)
-            if delete and any(text for _, text in found):
+                found = db.execute(statement, (number,)).fetchone() or (0,)
+                reason = fault(db, *found) if found[0] else ""
+            if delete and reason:
                 with self.write() as db:  # rare, so that other processes go on writing
-                    found = look(db)
-                    delete(db, [number for number, text in found if text])
-            yield from (text for _, text in found)
-            if not found or found[-1][0] <= after:  # a damaged tree may lead back
-                return
-            after = found[-1][0]
+                    if db.execute(statement, (number,)).fetchone() == found:
+                        delete(db, [found[0]])
+            if found[0]:
+                yield reason
+            after, number = number, found[0]
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where

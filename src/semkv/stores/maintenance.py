@@ -12,7 +12,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from semkv.stores.files import delete_all, described, in_short, make_folder, mat
 from semkv.stores.media import MediaStore
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
-from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
+from semkv.stores.responses.sqlite import SqliteStore
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
@@ -67,7 +67,8 @@ class Report:
 class StoreUse:
     """One store on disk: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
 
-    ``namespace`` is the digest of the model, its settings and the rank, for ``kv`` and ``fusion``. ``items`` are block
+    ``namespace`` is the digest of the model, its settings and the rank, for ``kv`` and ``fusion``, and the tenant for
+    ``answers``. ``items`` are block
     files, images or responses, ``blocks`` KV blocks or fusion states. ``oldest`` and ``used`` (when the oldest was
     written, and when one was last used) are seconds since the epoch.
     """
@@ -83,14 +84,12 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache directory holds: the catalog by tenant and model, a gateway's responses by tenant, and all but the
-    catalog by namespace. ``unread`` has a line for each thing that could not be read, and is not counted. ``tenants``
-    are names of the tenant that is counted; None for all tenants.
-    """
+    """What a cache directory holds: the catalog by tenant and model, and all else by namespace. ``unread`` has a line
+    for each thing that could not be read, and is not counted. ``tenants`` are names of the tenant that is counted; None
+    for all tenants."""
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
-    answers: tuple[AnswersUse, ...]
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
@@ -260,33 +259,22 @@ def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterab
         with _noting(found, name, root / INDEX), _index(root) as db:
             ages = block_index.ages(db, owners)
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
-    entries, answers, theirs = list[NamespaceUse](), list[AnswersUse](), set[str]()
+    entries, theirs = list[NamespaceUse](), set[str]()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
             theirs |= set() if tenant is None else catalog.media_of(tenant)
-        answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
+        for whom, count, nbytes, oldest, used in responses.by_tenant():
+            if tenants is None or whom in tenants:
+                stores.append(StoreUse("answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used))
     if images := [status for image, status in _images(cache_dir) if tenants is None or image.name in theirs]:
         times, nbytes = [status.st_mtime for status in images], sum(status.st_size for status in images)
         stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
-    if answers:
-        count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
-        oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
-        stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
     whose, unread = None if tenants is None else tuple(tenants), (*found.damaged, *found.unread)
-    return CacheUse(str(cache_dir), tuple(entries), tuple(answers), tuple(stores), unread, whose)
+    return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
 
 
-Reading = Callable[[Iterable[str], str, int], Iterable[str]]
-"""Hands on what is read of a store, with its name and how many items it has, so that somebody sees how far it is."""
-
-
-def verify(
-    cache_dir: Path,
-    *,
-    repair: bool = False,
-    reading: Reading = lambda reasons, name, count: reasons,
-) -> Report:
+def verify(cache_dir: Path, *, repair: bool = False) -> Report:
     """Read every file, entry and response, and check every checksum. Counts what was ``checked`` of files, ``entries``,
     ``answers`` and, with ``repair``, ``deleted``.
 
@@ -299,8 +287,8 @@ def verify(
     """
     found = _begin(cache_dir, checked=0, entries=0, answers=0, deleted=0)
 
-    def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
-        for reason in reading(reasons, name, count):
+    def read(name: str, reasons: Iterable[str], counted: str = "checked") -> None:
+        for reason in reasons:
             found.counts[counted] += 1
             if reason:
                 found.damaged.append(f"{name}: {reason}")
@@ -314,18 +302,18 @@ def verify(
             found.counts["deleted"] += len(look.damaged)
             look.unread = _begin_anew(root / INDEX, block_index.SCHEMA)
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
-        read(name, _check_files(root, files, damaged), len(files))
+        read(name, _check_files(root, files, damaged))
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
-    if images := _images(cache_dir):
+    if _images(cache_dir):
         bad = list[Path]()
-        read("media", MediaStore(cache_dir / "media").verify(bad), len(images))
+        read("media", MediaStore(cache_dir / "media").verify(bad))
         _delete(bad * repair, found)
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
-        read("catalog", catalog.verify(repair=repair), len(catalog), "entries")
-        read("answers", responses.verify(repair=repair), responses.usage()[0], "answers")
+        read("catalog", catalog.verify(repair=repair), "entries")
+        read("answers", responses.verify(repair=repair), "answers")
     return found
 
 

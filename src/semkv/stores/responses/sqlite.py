@@ -7,7 +7,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +27,6 @@ from semkv.stores.responses import (
 )
 
 _TENANTS_KNOWN = 65_536  # whose bytes are remembered
-_BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
 _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
 # Numbers and bytes are cast: a damaged row may have anything in their place.
@@ -47,22 +45,6 @@ _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}
 _USED_BY = f"SELECT {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
 _OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, rowid"  # noqa: S608
 _OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
-
-
-@dataclass(frozen=True, slots=True)
-class AnswersUse:
-    """The responses that one tenant has in a store, expired ones that are not deleted yet included.
-
-    ``tenant`` is `StoredResponse.partition`, or None for responses whose head cannot be read. ``nbytes`` are those of
-    heads and payloads. ``oldest`` (when the first was stored) and ``used`` (when one was last stored or read, which a
-    gateway writes when it next stores one) are seconds since the epoch.
-    """
-
-    tenant: str | None
-    answers: int
-    nbytes: int
-    oldest: float
-    used: float
 
 
 class SqliteStore(ResponseStore):
@@ -210,9 +192,11 @@ class SqliteStore(ResponseStore):
     def usage(self) -> tuple[int, int]:
         return cast("tuple[int, int]", self.database.rows(_TOTALS)[0])
 
-    def by_tenant(self) -> list[AnswersUse]:
-        """What each tenant has, most responses first."""
-        return [AnswersUse(*row) for row in self.database.rows(_BY_TENANT)]
+    def by_tenant(self) -> list[tuple[str | None, int, int, float, float]]:
+        """What each tenant has, most responses first: `StoredResponse.partition` (None where a head cannot be read),
+        responses, bytes, when the first was stored, and when one was last stored or read (which a gateway writes when
+        it next stores one). Expired ones that are not deleted yet are counted."""
+        return self.database.rows(_BY_TENANT)
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
         """Read every response as a gateway would: for each why it would not be served, or an empty string.
@@ -220,8 +204,8 @@ class SqliteStore(ResponseStore):
         Args:
             repair: delete those that would not.
         """
-        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT ?"  # noqa: S608
-        return self.database.pages(some, _BATCH, _fault, _delete if repair else None)
+        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT 1"  # noqa: S608
+        return self.database.faults(some, _fault, _delete if repair else None)
 
     def close(self) -> None:
         self.database.close()
