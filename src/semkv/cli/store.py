@@ -43,10 +43,7 @@ _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the dat
 _CUT = 1 << 20  # bytes that are copied at once
 
 CacheDir = Annotated[
-    Path | None,
-    Parameter(
-        name="--cache-dir", help="Where the cache, or a fusion store alone, lives; SEMKV_CACHE_DIR or ~/.cache/semkv."
-    ),
+    Path | None, Parameter(name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv.")
 ]
 TenantName = Annotated[
     str | None, Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name).")

@@ -16,8 +16,9 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -178,7 +179,9 @@ class BlockStore:
             which.sort(key=lambda i: refs[i].row)
             try:
                 with self._block_file(file, owner=refs[which[0]].owner, **expected) as opened:
-                    for run in _runs(which, [refs[i].row for i in which]):
+                    # Rows that follow one another in the file are read at once.
+                    for _, pairs in groupby(enumerate(which), lambda pair: refs[pair[1]].row - pair[0]):
+                        run = [i for _, i in pairs]
                         first = refs[run[0]].row
                         right = opened.read(first, [rows[i] for i in run])
                         stored = opened.keys[first : first + len(run)]
@@ -383,12 +386,3 @@ class BlockStore:
         """Nothing more is asked or written."""
         self._closed = True
         self._index.close()
-
-
-def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:
-    """Pieces of ``which`` whose rows follow one another in the file."""
-    start = 0
-    for end in range(1, len(which) + 1):
-        if end == len(which) or rows[end] != rows[end - 1] + 1:
-            yield list(which[start:end])
-            start = end

@@ -25,7 +25,7 @@ from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CATALOG, Database, Schema
 from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
-from semkv.stores.media import MediaStore
+from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.sqlite import SqliteStore
@@ -287,42 +287,34 @@ def verify(cache_dir: Path, *, repair: bool = False) -> Report:
     """
     found = _begin(cache_dir, checked=0, entries=0, answers=0, deleted=0)
 
-    def read(name: str, reasons: Iterable[str], counted: str = "checked") -> None:
-        for reason in reasons:
-            found.counts[counted] += 1
-            if reason:
-                found.damaged.append(f"{name}: {reason}")
-                found.counts["deleted"] += repair
+    def is_damaged(name: str, reason: str, counted: str = "checked") -> bool:
+        found.counts[counted] += 1
+        if reason:
+            found.damaged.append(f"{name}: {reason}")
+            found.counts["deleted"] += repair
+        return bool(reason)
 
     for name, root in _block_stores(cache_dir):
-        look, files, damaged = Report({}), list[str](), list[str]()
+        look, files = Report({}), list[str]()
         with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
         if repair and (look.damaged or not (root / INDEX).exists()):
             found.counts["deleted"] += len(look.damaged)
             look.unread = _begin_anew(root / INDEX, block_index.SCHEMA)
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
-        read(name, _check_files(root, files, damaged))
+        damaged = [file for file in files if is_damaged(name, check_file(root, file))]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
-    if _images(cache_dir):
-        bad = list[Path]()
-        read("media", MediaStore(cache_dir / "media").verify(bad))
-        _delete(bad * repair, found)
+    images = [image for image, _ in _images(cache_dir) if is_damaged("media", check_image(image))]
+    _delete(images * repair, found)
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
-        read("catalog", catalog.verify(repair=repair), "entries")
-        read("answers", responses.verify(repair=repair), "answers")
+        for reason in catalog.verify(repair=repair):
+            is_damaged("catalog", reason, "entries")
+        for reason in responses.verify(repair=repair):
+            is_damaged("answers", reason, "answers")
     return found
-
-
-def _check_files(root: Path, files: Iterable[str], damaged: list[str]) -> Iterator[str]:
-    for file in files:
-        reason = check_file(root, file)
-        if reason:
-            damaged.append(file)
-        yield reason
 
 
 # -- gc and purge -----------------------------------------------------------------------------------------------------
@@ -439,10 +431,11 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     if not is_ours(root):
         raise StoreError(f"{root} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
-    with _noting(found, "catalog", root / CATALOG), _entries(root) as (catalog, responses):
+    look = Report({})  # a catalog that cannot be read goes all the same
+    with _noting(look, "catalog", root / CATALOG), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-    if database.is_ours(root / CATALOG) is not False:
-        found.damaged, found.unread = [], []  # it goes all the same
+    if database.is_ours(root / CATALOG) is False:
+        found.unread += look.unread
     stores = _own_stores(root)
     files = _files(root, *_FORMS, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
     found.unread += [
@@ -456,7 +449,6 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
             replay(folder, lambda response, since: True)
         _delete(_files(root, *_FORMS), found)
-        found.unread += [f"{folder} cannot be read" for folder in _folders(root) if not _is_open(folder)]
         files = [file for file in files if not os.path.lexists(file)]
     found.counts["files"] = len(files)
 

@@ -226,11 +226,7 @@ class RedisStore(ResponseStore):
 
     def usage(self) -> tuple[int, int]:
         with asking():
-            pipe = self._db.pipeline(transaction=False)
-            pipe.zcard(self._keys[0])
-            pipe.get(self._keys[2])
-            entries, nbytes = pipe.execute()
-        return int(entries), int(nbytes or 0)
+            return int(self._db.zcard(self._keys[0])), int(self._db.get(self._keys[2]) or 0)
 
     def close(self) -> None:
         self._db.close()
