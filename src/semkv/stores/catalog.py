@@ -345,7 +345,7 @@ class Catalog:
             repair: delete those that are damaged.
         """
         statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT 1"
-        return self.database.faults(statement, _fault, delete if repair else None)
+        return self.database.faults(statement, _entry, delete if repair else None)
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
@@ -418,14 +418,6 @@ def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, respon
         return entry
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptValue(f"entry {name}: {error}") from error
-
-
-def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
-    try:
-        _entry(*columns)
-    except CorruptValue as error:
-        return str(error)
-    return ""
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semkv.errors import StoreError
+from semkv.errors import CorruptValue, StoreError
 from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file, read_bytes
 
 CATALOG = "catalog.sqlite"
@@ -30,7 +30,6 @@ FORMAT = 2
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
 _MARK = "semkv_format_"
 _POLL_S = 0.005
-_WAL = 2  # in the header: the latest way of writing
 _HEAD = 1 << 16  # bytes of a file in which the names of its tables are
 _LATER = 65_536  # statements that wait for the next write
 _LOCK_S = 60.0  # for other processes that open or replace the file
@@ -290,26 +289,32 @@ class Database:
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
 
-    def faults(self, statement: str, fault: Callable[..., str], delete: Callable[..., object] | None) -> Iterator[str]:
-        """What ``fault`` says of each row, or an empty string.
+    def faults(
+        self, statement: str, read: Callable[..., object], delete: Callable[..., object] | None
+    ) -> Iterator[str]:
+        """What is wrong with each row, or an empty string.
 
         Args:
             statement: it finds the first row above a number; a row begins with its number.
-            fault: of the connection, and a row.
-            delete: called with the connection and the numbers of rows that have a fault; None where they stay.
+            read: of the rest of a row; raises a CorruptValue where that is damaged.
+            delete: called with the connection and the numbers of damaged rows; None where they stay.
         """
         after, number = -1, 0
         while after < number:  # a damaged tree may lead back
             with self as db:
-                found = db.execute(statement, (number,)).fetchone() or (0,)
-                reason = fault(db, *found) if found[0] else ""
+                row = db.execute(statement, (number,)).fetchone()
+            if row is None:
+                return
+            after, number, reason = number, row[0], ""
+            try:
+                read(*row[1:])
+            except CorruptValue as error:
+                reason = str(error)
             if delete and reason:
                 with self.write() as db:  # rare, so that other processes go on writing
-                    if db.execute(statement, (number,)).fetchone() == found:
-                        delete(db, [found[0]])
-            if found[0]:
-                yield reason
-            after, number = number, found[0]
+                    if db.execute(statement, (after,)).fetchone() == row:
+                        delete(db, [number])
+            yield reason
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
@@ -410,8 +415,6 @@ class Database:
                     raise StoreError(f"{self.path} is empty")
                 self._begin(db)
             if writable:
-                if read_bytes(self.path, 19)[18] > _WAL:  # which SQLite never writes to
-                    raise sqlite3.DatabaseError("its header is damaged")
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
             for query in (*self._schema.probes, *(self._schema.added if writable else ())):
                 db.execute(query).fetchone()
@@ -492,7 +495,10 @@ def _code(error: BaseException) -> int:
 
 
 def is_ours(path: Path) -> bool | None:
-    """Whether a database is semkv's, by the first pages of the file; None where there is none, or a damaged one."""
+    """Whether a database is semkv's, by the first pages of the file; None where there is none, or a damaged one.
+
+    Not of a file that this process has open: to close it takes SQLite's locks away.
+    """
     try:
         head = read_bytes(path, _HEAD)  # https://www.sqlite.org/fileformat.html#the_database_header
     except (OSError, StoreError):

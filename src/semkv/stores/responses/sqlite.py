@@ -205,7 +205,7 @@ class SqliteStore(ResponseStore):
             repair: delete those that would not.
         """
         some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT 1"  # noqa: S608
-        return self.database.faults(some, _fault, _delete if repair else None)
+        return self.database.faults(some, decode, _delete if repair else None)
 
     def close(self) -> None:
         self.database.close()
@@ -213,11 +213,3 @@ class SqliteStore(ResponseStore):
 
 def _delete(db: sqlite3.Connection, rows: Iterable[int]) -> None:
     db.executemany("DELETE FROM responses WHERE rowid=?", ((row,) for row in rows))
-
-
-def _fault(db: sqlite3.Connection, row: int, key: str, head: bytes, payload: bytes) -> str:
-    try:
-        decode(key, head, payload)
-    except CorruptValue as error:
-        return str(error)
-    return ""
