@@ -271,11 +271,11 @@ def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 256 KiB."""
+    """A real file system of 320 KiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(folder)], capture_output=True, text=True
     )
     if done.returncode:
         pytest.skip(f"needs the right to mount a file system (run as root): {done.stderr.strip()}")

@@ -454,7 +454,7 @@ class Database:
     def _begin(self, db: sqlite3.Connection) -> None:
         if self._schema.discard:
             self._schema.discard(self.path.parent)
-        tables = self._schema.tables.replace(":now", str(time.time_ns() // 1000))
+        tables = "; ".join((self._schema.tables.replace(":now", str(time.time_ns() // 1000)), *self._schema.added, ""))
         identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
         db.executescript(f"BEGIN IMMEDIATE; CREATE VIEW {self._schema.mark} AS SELECT 1; {tables} {identity} COMMIT")
 
