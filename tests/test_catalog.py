@@ -194,15 +194,3 @@ def test_a_damaged_vector_is_none() -> None:
     for data in (pack(good)[:12], *(pack(good * np.array([1, 1, 1, n], np.float32)) for n in (np.nan, np.inf, 2, 0.5))):
         with pytest.raises(CorruptValue):
             unpack(data, 4)
-
-
-def test_two_processes_see_each_others_entries(tmp_path: Path) -> None:
-    one, two = Catalog(tmp_path / "c.sqlite"), Catalog(tmp_path / "c.sqlite")
-    assert not two.changed()
-    one.add(record("a"))
-    assert two.changed()
-    assert not two.changed()
-    assert two.get(id_of("a")) is not None
-    assert not one.changed()
-    two.add(record("b"))
-    assert one.changed()

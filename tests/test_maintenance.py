@@ -71,7 +71,7 @@ def test_stats_count_what_is_there(used: Path) -> None:
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
     result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
-    assert "no data of tenant carol; known tenants: alice, bob\n" in result.stderr
+    assert "no data of tenant carol" in result.stderr
 
 
 def damage(path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
-from maintenance_helpers import call, files_with, left, refused, without_secure_delete
+from maintenance_helpers import call, files_with, left, without_secure_delete
 from semkv.config import CacheConfig
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.database import CATALOG
@@ -148,16 +148,6 @@ def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path
         assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]
     call(*purge)
     assert left(tmp_path) in ([], ["secret"])
-
-
-def test_beside_another_programs_catalog_nothing_is_purged(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / CATALOG)) as db:
-        db.execute("CREATE TABLE products (x)")
-    picture = tmp_path / "media" / "ab" / ("ab" * 32)
-    picture.parent.mkdir(parents=True)
-    picture.write_bytes(b"a user's own")
-    assert "not known to be semkv's" in refused("purge", "--cache-dir", str(tmp_path))
-    assert picture.exists()
 
 
 def test_purge_takes_answers_that_an_ended_gateway_had_on_their_way(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ _IN_MEMORY = (
     "restarts), the latest hits that a gateway's dashboard shows, and what is being written now"
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
-_NAMES = 20  # tenants that are listed
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
 _CUT = 1 << 20  # bytes that are copied at once
 
@@ -63,8 +62,7 @@ stats = _command("""\
       that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats""")
 verify = _command("""\
   semkv verify --repair
-      delete what is damaged, so that it is computed again. A damaged catalog stays: a purge of everything deletes it,
-      and an engine or a gateway that starts puts it aside""")
+      delete what is damaged, so that it is computed again; a damaged catalog stays""")
 gc = _command("""\
   semkv gc --max-age-days 30
       delete what crashed writers and deleted entries left, and what was stored more than 30 days ago, used since or not
@@ -109,11 +107,7 @@ def _stats(
     if tenant is not None:
         print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
-            everybody = inspect(folder)
-            known = {row.tenant for row in everybody.entries}
-            known |= {use.namespace for use in everybody.stores if use.store == "answers"}
-            listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
-            print(f"no data of tenant {_tenant(tenant)}; known tenants: {listed or 'none'}", file=sys.stderr)
+            print(f"no data of tenant {_tenant(tenant)}; stats without --tenant lists all", file=sys.stderr)
     _report(asdict(found), as_json, lambda: _print_use(found))
 
 
