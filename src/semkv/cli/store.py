@@ -11,6 +11,7 @@ import tarfile
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,6 @@ _IN_MEMORY = (
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
-_CUT = 1 << 20  # bytes that are copied at once
 
 CacheDir = Annotated[
     Path | None, Parameter(name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv.")
@@ -301,7 +301,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
             raise StoreError(f"{member.name!r} is nothing that export writes")
         make_folder((folder / name).parent)
         with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
-            shutil.copyfileobj(source, out, _CUT)
+            shutil.copyfileobj(source, out)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
@@ -396,8 +396,4 @@ def _tenant(name: str) -> str:
 
 
 def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    return f"{timedelta(seconds=int(max(0.0, time.time() - moment)))} ago"

@@ -268,8 +268,7 @@ class Catalog:
     # -- what is shared with other files ------------------------------------------------------------------------
 
     def removals(self) -> list[tuple[int, str]]:
-        """What was removed here since the first `read_from` and not `sent` yet, in order: numbers and criteria
-        (JSON)."""
+        """What was removed since the first `read_from` and not `sent` yet, in order: numbers and criteria (JSON)."""
         return self.database.rows("SELECT number, criteria FROM removals ORDER BY number")
 
     def sent(self, number: int) -> None:
@@ -339,11 +338,7 @@ class Catalog:
         return found
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every entry: for each what is wrong with it, or an empty string.
-
-        Args:
-            repair: delete those that are damaged.
-        """
+        """Read every entry: for each what is wrong with it, or an empty string. ``repair`` deletes those."""
         statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT 1"
         return self.database.faults(statement, _entry, delete if repair else None)
 

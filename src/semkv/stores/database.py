@@ -147,7 +147,8 @@ class Schema:
 
 
 _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
-_CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
+CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
+"""Of `CATALOG`."""
 
 
 class Database:
@@ -178,7 +179,7 @@ class Database:
         self,
         path: Path,
         *,
-        schema: Schema = _CACHE,
+        schema: Schema = CACHE,
         timeout_s: float = 2.0,
         open_s: float | None = _LOCK_S,
         raises_store_error: bool = False,

@@ -13,7 +13,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from semkv.stores import block_index, database
 from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
-from semkv.stores.database import CATALOG, Database, Schema
+from semkv.stores.database import CACHE, CATALOG, Database, Schema
 from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
@@ -34,11 +34,10 @@ _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
-_CATALOG_REMEDY = (
-    "a damaged one is deleted by a purge without --tenant and --tag, and put aside by an engine or a gateway that is "
-    "started on it"
+_REMEDY = (
+    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; a "
+    "damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge without --tenant and --tag"
 )
-_INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
 _IMAGES = f"media/??/{'?' * 64}"
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
@@ -170,7 +169,6 @@ class _MissingError(Exception):
 @contextmanager
 def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     """A block over a database. A fault ends it, and becomes a line of ``found``."""
-    remedy = _CATALOG_REMEDY if name == "catalog" else _INDEX_REMEDY
     try:
         yield
     except _MissingError:
@@ -178,11 +176,10 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
         if database.is_useless(cause):
-            found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
+            found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            refused = name == "catalog" or isinstance(cause, StoreError)  # which names the remedy
-            more = "" if refused else f"; {remedy}"  # a lost index is read no more either
-            found.unread.append(f"{name}: {file} cannot be read ({error}){more}")
+            remedy = "" if isinstance(cause, StoreError) else f"; {_REMEDY}"  # the former names its own
+            found.unread.append(f"{name}: {file} cannot be read ({error}){remedy}")
 
 
 @contextmanager
@@ -488,26 +485,19 @@ def _empty_catalog(file: Path) -> list[str]:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) or database.is_transient(cause) or not os.access(file, os.R_OK):
             return [f"{file} cannot be emptied ({error}), purge again"]
-    return _begin_anew(file)
+    return _begin_anew(file, CACHE)
 
 
-def _begin_anew(file: Path, schema: Schema | None = None) -> list[str]:
-    """Delete a database, with what only that knows of: who has it open goes on with another, and takes everything for
-    purged. Returns what is left, for people.
-
-    Args:
-        schema: of one that is begun at once, so that the next process finds no store half deleted.
-    """
+def _begin_anew(file: Path, schema: Schema) -> list[str]:
+    """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
+    everything for purged. Returns what is left, for people."""
     left = list[str]()
     try:
         with database.opening(file):
             database.delete_files(file)
-            if schema and schema.discard:
-                left = schema.discard(file.parent)
-        if schema:
+            left = schema.discard(file.parent) if schema.discard else left
+        with suppress(StoreError):  # a full disk
             Database(file, schema=schema).close()
-    except StoreError:  # a full disk
-        pass
     except OSError as error:
         left.append(f"{file} cannot be deleted ({error.strerror or error}), purge again")
     return left

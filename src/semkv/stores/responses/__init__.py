@@ -25,7 +25,6 @@ FORMAT = 1
 REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
 LOG = 1000  # invalidations that a store remembers
-_REDIS = ("redis://", "rediss://", "unix://")
 _TIMES = ("created", "expires", "stale_until")
 _TEXTS = ("key", "partition", "model", "prompt")
 _OVERHEAD = 640  # bytes of an entry without its strings: objects, dictionary slot, allocator (measured: 500 to 620)
@@ -329,7 +328,7 @@ class MemoryStore(ResponseStore):
 
 def is_redis(where: str) -> bool:
     """Whether a setting names a Redis."""
-    return where.startswith(_REDIS)
+    return where.startswith(("redis://", "rediss://", "unix://"))
 
 
 def open_store(

@@ -199,11 +199,7 @@ class SqliteStore(ResponseStore):
         return self.database.rows(_BY_TENANT)
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every response as a gateway would: for each why it would not be served, or an empty string.
-
-        Args:
-            repair: delete those that would not.
-        """
+        """Read every response: for each why it would not be served, or an empty string. ``repair`` deletes those."""
         some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT 1"  # noqa: S608
         return self.database.faults(some, decode, _delete if repair else None)
 
