@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from block_helpers import file_ids, files, lose_index, open_store, save, served, totals
+from block_helpers import file_ids, files, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
 from semkv.stores import block_file, block_index
@@ -44,24 +44,6 @@ def other(tmp_path: Path) -> Iterator[Other]:
     process = Other(_serve, tmp_path)
     yield process
     process.end()
-
-
-def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other: Other) -> None:
-    """Both processes find what is saved in the new index, and no sweep deletes it."""
-    assert other("save", 1)
-    lose_index(tmp_path / "kv")
-    store = open_store(tmp_path / "kv")
-    assert save(store, 2)
-    assert served(store, [1, 2]) == [2]
-    there = files(tmp_path / "kv")
-    assert other("sweep") == 0
-    assert files(tmp_path / "kv") == there
-    assert other("served", 1, 2) == [2]
-    assert other("save", 3)
-    assert not other("save", 2)
-    assert served(store, [2, 3]) == [2, 3]
-    other("close")  # the old index's end takes nothing of the new one with it
-    assert served(open_store(tmp_path / "kv"), [2, 3]) == [2, 3]
 
 
 def test_a_purge_empties_what_others_have_open_and_they_go_on(

@@ -35,8 +35,8 @@ _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
-    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; a "
-    "damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge without --tenant and --tag"
+    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
+    "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
 _IMAGES = f"media/??/{'?' * 64}"
 _WEIGHTS = f"weights/{'?' * 64}.json"
