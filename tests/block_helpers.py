@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,16 @@ def files(root: Path) -> list[Path]:
 def lose_index(root: Path) -> None:
     for path in (root / f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm")):
         path.unlink(missing_ok=True)
+
+
+def restamp(file: Path, version: int, application: int = 0x73656D6B) -> None:
+    """Make a database one of another version, or of another program."""
+    with closing(sqlite3.connect(file)) as db:
+        for (mark,) in db.execute("SELECT name FROM sqlite_master WHERE type='view'").fetchall():
+            db.execute(f"DROP VIEW {mark}")
+        db.execute(f"PRAGMA user_version={version}")
+        db.execute(f"PRAGMA application_id={application}")
+        db.execute("VACUUM")
 
 
 def flip_last(path: Path) -> None:

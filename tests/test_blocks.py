@@ -30,6 +30,7 @@ from block_helpers import (
     key,
     keys,
     open_store,
+    restamp,
     rewrite,
     right,
     save,
@@ -157,31 +158,20 @@ def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "version", "said"),
-    [(True, 6, ""), (True, 8, "was written by format version 8"), (False, 0, "is not a semkv database")],
+    ("version", "application", "said"),
+    [(8, 0x73656D6B, "was written by format version 8"), (0, 0, "is not a semkv database")],
 )
-def test_an_index_of_an_earlier_format_is_emptied_and_one_of_a_later_or_of_another_program_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: bool, version: int, said: str
+def test_an_index_of_a_later_format_or_of_another_program_is_refused(
+    tmp_path: Path, version: int, application: int, said: str
 ) -> None:
     store = open_store(tmp_path)
     save(store, 0)
     store.close()
-    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
-        db.execute(f"PRAGMA user_version={version}")
-        if not ours:
-            db.execute("PRAGMA application_id=0")
+    restamp(tmp_path / "index.sqlite", version, application)
     before = (tmp_path / "index.sqlite").read_bytes(), files(tmp_path)
-    if said:
-        with pytest.raises(StoreError, match=f"index.sqlite {said}"):
-            open_store(tmp_path)
-        assert ((tmp_path / "index.sqlite").read_bytes(), files(tmp_path)) == before
-        return
-    store = open_store(tmp_path)
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "of an earlier format" in caplog.text
-    assert files(tmp_path) == []
-    assert save(store, 0)
-    assert right(open_store(tmp_path), 0, 1) == 1
+    with pytest.raises(StoreError, match=f"index.sqlite {said}"):
+        open_store(tmp_path)
+    assert ((tmp_path / "index.sqlite").read_bytes(), files(tmp_path)) == before
 
 
 def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it_alone(
@@ -193,7 +183,6 @@ def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it
         patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, version=8))
         newer = open_store(tmp_path)
         assert save(newer, 1)
-    monkeypatch.setattr(blocks, "REOPEN_S", 0.0)
     monkeypatch.setattr(blocks, "_WARN_S", 3600.0)
     caplog.clear()
     for _ in range(3):
@@ -459,14 +448,3 @@ def test_the_same_bytes_from_cache_and_disk_with_and_without_direct_reading(
         assert not any(read(memory))
     assert (store.counters["errors"], store.counters["corrupt"]) == (1, 0)
     assert all(read(memory))
-
-
-def test_who_finds_its_index_lost_late_spares_the_one_that_another_has_begun(tmp_path: Path) -> None:
-    with closing(open_store(tmp_path)) as late, closing(open_store(tmp_path)) as other:
-        index = late._database
-        assert index is not None
-        blocks.begin_anew(tmp_path)
-        save(other, 0, 5)
-        late._give_up(index, sqlite3.DatabaseError("damaged"))
-        assert found(other, 0, 5) == 5
-        assert len(files(tmp_path)) == 1

@@ -17,7 +17,7 @@ from semkv.stores.catalog import Catalog
 from semkv.stores.database import CATALOG, Database
 from semkv.stores.responses import Selector, StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
-from test_catalog import record
+from test_catalog import id_of, record
 
 
 def response(key: str, payload: bytes = b"{}") -> StoredResponse:
@@ -59,7 +59,7 @@ def test_who_has_an_emptied_database_open_hears_of_it_and_goes_on(tmp_path: Path
     assert not responses.put(response("a"), cursor), "it was computed before the purge"
     catalog.add(record("b"))
     (row,) = other.vectors(["text@1"], before.number, 10)
-    assert row.entry_id == "b", "its number is above those that a reader has seen"
+    assert row.entry_id == id_of("b"), "its number is above those that a reader has seen"
     for store in (catalog, other, responses):
         store.close()
 
@@ -116,8 +116,8 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(
                 catalog.add(record(f"new {number}"))
             except sqlite3.DatabaseError:
                 continue
-    assert one.get("new 2") is not None
-    assert two.get("new 2") is not None
+    assert one.get(id_of("new 2")) is not None
+    assert two.get(id_of("new 2")) is not None
     assert two.purge() != mark
     assert caplog.text.count("put aside") == 1
     assert (tmp_path / f"{CATALOG}.damaged").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from block_helpers import open_store, save
+from block_helpers import open_store, restamp, save
 from command_line import invoke
 from maintenance_helpers import (
     SECRET,
@@ -39,7 +39,7 @@ from semkv.server.tenancy import tenant_salt
 from semkv.stores.block_file import tenant_tag
 from semkv.stores.database import CATALOG
 from semkv.stores.fusion import FusionState, FusionStore
-from semkv.stores.maintenance import collect, inspect, prepare, purge_directory, verify
+from semkv.stores.maintenance import collect, inspect, prepare, purge, purge_directory, verify
 from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
@@ -67,11 +67,11 @@ def test_stats_count_what_is_there(used: Path) -> None:
     }
     assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in block_files(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
-    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " KiB"))
+    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " kB"))
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
     result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
-    assert "no data of tenant carol; known tenants: alice, bob\n" in result.stderr
+    assert "no data of tenant carol" in result.stderr
 
 
 def damage(path: Path) -> None:
@@ -86,17 +86,15 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
         damage(path)
     with closing(sqlite3.connect(used / CATALOG)) as db, db:
-        rows = db.execute("SELECT id, entry_id FROM entries LIMIT 3").fetchall()
-        db.execute("UPDATE entries SET segments='[' WHERE id=?", rows[0][:1])
-        db.execute("UPDATE entries SET response=CAST(x'ff' AS TEXT) WHERE id=?", rows[1][:1])
-        db.execute("INSERT INTO vectors (entry, layer, vector) VALUES (?, 'layer', x'0000c07f')", rows[2][:1])
+        rows = db.execute("SELECT id FROM entries LIMIT 2").fetchall()
+        db.execute("UPDATE entries SET segments='[' WHERE id=?", rows[0])
+        db.execute("UPDATE entries SET response=CAST(x'ff' AS TEXT) WHERE id=?", rows[1])
     found = verify(used)
     assert (found.counts["checked"], found.counts["entries"]) == (5, 6)
-    assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 3]
-    assert f"catalog: entry {rows[2][1]}: a vector that is not finite" in found.damaged
-    assert "5 files, 6 entries and 0 answers checked, 6 damaged" in call(*words, exit_code=1)
-    assert "6 damaged, 6 of them deleted" in call(*words, "--repair")
-    assert "2 files, 4 entries and 0 answers checked, 0 damaged" in call(*words)  # one without its vector
+    assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 2]
+    assert "5 files, 6 entries and 0 answers checked, 5 damaged" in call(*words, exit_code=1)
+    assert "5 damaged, 5 of them deleted" in call(*words, "--repair")
+    assert "2 files, 4 entries and 0 answers checked, 0 damaged" in call(*words)
 
 
 @pytest.mark.parametrize("command", ["verify --repair", "gc --max-age-days 0.0000001", "purge --tenant alice", "purge"])
@@ -132,12 +130,10 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
 
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
 def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (apart := used.parent / "apart").mkdir(exist_ok=True)
-    monkeypatch.setattr(os, "access", lambda path, mode: path not in (used / "media", apart))
-    result = invoke([*command.split(), "--cache-dir", str(used), "--fusion-cache-dir", str(apart)])
+    monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
+    result = invoke([*command.split(), "--cache-dir", str(used)])
     assert result.exit_code == EXIT_ERROR
     assert f"{used / 'media'} cannot be read" in result.stderr
-    assert f"{apart} cannot be read" in result.stderr
 
 
 def test_a_store_that_others_can_write_to_is_told_and_the_rest_is_collected(used: Path) -> None:
@@ -221,6 +217,13 @@ def break_page(path: Path) -> None:
     path.write_bytes(data)
 
 
+def break_header(path: Path) -> None:
+    """The format's version."""
+    data = bytearray(path.read_bytes())
+    data[62] ^= 1
+    path.write_bytes(data)
+
+
 def break_table(path: Path) -> None:
     """The text that declares a table."""
     path.write_bytes(path.read_bytes().replace(b"created REAL", b"\xffreated REAL"))
@@ -233,8 +236,7 @@ def make_foreign(path: Path) -> None:
 
 
 def make_newer(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version=99")
+    restamp(path, version=99)
 
 
 def make_pipe(path: Path) -> None:
@@ -306,7 +308,7 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
+@pytest.mark.parametrize("harm", [break_whole, break_header, break_page, break_table])
 def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
     used: Path, harm: Callable[[Path], None]
 ) -> None:
@@ -366,7 +368,7 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     assert held("bob") == bobs
     assert held("nobody") == ([], {})
     everything = {s.store: s for s in inspect(used).stores}
-    assert {name: s.items for name, s in everything.items()} == {"kv": 8, "fusion": 7, "media": 2, "answers": 4}
+    assert {name: s.items for name, s in everything.items()} == {"kv": 8, "fusion": 7, "media": 2, "answers": 1}
     alices = {s.store: s.nbytes for s in inspect(used, tenants=["alice"]).stores}
     assert alices["media"] == len(b"the picture of alice")
     assert "kv" not in alices, "nobody said which salts were hers"
@@ -413,10 +415,13 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     outside.mkdir()
     (outside / "precious").write_text("x")
     (root / "media" / "cd").symlink_to(outside, target_is_directory=True)
-    assert purge_directory(root, dry_run=True) == len(ours) + 2
+    assert purge(root, dry_run=True).counts["files"] == len(ours) + 2
     assert len(left(root)) == len(ours + theirs) + 2
-    prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
+    with pytest.raises(StoreError, match="media/cd is a link, and nothing behind it is deleted"):
+        prepare(CacheConfig(root), purge=True)
     assert left(root) == sorted(theirs)
+    (root / "media" / "cd").unlink()
+    prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
     assert left(fusion) == []
     assert (outside / "precious").exists()
     assert purge_directory(root) == 0
@@ -424,7 +429,7 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None:
     (tmp_path / CATALOG).write_text("mine", encoding="utf-8")
-    with pytest.raises(StoreError, match="is not a semkv cache"):
+    with pytest.raises(StoreError, match="is not known to be semkv's"):
         prepare(CacheConfig(tmp_path), purge=True)
     with pytest.raises(StoreError, match="holds files that are not semkv's"):
         prepare(CacheConfig(tmp_path))
@@ -445,9 +450,7 @@ def test_blocks_below_another_programs_database_are_left_alone(tmp_path: Path) -
     assert (photo.read_text(), index.read_bytes()) == ("mine", before)
 
 
-@pytest.mark.parametrize(
-    "names", [[CATALOG, f"{CATALOG}.lock"], [f"weights/{'0a' * 32}.json"], ["semkv.json", "policy.json"]]
-)
+@pytest.mark.parametrize("names", [[CATALOG, f"{CATALOG}.lock"], [f"weights/{'0a' * 32}.json"]])
 def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -6,16 +6,17 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from block_helpers import file_ids, files, lose_index, open_store, save, served, totals
+from block_helpers import file_ids, files, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
-from semkv.stores import block_file, blocks
+from semkv.stores import block_file, block_index
 from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
 
@@ -45,31 +46,13 @@ def other(tmp_path: Path) -> Iterator[Other]:
     process.end()
 
 
-def test_an_index_replaced_by_another_process_is_taken_up(tmp_path: Path, other: Other) -> None:
-    """Both processes find what is saved in the new index, and no sweep deletes it."""
-    assert other("save", 1)
-    lose_index(tmp_path / "kv")
-    store = open_store(tmp_path / "kv")
-    assert save(store, 2)
-    assert served(store, [1, 2]) == [2]
-    there = files(tmp_path / "kv")
-    assert other("sweep") == 0
-    assert files(tmp_path / "kv") == there
-    assert other("served", 1, 2) == [2]
-    assert other("save", 3)
-    assert not other("save", 2)
-    assert served(store, [2, 3]) == [2, 3]
-    other("close")  # the old index's end takes nothing of the new one with it
-    assert served(open_store(tmp_path / "kv"), [2, 3]) == [2, 3]
-
-
 def test_a_purge_empties_what_others_have_open_and_they_go_on(
     tmp_path: Path, other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path / "kv")
     assert save(store, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "make_store", read_only_disk)
+        patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, prepare=read_only_disk))
         reader = open_store(tmp_path / "kv")
     assert (reader.writable, served(reader, [1])) == (False, [1])
     reader_heard = reader.last_purge()

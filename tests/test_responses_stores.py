@@ -28,7 +28,7 @@ from semkv.stores.responses import (
     weight,
 )
 from semkv.stores.responses.redis import RedisStore
-from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
+from semkv.stores.responses.sqlite import SqliteStore
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]
@@ -196,9 +196,9 @@ def test_a_tenant_has_its_own_bound_and_takes_no_room_of_others(tmp_path: Path, 
         store.close()
         store = opened(100_000)
         store.put(answer("20", payload=b"x" * 9_000))
-    used = {one.tenant: one for one in store.by_tenant()}
-    assert used["other"].answers == 1
-    assert 80_000 < used["tenant"].nbytes <= 100_000
+    used = {tenant: use for tenant, *use in store.by_tenant()}
+    assert used["other"][0] == 1
+    assert 80_000 < used["tenant"][1] <= 100_000
     assert store.get("0") is not None, "the least recently used go first"
     assert store.get("1") is None
     assert store.get("20" if reopened else "19") is not None
@@ -230,9 +230,10 @@ def test_where_a_store_is(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(ConfigError, match="--store"):
         open_store("postgres://user:secret@host", tmp_path / "x")
-    with pytest.raises(ConfigError, match="redis://host:6379/0") as caught:
-        open_store("redis://:hush@host:notaport/0", tmp_path / "x")
-    assert "hush" not in str(caught.value)
+    for end in ("notaport/0", "6379/0?nosuch=1", "6379/0?ssl_cert_reqs=some", "[::1"):
+        with pytest.raises(ConfigError, match="redis://host:6379/0") as caught:
+            open_store(f"rediss://:hush@host:{end}", tmp_path / "x")
+        assert "hush" not in str(caught.value)
     for where in ("memory", "redis://127.0.0.1:6379/0", "compressed_store:open_store"):  # only a file has this bound
         with pytest.raises(ConfigError, match=r"^--tenant-mib: 5 is not allowed; expected 0 with this --store"):
             open_store(where, tmp_path / "x", max_tenant_bytes=5 << 20)
@@ -244,7 +245,7 @@ def test_where_a_store_is(tmp_path: Path) -> None:
 def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None:
     path = tmp_path / "a?b#c%20.sqlite"
 
-    def held() -> list[AnswersUse]:
+    def held() -> list[tuple[str | None, int, int, float, float]]:
         with closing(SqliteStore(path, replace=False)) as outside:
             return outside.by_tenant()
 
@@ -254,7 +255,7 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     store = SqliteStore(path, clock=lambda: 50.0)
     given = [answer(str(n), partition=tenant, created=float(n)) for n, tenant in enumerate(("alice", "bob", "alice"))]
     sizes = [sum(map(len, encode(one))) for one in given if store.put(one)]
-    expected = [AnswersUse("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), AnswersUse("bob", 1, sizes[1], 1.0, 50.0)]
+    expected = [("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), ("bob", 1, sizes[1], 1.0, 50.0)]
     with store.database.write():
         assert held() == expected
     store.close()
@@ -264,7 +265,7 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     for head, named in ((b"\xff" * 100, None), (b" " * CHECKSUM + b'{"partition": "b\xff"}', "b\ufffd")):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE responses SET head=? WHERE key='1'", (head,))
-        assert [(use.tenant, use.answers) for use in held()] == [("alice", 2), (named, 1)]
+        assert [use[:2] for use in held()] == [("alice", 2), (named, 1)]
 
 
 def test_what_cannot_be_read_is_deleted_or_may_be_anything(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) ->
 def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisServer) -> None:
     import redis
 
-    store = RedisStore(redis_server.url, name="own", timeout_s=60.0)
+    store = RedisStore(f"{redis_server.url}?decode_responses=True", name="own", timeout_s=60.0)
     client = redis.Redis(port=redis_server.port)
     store.put(answer("a", stale_until=time.time() + 10_000))
     store.put(answer("b"))

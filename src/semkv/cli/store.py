@@ -11,13 +11,14 @@ import tarfile
 import time
 from contextlib import closing, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter, validators
+from rich.filesize import decimal
 
 from semkv.config import command_line, default_cache_dir
 from semkv.errors import ConfigError, StoreError
@@ -38,15 +39,10 @@ _IN_MEMORY = (
     "restarts), the latest hits that a gateway's dashboard shows, and what is being written now"
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
-_NAMES = 20  # tenants that are listed
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
-_CUT = 1 << 20  # bytes that are copied at once
 
 CacheDir = Annotated[
-    Path | None, Parameter(name="--cache-dir", help="Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.")
-]
-FusionDir = Annotated[
-    Path | None, Parameter(name="--fusion-cache-dir", help="Fusion states, where they are kept elsewhere.")
+    Path | None, Parameter(name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv.")
 ]
 TenantName = Annotated[
     str | None, Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name).")
@@ -66,8 +62,7 @@ stats = _command("""\
       that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats""")
 verify = _command("""\
   semkv verify --repair
-      delete what is damaged, so that it is computed again. A damaged catalog stays: a purge of everything deletes it,
-      and an engine or a gateway that starts puts it aside""")
+      delete what is damaged, so that it is computed again; a damaged catalog stays""")
 gc = _command("""\
   semkv gc --max-age-days 30
       delete what crashed writers and deleted entries left, and what was stored more than 30 days ago, used since or not
@@ -100,7 +95,6 @@ import_ = _command(
 def _stats(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,36 +103,28 @@ def _stats(
 
     folder = _folder(cache_dir)
     names = None if tenant is None else _names(folder, tenant)
-    found = inspect(folder, fusion_cache_dir, names, _salts(folder, names or ()))
+    found = inspect(folder, names, _salts(folder, names or ()))
     if tenant is not None:
         print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
-            everybody = inspect(folder, fusion_cache_dir)
-            known = {row.tenant for row in everybody.entries} | {held.tenant or "" for held in everybody.answers}
-            listed = ", ".join(map(_tenant, sorted(known)[:_NAMES]))
-            print(f"no data of tenant {_tenant(tenant)}; known tenants: {listed or 'none'}", file=sys.stderr)
+            print(f"no data of tenant {_tenant(tenant)}; stats without --tenant lists all", file=sys.stderr)
     _report(asdict(found), as_json, lambda: _print_use(found))
 
 
 def _print_use(found: CacheUse) -> None:
     whose = "" if found.tenants is None else f", tenant {' or '.join(map(_tenant, found.tenants))}"
     nbytes = sum(store.nbytes for store in found.stores)
-    print(f"{_cell(found.cache_dir)}{whose}: {_size(nbytes)} in the stores below")
+    print(f"{_cell(found.cache_dir)}{whose}: {decimal(nbytes)} in the stores below")
     entries = []
     for row in found.entries:
         model = _cell(f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16])
         entries.append([_tenant(row.tenant), model, row.entries, row.hits, _ago(row.oldest), _ago(row.used)])
     _print_table("Entries", ["tenant", "model", "entries", "hits", "oldest", "last used"], entries)
-    answers = []
-    for held in found.answers:
-        whose = "?" if held.tenant is None else _tenant(held.tenant)
-        answers.append([whose, held.answers, _size(held.nbytes), _ago(held.oldest), _ago(held.used)])
-    if answers:
-        _print_table("Answers", ["tenant", "answers", "bytes", "oldest", "last used"], answers)
     stores = []
     for use in found.stores:
-        counts = [use.items, use.blocks or "-", _size(use.nbytes)]
-        stores.append([use.store, use.namespace[:16] or "-", *counts, _ago(use.oldest), _ago(use.used)])
+        counts = [use.items, use.blocks or "-", decimal(use.nbytes)]
+        name = _tenant(use.namespace) if use.store == "answers" else use.namespace[:16] or "-"
+        stores.append([use.store, name, *counts, _ago(use.oldest), _ago(use.used)])
     _print_table("Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores)
 
 
@@ -146,7 +132,6 @@ def _print_use(found: CacheUse) -> None:
 def _verify(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     repair: Annotated[bool, Parameter(negative="", help="Delete what is damaged.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -154,14 +139,9 @@ def _verify(
 
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
-    from rich.console import Console
-    from rich.progress import track
-
     from semkv.stores.maintenance import verify as check
 
-    console = Console(stderr=True)
-    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
-    found = check(_folder(cache_dir), fusion_cache_dir, repair=repair, reading=watched)
+    found = check(_folder(cache_dir), repair=repair)
     deleted = found.counts["deleted"]
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
@@ -176,7 +156,6 @@ def _verify(
 def _gc(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     max_age_days: Annotated[
         float | None,
         Parameter(
@@ -193,7 +172,7 @@ def _gc(
     """
     from semkv.stores.maintenance import collect
 
-    found = collect(_folder(cache_dir), fusion_cache_dir, max_age_days)
+    found = collect(_folder(cache_dir), max_age_days)
     said = (
         "deleted: {kv} of KV, {fusion} of fusion states, {media} images, {entries} entries, {answers} answers, "
         "{strays} temporary files"
@@ -207,7 +186,6 @@ def _gc(
 def _purge(
     *,
     cache_dir: CacheDir = None,
-    fusion_cache_dir: FusionDir = None,
     tenant: TenantName = None,
     tag: Annotated[str | None, Parameter(help="Only the entries with this tag.")] = None,
     dry_run: DryRun = False,
@@ -226,7 +204,7 @@ def _purge(
     if names is not None or tag is not None:
         left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
         left += ["KV blocks and encoder outputs (they have no tags)"] if salts is None else _unattributed(folder)
-    found = delete(folder, fusion_cache_dir, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
+    found = delete(folder, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
     said = "{entries} entries, {answers} answers and {files} files " + ("would be deleted" if dry_run else "deleted")
     result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)
@@ -243,9 +221,6 @@ def _export(
     cache_dir: CacheDir = None,
 ) -> None:
     """Write a cache into one file, which holds prompts and answers in the clear."""
-    from rich.console import Console
-    from rich.progress import track
-
     from semkv.stores.database import Database
     from semkv.stores.files import described, matching, open_file
 
@@ -263,7 +238,7 @@ def _export(
             target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
+                for path in (copy, *files):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
@@ -286,9 +261,6 @@ def _import(
     cache_dir: CacheDir = None,
 ) -> None:
     """Make a cache directory of what export wrote."""
-    from rich import progress
-    from rich.console import Console
-
     from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder
 
@@ -300,8 +272,7 @@ def _import(
         with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
             made = Path(folder) / "cache"
             make_cache_folder(made)
-            reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
+            with tarfile.open(file, "r:") as archive:  # which unpacks to its own size
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
@@ -330,7 +301,7 @@ def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
             raise StoreError(f"{member.name!r} is nothing that export writes")
         make_folder((folder / name).parent)
         with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
-            shutil.copyfileobj(source, out, _CUT)
+            shutil.copyfileobj(source, out)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
@@ -424,18 +395,5 @@ def _tenant(name: str) -> str:
     return _cell(name) if name else "(none)"
 
 
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+    return f"{timedelta(seconds=int(max(0.0, time.time() - moment)))} ago"

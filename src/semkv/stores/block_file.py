@@ -33,7 +33,7 @@ import xxhash
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import digest
 from semkv.stores.database import is_ours
-from semkv.stores.files import check_private, delete_all, make_folder, open_file
+from semkv.stores.files import check_private, delete_all, matching, open_file
 
 FORMAT_VERSION = 2
 
@@ -271,18 +271,9 @@ def path_of(root: Path, file: str) -> Path:
 
 def listed(root: Path) -> Iterator[Path]:
     """All that lies where block files do, but for folders. No link is followed."""
-    for folder in () if (root / FILES).is_symlink() else _entries(root / FILES):
-        if folder.is_dir(follow_symlinks=False):
-            found = _entries(Path(folder.path))
-            yield from (Path(entry.path) for entry in found if not entry.is_dir(follow_symlinks=False))
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):  # a purge, or somebody else, took it away
-        return []
+    for folder in () if (root / FILES).is_symlink() else matching(root / FILES, "*"):
+        if not folder.is_symlink():
+            yield from (path for path in matching(folder, "*") if path.is_symlink() or not path.is_dir())
 
 
 def unlink(root: Path, file: str) -> None:
@@ -303,17 +294,19 @@ def is_store(root: Path) -> bool:
 
 
 def make_store(root: Path) -> None:
-    """Make the directory of a store where it is missing.
+    """Make the directory of a store where it is missing, in one that is there.
 
     Raises:
-        StoreError: others can write into it, or there is a link in it.
+        StoreError: it is a file, others can write into it, or there is a link in it.
         OSError: it cannot be read or written.
     """
-    make_folder(root)
+    if root.is_file():
+        raise StoreError(f"{root} is a file, not a directory: choose another cache directory")
+    root.mkdir(0o700, exist_ok=True)
     check_private(root)
     if (root / FILES).is_symlink():
         raise StoreError(f"{root / FILES} is a link: delete it, or choose another cache directory")
-    make_folder(root / FILES)
+    (root / FILES).mkdir(0o700, exist_ok=True)
 
 
 def discard_blocks(root: Path) -> list[str]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from semkv.stores.block_file import discard_blocks, unlink
+from semkv.stores.block_file import discard_blocks, make_store, unlink
 from semkv.stores.database import Schema
 
 SCHEMA = Schema(
@@ -46,6 +46,7 @@ INSERT INTO purges(id) VALUES(:now);
         "SELECT key, file, row FROM blocks LIMIT 1",
         "SELECT id, owner, writer, namespace, before FROM purges LIMIT 1",
     ),
+    prepare=make_store,
     discard=discard_blocks,
 )
 # One statement and one row for all keys, a line for each file: at each step and each new statement the interpreter may

@@ -4,8 +4,8 @@
 `BlockStore.find` asks the index, `BlockStore.read` opens the files and checks every row.
 
 Reading and writing never raise for what happened to the disk. A damaged or vanished block is a counted miss. On a full
-disk writing pauses, a read-only disk is only read. Where the index was deleted or damaged, the store begins anew; where
-that fails, everything is a miss, and it is tried again after a minute.
+disk writing pauses, a read-only disk is only read. Where the index was deleted or damaged, `Database` begins another;
+while it cannot be opened, everything is a miss.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import contextlib
 import errno
 import logging
 import sqlite3
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.stores import block_file, block_index
-from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, make_store, path_of
+from semkv.stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of
 from semkv.stores.block_index import BlockRef, NewFile, Purge, new_file_id
-from semkv.stores.database import Database, delete_files, is_transient, is_useless, opening
-from semkv.stores.files import FileId, delete_all, file_id, in_short
+from semkv.stores.database import Database, is_transient, is_useless
+from semkv.stores.files import delete_all, in_short
 
 log = logging.getLogger("semkv.stores")
 
@@ -39,15 +39,11 @@ SWEEP_S = 600.0
 RETRY_S = 5.0
 """How long nothing is written after the disk was full or failed."""
 
-REOPEN_S = 60.0
-"""How long everything is a miss after the directory could not be opened, or its index was damaged twice."""
-
 BUSY_S = 10.0
 """How long a writer waits for another process's transaction."""
 
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
 _OPEN_S = 60.0  # how long to wait at first for another process that opens the directory
-_OPENED_S = 0.2  # between two tries later on
 _WARN_S = 60.0
 _INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
 
@@ -85,114 +81,71 @@ class BlockStore:
         """Open or create a directory for blocks of a kind (``kv`` or ``fusion``).
 
         Raises:
-            StoreError: ``root`` is a file, can be written by others, or has links in the place of files.
+            StoreError: see `make_store` and `Database`; not for what the disk keeps from being opened.
         """
         self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
         self.counters: Counter[str] = Counter()
-        self._database: Database | None = None
         self._read_only = self._closed = False
-        self._opening = threading.Lock()
-        self._open_after = self._damaged_until = self._write_after = self._warn_after = 0.0
-        self._flushed_at, self._swept_at = 0.0, float("-inf")
+        self._write_after = self._warn_after = self._flushed_at = 0.0
+        self._swept_at = float("-inf")
         self._disowned: list[str] = []  # namespaces that are still to be purged of what this writer wrote
-        self._open(_OPEN_S, first=True)
+        self._open()
 
     # -- the index as it is now -----------------------------------------------------------------------------------
 
     @property
     def on(self) -> bool:
         """Whether anything can be read at this moment."""
-        return self._database is not None
+        return self._index.file is not None
 
     @property
     def writable(self) -> bool:
         """Whether anything is written at this moment; False on a read-only disk, and for a while where it failed."""
         return self.on and not self._read_only and time.monotonic() >= self._write_after
 
-    def _index(self) -> Database | None:
-        """The directory's index, which is opened where there is none."""
-        if self._database is None and not self._closed and time.monotonic() >= self._open_after:
-            with self._opening:
-                if self._database is None and not self._closed:
-                    self._open(0.0)
-        return self._database
-
-    def _open(self, wait_s: float, *, first: bool = False) -> None:
-        """Open the directory; where that fails, there is no index until a later time.
-
-        Raises:
-            StoreError: see `make_store`; the first time only.
-        """
+    def _open(self) -> None:
+        """Open the index, of a read-only directory as it is. One that the disk keeps from being opened is opened by the
+        first use that can. Only `Database.write` waits later on, for as long as its caller says."""
+        file, schema = self.root / INDEX, block_index.SCHEMA
         try:
-            if not first and not self.root.parent.is_dir():  # the cache directory, or the disk it was on, is gone
-                raise FileNotFoundError(errno.ENOENT, "no such directory", str(self.root.parent))
-            self._database, self._swept_at = self._open_index(wait_s), float("-inf")
-        except (OSError, StoreError, *_INDEX_FAULTS) as error:
-            cause = error.__cause__ or error
-            if first and isinstance(cause, StoreError):
+            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=_OPEN_S)
+        except StoreError as error:
+            if (cause := error.__cause__) is None:
                 raise
-            self.counters["errors"] += 1
-            if isinstance(cause, BlockingIOError):  # another process opens it
-                self._open_after = time.monotonic() + _OPENED_S
-                return
-            self._open_after = time.monotonic() + REOPEN_S
-            self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
-
-    def _open_index(self, wait_s: float) -> Database:
-        """Make the directory and open its index; a read-only one as it is, with a warning."""
-        if self.root.is_file():
-            raise StoreError(f"{self.root} is a file, not a directory: choose another cache directory")
-        file, schema, self._read_only = self.root / INDEX, block_index.SCHEMA, False
-        try:
-            make_store(self.root)
-            # Only `Database.write` waits, for as long as its caller says.
-            return Database(file, schema=schema, timeout_s=0.0, open_s=wait_s)
-        except (OSError, StoreError) as error:
-            cause = error.__cause__ or error
-            if not isinstance(cause, OSError) or cause.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            opened = Database(file, schema=schema, timeout_s=0.0, replace=False)
-            log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)
-            self._read_only = True
-            return opened
+            self._read_only = isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=None, replace=not self._read_only)
+            self._ask(lambda db: None, None)  # which says what keeps it from being opened
+            if self.on and self._read_only:
+                log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)
 
     def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:
-        """What the index says, or ``otherwise`` where there is none or it fails. Faults of the index are handled here.
+        """What the index says, or ``otherwise`` where it cannot be read. Faults of the index are counted here.
 
         Args:
             write_s: in a transaction, for which to wait so long.
         """
-        index = self._index()
-        if index is None or (write_s is not None and self._read_only):
+        if self._closed or (write_s is not None and self._read_only):
             return otherwise
         try:
-            with index if write_s is None else index.write(write_s) as db:
+            with self._index if write_s is None else self._index.write(write_s) as db:
                 return what(db)
         except _INDEX_FAULTS as error:
-            self.counters["errors"] += 1
-            if index is not self._database or is_transient(error):  # closed meanwhile, or another process is busy
-                return otherwise
-            if is_useless(error):
-                self._give_up(index, error)
-            elif self.writable:
-                self._pause(error)
+            if not self._closed:
+                self._fail(error)
             return otherwise
 
-    def _give_up(self, index: Database, error: Exception) -> None:
-        """Close a useless index. The next call opens or begins another one, but not twice in a minute."""
-        self._warn("semkv: the index of %s cannot be used (%s): the store begins anew, or is off", self.root, error)
-        self._database = None
-        index.close()
-        if not self._read_only and index.file is not None:  # else another one is there, which could not be opened
-            with contextlib.suppress(StoreError):
-                begin_anew(self.root, 0.0, only=index.file)
-        self._open_after, self._damaged_until = self._damaged_until, time.monotonic() + REOPEN_S
-
-    def _pause(self, error: Exception) -> None:
-        """The disk is full or fails: nothing is written for a while."""
-        text = "semkv: cannot write to %s (%s); tried again every %g s, stored blocks are still read"
-        self._warn(text, self.root, error, RETRY_S)
-        self._write_after = time.monotonic() + RETRY_S
+    def _fail(self, error: BaseException) -> None:
+        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, or
+        a damaged index, which has begun anew, is not told."""
+        self.counters["errors"] += 1
+        if is_transient(error) or is_useless(error):
+            return
+        if not self.on:
+            self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
+        elif self.writable:
+            text = "semkv: cannot write to %s (%s); tried again every %g s, stored blocks are still read"
+            self._warn(text, self.root, error, RETRY_S)
+            self._write_after = time.monotonic() + RETRY_S
 
     def _warn(self, text: str, *values: object) -> None:
         """At most once a minute."""
@@ -226,7 +179,9 @@ class BlockStore:
             which.sort(key=lambda i: refs[i].row)
             try:
                 with self._block_file(file, owner=refs[which[0]].owner, **expected) as opened:
-                    for run in _runs(which, [refs[i].row for i in which]):
+                    # Rows that follow one another in the file are read at once.
+                    for _, pairs in groupby(enumerate(which), lambda pair: refs[pair[1]].row - pair[0]):
+                        run = [i for _, i in pairs]
                         first = refs[run[0]].row
                         right = opened.read(first, [rows[i] for i in run])
                         stored = opened.keys[first : first + len(run)]
@@ -265,8 +220,7 @@ class BlockStore:
         self._warn("semkv: cannot read %s: %s", self.root, error)
 
     def _note_use(self, file: str) -> None:
-        if self._database is not None:
-            self._database.later(*block_index.touch(file, time.time()))
+        self._index.later(*block_index.touch(file, time.time()))
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -297,12 +251,12 @@ class BlockStore:
         if len({len(row) for row in rows}) > 1 or any(row.ndim != 1 or row.dtype.itemsize != 1 for row in rows):
             raise ValueError("rows of different lengths, or not of bytes")
         given = dict(zip(keys, rows, strict=True))
-        if self._index() is None or not self.writable or not given:
+        if not given or self._read_only or time.monotonic() < self._write_after:
             return None
         if time.monotonic() - self._swept_at > SWEEP_S:
             self.sweep()
         new = self._not_stored(namespace, given)
-        if not new:
+        if not new or not self.on:
             return None
         file = new_file_id()
         about = {"kind": self.kind, "file": file, "namespace": namespace, "layout": layout_text(layout)}
@@ -349,11 +303,11 @@ class BlockStore:
         try:
             block_file.write_file(path_of(self.root, file), head, rows)
             return True
-        except OSError as error:
+        except FileNotFoundError:  # a purge took the file, or somebody the folder, away
             self.counters["errors"] += 1
-            if error.errno != errno.ENOENT:  # a purge took the file, or somebody the folder, away
-                self._pause(error)
-            return False
+        except OSError as error:
+            self._fail(error)
+        return False
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
@@ -430,42 +384,5 @@ class BlockStore:
 
     def close(self) -> None:
         """Nothing more is asked or written."""
-        with self._opening:
-            self._closed = True
-            if self._database is not None:
-                self._database.close()
-                self._database = None
-
-
-def begin_anew(root: Path, wait_s: float = _OPEN_S, *, only: FileId | None = None) -> None:
-    """Delete a store's index and blocks, and begin another index: who has the old one open goes on with that, and takes
-    everything for purged.
-
-    Args:
-        only: unless another process has put another index in the place of this one.
-
-    Raises:
-        StoreError: not all could be deleted.
-    """
-    file = root / INDEX
-    try:
-        with opening(file, wait_s):
-            if only is not None and file_id(file) not in (only, None):
-                return
-            delete_files(file)
-            left = block_file.discard_blocks(root)
-    except OSError as error:
-        raise StoreError(f"{root}: not all could be deleted ({error.strerror or error}), purge again") from error
-    with contextlib.suppress(StoreError):  # a full disk
-        Database(file, schema=block_index.SCHEMA, open_s=wait_s).close()
-    if left:
-        raise StoreError(in_short(left))
-
-
-def _runs(which: Sequence[int], rows: Sequence[int]) -> Iterator[list[int]]:
-    """Pieces of ``which`` whose rows follow one another in the file."""
-    start = 0
-    for end in range(1, len(which) + 1):
-        if end == len(which) or rows[end] != rows[end - 1] + 1:
-            yield list(which[start:end])
-            start = end
+        self._closed = True
+        self._index.close()

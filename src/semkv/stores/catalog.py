@@ -7,11 +7,9 @@ write-ahead log lets readers go on while one of them writes, and `Catalog.change
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,25 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from semkv.errors import CorruptValue
-from semkv.keys import namespace_key
-from semkv.stores.database import SHARED, Database
-from semkv.types import Entry, MediaSegment, Namespace, Role, Segment, TextSegment
+from semkv.keys import Keyed, entry_of, namespace_key
+from semkv.stores.database import Database
+from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 if TYPE_CHECKING:
     from semkv.types import Vector
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
+_ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
-_SHARES = "SELECT COUNT(*) FROM sqlite_master WHERE name='shared'"
-_BATCH = 256  # entries of one look, for which others wait
-_TEXTS = "entry_id", "tenant", "model", "segments", "chunk_text", "response", "metadata"
-_TAGS = "SELECT CAST(json_group_array(CAST(tag AS TEXT)) AS BLOB) FROM tags WHERE entry=entries.id"
-_CAST = ", ".join(f"CAST({name} AS BLOB)" for name in _TEXTS)
-_ENTRIES = f"SELECT id, {_CAST}, ({_TAGS}), created, last_hit, hits FROM "  # noqa: S608 (our own words)
-_VECTORS = """SELECT 'vectors', id, vector FROM vectors WHERE entry=?1 UNION ALL
-SELECT 'media_vectors', media_vectors.rowid, vector FROM entry_media JOIN media_vectors USING (space, media)
-WHERE entry=?1"""
+_TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
+_ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
+created, last_hit, hits FROM """  # noqa: S608 (our own words)
 _TESTS = {
     "tag": "id IN (SELECT entry FROM tags WHERE tag=?)",
     "entry_id": "entry_id=?",
@@ -254,7 +247,7 @@ class Catalog:
             with self.database as db:
                 return removal(db, self._meeting(db, criteria))
         with self.database.write() as db:
-            if db.execute(_SHARES).fetchone()[0]:
+            if db.execute("SELECT COUNT(*) FROM shared").fetchone()[0]:
                 if db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS:  # others were away for long
                     db.execute("DELETE FROM removals")
                     db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
@@ -275,9 +268,8 @@ class Catalog:
     # -- what is shared with other files ------------------------------------------------------------------------
 
     def removals(self) -> list[tuple[int, str]]:
-        """What was removed here and not `sent` yet, in order: numbers and criteria (JSON)."""
-        with self._shared() as db:
-            return list(db.execute("SELECT number, criteria FROM removals ORDER BY number"))
+        """What was removed since the first `read_from` and not `sent` yet, in order: numbers and criteria (JSON)."""
+        return self.database.rows("SELECT number, criteria FROM removals ORDER BY number")
 
     def sent(self, number: int) -> None:
         """Others have been told of the removals up to this one."""
@@ -286,25 +278,15 @@ class Catalog:
 
     def read_from(self) -> str:
         """How far this file has what others share; empty at first."""
-        with self._shared() as db:
-            return str(db.execute("SELECT cursor FROM shared").fetchone()[0])
+        if not self.database.rows("SELECT 1 FROM shared"):
+            with self.database.write() as db:
+                db.execute("INSERT INTO shared SELECT '' WHERE NOT EXISTS (SELECT 1 FROM shared)")
+        return str(self.database.rows("SELECT cursor FROM shared")[0][0])
 
     def read_to(self, cursor: str) -> None:
         """Note it. `read_from` comes before."""
         with self.database.write() as db:
             db.execute("UPDATE shared SET cursor=?", (cursor,))
-
-    @contextmanager
-    def _shared(self) -> Iterator[sqlite3.Connection]:
-        """To read; from the first time on removals are noted."""
-        with self.database as db:
-            if db.execute(_SHARES).fetchone()[0]:
-                yield db
-                return
-        with self.database.write() as db:
-            for statement in SHARED:
-                db.execute(statement)
-            yield db
 
     def apply_removal(self, criteria: Criteria) -> Removed:
         """Delete what another file's `invalidate` deleted there; without a criterion everything."""
@@ -356,13 +338,9 @@ class Catalog:
         return found
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every entry with its vectors: for each what is wrong with it, or an empty string.
-
-        Args:
-            repair: delete those that cannot be read, and vectors that are damaged.
-        """
-        statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT ?"
-        return self.database.pages(statement, _BATCH, _fault, _delete_damaged if repair else None)
+        """Read every entry: for each what is wrong with it, or an empty string. ``repair`` deletes those."""
+        statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT 1"
+        return self.database.faults(statement, _entry, delete if repair else None)
 
     def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
         """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
@@ -417,46 +395,24 @@ class Catalog:
         return next((bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)), None)
 
 
-def _entry(name: bytes, *columns: Any) -> Entry:
-    """An entry of the columns of `_ENTRIES`. Raises a CorruptValue."""
+def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, response: bytes, *columns: Any) -> Entry:
+    """An entry of the columns of `_ENTRIES`. Its id is a digest of all that it is found by.
+
+    Raises:
+        CorruptValue: that is another's, or something cannot be read.
+    """
+    metadata, tags, created, last_hit, hits = columns
     try:
-        tenant, model, segments, chunk, answer, metadata, tags = (str(text, "utf-8") for text in columns[:7])
-        created, last_hit, hits = columns[7:]
-        return Entry(
-            name.decode(), Namespace(tenant, model), load_segments(segments), chunk, answer, {},
+        entry = Entry(
+            name, Namespace(tenant, model), load_segments(segments), chunk, response.decode(), {},
             tuple(sorted(json.loads(tags))), float(created), float(last_hit), int(hits), dict(json.loads(metadata)),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptValue(f"entry {name.decode(errors='replace')}: {error}") from error
-
-
-def _fault(db: sqlite3.Connection, row: int, *columns: Any) -> str:
-    try:
-        entry = _entry(*columns)
-    except CorruptValue as error:
-        return str(error)
-    return next((f"entry {entry.entry_id}: {reason}" for _, _, reason in _bad_vectors(db, row)), "")
-
-
-def _bad_vectors(db: sqlite3.Connection, row: int) -> list[tuple[str, int, str]]:
-    """Table, number and fault of the damaged vectors of an entry and its images."""
-    found = []
-    for table, number, data in db.execute(_VECTORS, (row,)):
-        try:
-            unpack(data, max(1, len(data) // 4))
-        except (CorruptValue, TypeError) as error:
-            found.append((table, number, str(error)))
-    return found
-
-
-def _delete_damaged(db: sqlite3.Connection, rows: Sequence[int]) -> None:
-    """Without a vector an entry is still found by its text, and gets another one when that is recorded again."""
-    for row in rows:
-        for table, number, _ in _bad_vectors(db, row):
-            db.execute(f"DELETE FROM {table} WHERE rowid=?", (number,))  # noqa: S608 (our own words)
-        for found in db.execute(f"{_ENTRIES}entries WHERE id=?", (row,)).fetchall():
-            if _fault(db, *found):
-                delete(db, [row])
+        keyed = Keyed(entry.namespace, entry.segments)
+        if entry_of(Request("", entry.namespace, entry.segments, chunk), keyed).entry_id != name:
+            raise ValueError("its text is not what its id says")
+        return entry
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptValue(f"entry {name}: {error}") from error
 
 
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
@@ -502,13 +458,13 @@ def unpack(data: bytes, dim: int) -> Vector:
     """The vector behind `pack`, read-only.
 
     Raises:
-        CorruptValue: another length than ``dim``, or not finite.
+        CorruptValue: it has not ``dim`` numbers, or not the length 1.
     """
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
     vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
-    if not math.isfinite(np.dot(vector, vector)):  # one pass; a catalog is opened by reading all of them
-        raise CorruptValue("a vector that is not finite")
+    if not abs(np.dot(vector, vector) - 1.0) < _ROUNDING:  # one pass; a catalog is opened by reading all of them
+        raise CorruptValue("a vector that is not of length 1")
     return vector
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semkv.errors import StoreError
+from semkv.errors import CorruptValue, StoreError
 from semkv.stores.files import FileId, check_regular, file_id, lock, make_folder, open_file, read_bytes
 
 CATALOG = "catalog.sqlite"
@@ -28,7 +28,9 @@ CATALOG = "catalog.sqlite"
 FORMAT = 2
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
+_MARK = "semkv_format_"
 _POLL_S = 0.005
+_HEAD = 1 << 16  # bytes of a file in which the names of its tables are
 _LATER = 65_536  # statements that wait for the next write
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
@@ -95,20 +97,22 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
 
-# Of a file that shares entries with others: removals that they have not heard of, and how far theirs are read.
-# Files of earlier versions are without them.
-_REMOVALS = "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)"
-SHARED = (_REMOVALS, "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)", "INSERT INTO shared VALUES ('')")
+# Files of earlier versions are without these. `shared` has a row where a file shares entries with others: how far those
+# are read. `removals` are what they have not heard of.
+_ADDED = (
+    "CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
+)
 
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = f"""
-{_REMOVALS}; DELETE FROM removals;
-INSERT INTO removals (criteria) SELECT '{{}}' FROM sqlite_master WHERE name='shared';
+_EMPTY = """
+DELETE FROM removals; INSERT INTO removals (criteria) SELECT '{}' FROM shared;
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
 DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{{}}')
-"""  # noqa: S608 (our own words)
+INSERT INTO invalidations (selector) VALUES ('{}')
+"""
 
 log = logging.getLogger("semkv")
 
@@ -122,18 +126,29 @@ class Schema:
             from there, so that no reader takes a new file's for those of a damaged one that it has read already.
         version: of the tables.
         probes: queries that are made when the file is opened: a damaged page or table shows.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
+        added: statements that are made then where it can be written.
+        prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
+        discard: deletes what only this file knows of, in its folder, before a new file is begun, and returns a line for
+            each thing that cannot be deleted. A damaged file is
             deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
     tables: str
     version: int
     probes: tuple[str, ...]
-    discard: Callable[[Path], object] | None = None
+    added: tuple[str, ...] = ()
+    prepare: Callable[[Path], object] | None = None
+    discard: Callable[[Path], list[str]] | None = None
+
+    @property
+    def mark(self) -> str:
+        """Name of a view that says whose and of which version a file is, as its header does, which may be damaged."""
+        return f"{_MARK}{self.version}"
 
 
 _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
-_CACHE = Schema(_TABLES, FORMAT, _PROBES)
+CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
+"""Of `CATALOG`."""
 
 
 class Database:
@@ -146,7 +161,8 @@ class Database:
         path: the file; made when missing, as is its folder.
         schema: what is in it; a cache's entries and responses unless another is given.
         timeout_s: how long to wait for another process's write.
-        open_s: how long to wait for another process that opens or replaces the file, the first time.
+        open_s: how long to wait for another process that opens or replaces the file, the first time. None: the first
+            use opens it, and each later one where that failed.
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
@@ -163,9 +179,9 @@ class Database:
         self,
         path: Path,
         *,
-        schema: Schema = _CACHE,
+        schema: Schema = CACHE,
         timeout_s: float = 2.0,
-        open_s: float = _LOCK_S,
+        open_s: float | None = _LOCK_S,
         raises_store_error: bool = False,
         replace: bool = True,
     ) -> None:
@@ -178,8 +194,9 @@ class Database:
         self._name = os.fspath(path)
         try:
             if replace:
-                make_folder(path.parent)
-            self._open(wait_s=open_s)
+                make_folder(path.parent if schema.prepare is None else path.parent.parent)
+            if open_s is not None:
+                self._open(wait_s=open_s)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -187,7 +204,9 @@ class Database:
         """The connection, to read."""
         self.lock.acquire()
         try:
-            if not self._is_current() and not self._closed and not (self._file and self.connection.in_transaction):
+            if self._closed:
+                raise sqlite3.ProgrammingError(f"{self.path} is closed")
+            if not self._is_current() and not (self._file and self.connection.in_transaction):
                 self._open_anew()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -239,9 +258,11 @@ class Database:
 
     def _fail(self, error: BaseException) -> None:
         with suppress(sqlite3.Error):
-            if self.connection.in_transaction:  # some errors have rolled back already
+            if self._file and self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
-        if _code(error) in _DAMAGE and self._replace and not self._closed and not self._schema.discard:
+        # Of what can be computed again, anything that SQLite cannot do with it is damage.
+        is_damaged = is_useless(error) if self._schema.discard else _code(error) in _DAMAGE
+        if is_damaged and self._replace and self._file:
             with suppress(sqlite3.Error):  # the next use tries again
                 self._open_anew(damaged=self._file)
         if self._raises_store_error and isinstance(error, sqlite3.Error):
@@ -269,33 +290,32 @@ class Database:
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
 
-    def pages(
-        self, statement: str, size: int, fault: Callable[..., str], delete: Callable[..., object] | None
+    def faults(
+        self, statement: str, read: Callable[..., object], delete: Callable[..., object] | None
     ) -> Iterator[str]:
-        """What ``fault`` says of each row that a statement finds, or an empty string, a page at a time.
+        """What is wrong with each row, or an empty string.
 
         Args:
-            statement: it finds the rows above its first value, in order, and at most its second. A row begins with its
-                number.
-            fault: of the connection, and a row.
-            delete: called with the connection and the numbers of rows that have a fault; None where they stay.
+            statement: it finds the first row above a number; a row begins with its number.
+            read: of the rest of a row; raises a CorruptValue where that is damaged.
+            delete: called with the connection and the numbers of damaged rows; None where they stay.
         """
-
-        def look(db: sqlite3.Connection) -> list[tuple[int, str]]:
-            return [(row[0], fault(db, *row)) for row in db.execute(statement, (after, size)).fetchall()]
-
-        after = 0
-        while True:
+        after, number = -1, 0
+        while after < number:  # a damaged tree may lead back
             with self as db:
-                found = look(db)
-            if delete and any(text for _, text in found):
-                with self.write() as db:  # rare, so that other processes go on writing
-                    found = look(db)
-                    delete(db, [number for number, text in found if text])
-            yield from (text for _, text in found)
-            if not found or found[-1][0] <= after:  # a damaged tree may lead back
+                row = db.execute(statement, (number,)).fetchone()
+            if row is None:
                 return
-            after = found[-1][0]
+            after, number, reason = number, row[0], ""
+            try:
+                read(*row[1:])
+            except CorruptValue as error:
+                reason = str(error)
+            if delete and reason:
+                with self.write() as db:  # rare, so that other processes go on writing
+                    if db.execute(statement, (after,)).fetchone() == row:
+                        delete(db, [number])
+            yield reason
 
     def truncate_log(self) -> bool:
         """Write the write-ahead log into the file and empty it, so that nothing deleted stays there; False where
@@ -325,9 +345,10 @@ class Database:
             with suppress(sqlite3.Error, StoreError, ValueError), self.write():
                 pass  # where it fails only the order of use is lost
         with self.lock:
-            self._closed = True
-            with suppress(sqlite3.Error):
-                self.connection.close()
+            if self.opened:
+                with suppress(sqlite3.Error):
+                    self.connection.close()
+            self._closed, self._file = True, None
 
     # -- the file -----------------------------------------------------------------------------------------------
 
@@ -336,7 +357,7 @@ class Database:
         try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
         except FileNotFoundError:
-            return not self._replace
+            return not self._replace and self._file is not None
         except OSError:  # a disk that does not answer has no other file
             return self._file is not None
         return (status.st_dev, status.st_ino) == self._file
@@ -347,12 +368,14 @@ class Database:
             self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
             fault = sqlite3.OperationalError(f"{self.path} cannot be opened anew: {error}")
-            if isinstance(error, BlockingIOError):
-                fault.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            is_busy = isinstance(error, BlockingIOError)
+            fault.sqlite_errorcode = sqlite3.SQLITE_BUSY if is_busy else sqlite3.SQLITE_CANTOPEN
             raise fault from error
 
     def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
+        if self._replace and self._schema.prepare:
+            self._schema.prepare(self.path.parent)
         with opening(self.path, wait_s) if self._replace else nullcontext():
             if self.opened:
                 self.connection.close()
@@ -394,7 +417,7 @@ class Database:
                 self._begin(db)
             if writable:
                 db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
-            for query in self._schema.probes:
+            for query in (*self._schema.probes, *(self._schema.added if writable else ())):
                 db.execute(query).fetchone()
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
         except BaseException:
@@ -412,6 +435,8 @@ class Database:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
+        if db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name=?", (self._schema.mark,)).fetchone()[0]:
+            raise sqlite3.DatabaseError("its header is damaged")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
         if self._schema.discard and version < self._schema.version:
@@ -430,9 +455,9 @@ class Database:
     def _begin(self, db: sqlite3.Connection) -> None:
         if self._schema.discard:
             self._schema.discard(self.path.parent)
-        tables = self._schema.tables.replace(":now", str(time.time_ns() // 1000))
+        tables = "; ".join((self._schema.tables.replace(":now", str(time.time_ns() // 1000)), *self._schema.added, ""))
         identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
-        db.executescript(f"BEGIN IMMEDIATE; {tables} {identity} COMMIT")
+        db.executescript(f"BEGIN IMMEDIATE; CREATE VIEW {self._schema.mark} AS SELECT 1; {tables} {identity} COMMIT")
 
     def _put_aside(self, why: str) -> None:
         kept = "deleted" if self._schema.discard else "put aside"
@@ -471,12 +496,17 @@ def _code(error: BaseException) -> int:
 
 
 def is_ours(path: Path) -> bool | None:
-    """Whether a database is semkv's, by the first page of the file; None where there is none, or no database."""
+    """Whether a database is semkv's, by the first pages of the file; None where there is none, or a damaged one.
+
+    Not of a file that this process has open: to close it takes SQLite's locks away.
+    """
     try:
-        head = read_bytes(path, 72)  # https://www.sqlite.org/fileformat.html#the_database_header
+        head = read_bytes(path, _HEAD)  # https://www.sqlite.org/fileformat.html#the_database_header
     except (OSError, StoreError):
         return None
-    return head[68:] == _APPLICATION.to_bytes(4, "big") if head.startswith(b"SQLite format 3\0") else None
+    if not head.startswith(b"SQLite format 3\0"):
+        return None
+    return head[68:72] == _APPLICATION.to_bytes(4, "big") or (None if _MARK.encode() in head else False)
 
 
 def is_filled(path: Path) -> bool:

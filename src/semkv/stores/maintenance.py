@@ -12,8 +12,8 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,31 +21,29 @@ from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores import block_index, database
 from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
-from semkv.stores.blocks import BlockStore, Bounds, begin_anew
+from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
-from semkv.stores.database import CATALOG, Database
+from semkv.stores.database import CACHE, CATALOG, Database, Schema
 from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
-from semkv.stores.media import MediaStore
+from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
-from semkv.stores.responses.sqlite import AnswersUse, SqliteStore
+from semkv.stores.responses.sqlite import SqliteStore
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _WAIT_S = 5.0  # for other processes that use the database
-_CATALOG_REMEDY = (
-    "a damaged one is deleted by a purge without --tenant and --tag, and put aside by an engine or a gateway that is "
-    "started on it"
+_REMEDY = (
+    "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
+    "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
-_INDEX_REMEDY = "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where it is damaged or lost"
 _IMAGES = f"media/??/{'?' * 64}"
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
-# What semkv writes into a cache directory besides databases and block stores. Earlier versions wrote markers.
-_MARKERS = ("semkv.json", "kv/semkv.json", "fusion/semkv.json")
-_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, *_STRAYS, *_MARKERS)
+# What semkv writes into a cache directory besides databases and block stores.
+_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, *_STRAYS)
 _FOLDERS = (*_STORES, "media", "media/??", "weights", "ahead*")
 
 
@@ -68,7 +66,8 @@ class Report:
 class StoreUse:
     """One store on disk: ``kv``, ``fusion``, ``media`` or ``answers`` (of a gateway).
 
-    ``namespace`` is the digest of the model, its settings and the rank, for ``kv`` and ``fusion``. ``items`` are block
+    ``namespace`` is the digest of the model, its settings and the rank, for ``kv`` and ``fusion``, and the tenant for
+    ``answers``. ``items`` are block
     files, images or responses, ``blocks`` KV blocks or fusion states. ``oldest`` and ``used`` (when the oldest was
     written, and when one was last used) are seconds since the epoch.
     """
@@ -84,14 +83,12 @@ class StoreUse:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache directory holds: the catalog by tenant and model, a gateway's responses by tenant, and all but the
-    catalog by namespace. ``unread`` has a line for each thing that could not be read, and is not counted. ``tenants``
-    are names of the tenant that is counted; None for all tenants.
-    """
+    """What a cache directory holds: the catalog by tenant and model, and all else by namespace. ``unread`` has a line
+    for each thing that could not be read, and is not counted. ``tenants`` are names of the tenant that is counted; None
+    for all tenants."""
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
-    answers: tuple[AnswersUse, ...]
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
@@ -128,15 +125,15 @@ def make_cache_folder(root: Path) -> None:
 
 def is_ours(root: Path) -> bool:
     """Whether there is a sign that `purge_directory` goes by: a database of ours, also a damaged or an empty one that
-    was opened as ours before, a store of blocks, or the marker of an earlier semkv."""
+    was opened as ours before, or a store of blocks."""
     file = root / CATALOG
     found = database.is_ours(file)
     if found is None:
         found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()
-    return found or bool(_stores(root)) or (root / _MARKERS[0]).is_file()
+    return found or bool(_own_stores(root))
 
 
-def _begin(cache_dir: Path, fusion_dir: Path | None, **counts: int) -> Report:
+def _begin(cache_dir: Path, **counts: int) -> Report:
     """The report of a command, with a line for each folder that it cannot read.
 
     Raises:
@@ -147,8 +144,7 @@ def _begin(cache_dir: Path, fusion_dir: Path | None, **counts: int) -> Report:
             raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
     except OSError as error:
         raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
-    folders = _folders(cache_dir) + ([fusion_dir] if fusion_dir else [])
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in folders if not _is_open(folder)])
+    return Report(counts, unread=[f"{folder} cannot be read" for folder in _folders(cache_dir) if not _is_open(folder)])
 
 
 def _folders(root: Path) -> list[Path]:
@@ -173,7 +169,6 @@ class _MissingError(Exception):
 @contextmanager
 def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     """A block over a database. A fault ends it, and becomes a line of ``found``."""
-    remedy = _CATALOG_REMEDY if name == "catalog" else _INDEX_REMEDY
     try:
         yield
     except _MissingError:
@@ -181,11 +176,10 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
         if database.is_useless(cause):
-            found.damaged.append(f"{name}: {file} is damaged ({cause}); {remedy}")
+            found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            refused = name == "catalog" or isinstance(cause, StoreError)  # which names the remedy
-            more = "" if refused else f"; {remedy}"  # a lost index is read no more either
-            found.unread.append(f"{name}: {file} cannot be read ({error}){more}")
+            remedy = "" if isinstance(cause, StoreError) else f"; {_REMEDY}"  # the former names its own
+            found.unread.append(f"{name}: {file} cannot be read ({error}){remedy}")
 
 
 @contextmanager
@@ -206,10 +200,16 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
         yield catalog, store
 
 
-def _block_stores(cache_dir: Path, fusion_dir: Path | None) -> list[tuple[str, Path]]:
-    """The stores of KV blocks and of encoder outputs that are there: names and folders."""
-    places = {"kv": cache_dir / "kv", "fusion": fusion_dir or cache_dir / "fusion"}
-    return [(name, root) for name, root in places.items() if is_store(root)]
+def _block_stores(root: Path) -> list[tuple[str, Path]]:
+    """The stores of KV blocks and of encoder outputs that are there, names and folders: below a cache directory, or
+    that of one alone."""
+    places = (("fusion", root), *((name, root / name) for name in _STORES))
+    return [(name, folder) for name, folder in places if is_store(folder)]
+
+
+def _own_stores(root: Path) -> list[Path]:
+    """Their folders, but none behind a link."""
+    return [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
 
 
 @contextmanager
@@ -240,12 +240,7 @@ def _owners(salts: Iterable[str | None]) -> list[str]:
 # -- stats and verify -------------------------------------------------------------------------------------------------
 
 
-def inspect(
-    cache_dir: Path,
-    fusion_dir: Path | None = None,
-    tenants: Sequence[str] | None = None,
-    salts: Iterable[str | None] = (),
-) -> CacheUse:
+def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterable[str | None] = ()) -> CacheUse:
     """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
 
     Args:
@@ -255,40 +250,28 @@ def inspect(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found, stores = _begin(cache_dir, fusion_dir), list[StoreUse]()
+    found, stores = _begin(cache_dir), list[StoreUse]()
     owners = None if tenants is None else _owners(salts)
-    for name, root in _block_stores(cache_dir, fusion_dir):
+    for name, root in _block_stores(cache_dir):
         with _noting(found, name, root / INDEX), _index(root) as db:
             ages = block_index.ages(db, owners)
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
-    entries, answers, theirs = list[NamespaceUse](), list[AnswersUse](), set[str]()
+    entries, theirs = list[NamespaceUse](), set[str]()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
             theirs |= set() if tenant is None else catalog.media_of(tenant)
-        answers = [use for use in responses.by_tenant() if tenants is None or use.tenant in tenants]
+        for whom, count, nbytes, oldest, used in responses.by_tenant():
+            if tenants is None or whom in tenants:
+                stores.append(StoreUse("answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used))
     if images := [status for image, status in _images(cache_dir) if tenants is None or image.name in theirs]:
         times, nbytes = [status.st_mtime for status in images], sum(status.st_size for status in images)
         stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
-    if answers:
-        count, nbytes = sum(use.answers for use in answers), sum(use.nbytes for use in answers)
-        oldest, used = min(use.oldest for use in answers), max(use.used for use in answers)
-        stores.append(StoreUse("answers", "", count, 0, nbytes, oldest, used))
     whose, unread = None if tenants is None else tuple(tenants), (*found.damaged, *found.unread)
-    return CacheUse(str(cache_dir), tuple(entries), tuple(answers), tuple(stores), unread, whose)
+    return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
 
 
-Reading = Callable[[Iterable[str], str, int], Iterable[str]]
-"""Hands on what is read of a store, with its name and how many items it has, so that somebody sees how far it is."""
-
-
-def verify(
-    cache_dir: Path,
-    fusion_dir: Path | None = None,
-    *,
-    repair: bool = False,
-    reading: Reading = lambda reasons, name, count: reasons,
-) -> Report:
+def verify(cache_dir: Path, *, repair: bool = False) -> Report:
     """Read every file, entry and response, and check every checksum. Counts what was ``checked`` of files, ``entries``,
     ``answers`` and, with ``repair``, ``deleted``.
 
@@ -299,52 +282,42 @@ def verify(
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found = _begin(cache_dir, fusion_dir, checked=0, entries=0, answers=0, deleted=0)
+    found = _begin(cache_dir, checked=0, entries=0, answers=0, deleted=0)
 
-    def read(name: str, reasons: Iterable[str], count: int, counted: str = "checked") -> None:
-        for reason in reading(reasons, name, count):
-            found.counts[counted] += 1
-            if reason:
-                found.damaged.append(f"{name}: {reason}")
-                found.counts["deleted"] += repair
+    def is_damaged(name: str, reason: str, counted: str = "checked") -> bool:
+        found.counts[counted] += 1
+        if reason:
+            found.damaged.append(f"{name}: {reason}")
+            found.counts["deleted"] += repair
+        return bool(reason)
 
-    for name, root in _block_stores(cache_dir, fusion_dir):
-        look, files, damaged = Report({}), list[str](), list[str]()
+    for name, root in _block_stores(cache_dir):
+        look, files = Report({}), list[str]()
         with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
         if repair and (look.damaged or not (root / INDEX).exists()):
-            with _noting(found, name, root / INDEX):
-                begin_anew(root)
-                found.counts["deleted"] += len(look.damaged)
-                look.unread = []
+            found.counts["deleted"] += len(look.damaged)
+            look.unread = _begin_anew(root / INDEX, block_index.SCHEMA)
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
-        read(name, _check_files(root, files, damaged), len(files))
+        damaged = [file for file in files if is_damaged(name, check_file(root, file))]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
-    if images := _images(cache_dir):
-        bad = list[Path]()
-        read("media", MediaStore(cache_dir / "media").verify(bad), len(images))
-        _delete(bad * repair, found)
+    images = [image for image, _ in _images(cache_dir) if is_damaged("media", check_image(image))]
+    _delete(images * repair, found)
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
-        read("catalog", catalog.verify(repair=repair), len(catalog), "entries")
-        read("answers", responses.verify(repair=repair), responses.usage()[0], "answers")
+        for reason in catalog.verify(repair=repair):
+            is_damaged("catalog", reason, "entries")
+        for reason in responses.verify(repair=repair):
+            is_damaged("answers", reason, "answers")
     return found
-
-
-def _check_files(root: Path, files: Iterable[str], damaged: list[str]) -> Iterator[str]:
-    for file in files:
-        reason = check_file(root, file)
-        if reason:
-            damaged.append(file)
-        yield reason
 
 
 # -- gc and purge -----------------------------------------------------------------------------------------------------
 
 
-def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float | None = None) -> Report:
+def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
     """Delete files that no index names, images that no entry has any more, files that crashed writers left, and
     anything that was stored too long ago.
 
@@ -355,10 +328,10 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
     Raises:
         StoreError: there is no cache, or it was written by another format version.
     """
-    found = _begin(cache_dir, fusion_dir, kv=0, fusion=0, media=0, entries=0, answers=0)
+    found = _begin(cache_dir, kv=0, fusion=0, media=0, entries=0, answers=0)
     found.counts["strays"] = _drop_strays(cache_dir)
     max_age_s, now = (max_age_days or 0.0) * _DAY_S, time.time()
-    for name, root in _block_stores(cache_dir, fusion_dir):
+    for name, root in _block_stores(cache_dir):
         with _noting(found, name, root / INDEX), _store(found, name, root, max_age_s) as store:
             found.counts[name] = store.sweep()
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
@@ -372,7 +345,6 @@ def collect(cache_dir: Path, fusion_dir: Path | None = None, max_age_days: float
 
 def purge(
     cache_dir: Path,
-    fusion_dir: Path | None = None,
     *,
     tenants: Sequence[str] | None = None,
     tag: str | None = None,
@@ -391,12 +363,15 @@ def purge(
         dry_run: only count.
 
     Raises:
-        StoreError: there is no cache, it was written by another format version, or a directory is not known to be
-            semkv's.
+        StoreError: there is no cache, it was written by another format version, is not known to be semkv's, or cannot
+            be read.
     """
-    found = _begin(cache_dir, fusion_dir, entries=0, answers=0, files=0)
+    found = _begin(cache_dir, entries=0, answers=0, files=0)
     if tenants is None and tag is None and salts is None:
-        _purge_all(cache_dir, fusion_dir, found, dry_run=dry_run)
+        try:
+            _purge_all(cache_dir, found, dry_run=dry_run)
+        except OSError as error:
+            raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
     if tenants is not None or tag is not None:
         with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
             found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
@@ -404,7 +379,7 @@ def purge(
             _drop_strays(cache_dir)
     if salts is not None:
         owners = _owners(salts)
-        for name, root in _block_stores(cache_dir, fusion_dir):
+        for name, root in _block_stores(cache_dir):
             if dry_run:
                 with _noting(found, name, root / INDEX), _index(root) as db:
                     found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
@@ -450,28 +425,34 @@ def _delete(files: Sequence[Path], found: Report) -> int:
     return len(files) - len(left)
 
 
-def _purge_all(cache_dir: Path, fusion_dir: Path | None, found: Report, *, dry_run: bool) -> None:
-    if not is_ours(cache_dir):
-        raise StoreError(f"{cache_dir} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
-    if fusion_dir is not None:
-        _purge_below(fusion_dir, Report({}), dry_run=True)  # refuses what is not ours
-    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
+    if not is_ours(root):
+        raise StoreError(f"{root} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
+    look = Report({})  # a catalog that cannot be read goes all the same
+    with _noting(look, "catalog", root / CATALOG), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-    if database.is_ours(cache_dir / CATALOG) is not False:
-        found.damaged, found.unread = [], []  # it goes all the same
-    for folder in (cache_dir,) if fusion_dir is None else (cache_dir, fusion_dir):
-        try:
-            found.counts["files"] += _purge_below(folder, found, dry_run=dry_run)
-            for link in filter(Path.is_symlink, _folders(folder)):
-                found.unread.append(f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}")
-        except StoreError as error:
-            found.unread.append(str(error))
-        except OSError as error:
-            raise StoreError(f"{error.filename or folder} cannot be purged ({error.strerror or error})") from error
+    if database.is_ours(root / CATALOG) is False:
+        found.unread += look.unread
+    stores = _own_stores(root)
+    files = _files(root, *_FORMS, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
+    found.unread += [
+        f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
+        for link in filter(Path.is_symlink, _folders(root))
+    ]
+    if not dry_run:
+        found.unread += _empty_catalog(root / CATALOG)
+        for store in stores:
+            found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
+        for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
+            replay(folder, lambda response, since: True)
+        _delete(_files(root, *_FORMS), found)
+        files = [file for file in files if not os.path.lexists(file)]
+    found.counts["files"] = len(files)
 
 
 def purge_directory(root: Path, *, dry_run: bool = False) -> int:
-    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone.
+    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone; nothing where it is
+    empty.
 
     Processes that have a database or a block store open hear of it and go on.
 
@@ -479,43 +460,17 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
         How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
 
     Raises:
-        StoreError: the directory holds files and no sign that they are semkv's, or not all could be deleted.
+        StoreError: as `purge`, or not all could be deleted.
     """
-    found = Report({})
-    count = _purge_below(root, found, dry_run=dry_run)
+    if not root.is_dir() or (not is_ours(root) and _is_empty(root)):
+        return 0
+    found = purge(root, dry_run=dry_run)
     if found.unread:
         raise StoreError("; ".join(found.unread))
-    return count
+    return found.counts["files"]
 
 
-def _purge_below(root: Path, found: Report, *, dry_run: bool) -> int:
-    """As `purge_directory`. What could not be deleted becomes lines of ``found``."""
-    if not _is_open(root):
-        found.unread.append(f"{root} cannot be read")
-        return 0
-    if not root.is_dir() or _is_empty(root):
-        return 0
-    if not is_ours(root):
-        raise StoreError(f"{root} is not a semkv cache: it is not purged")
-    stores = _stores(root)
-    blocks = [f"{store.relative_to(root)}/{FILES}/??/*" for store in stores]
-    files = _files(root, *_FORMS, *blocks)
-    if dry_run:
-        return len(files)
-    found.unread += _empty_database(root / CATALOG)
-    for store in stores:
-        try:
-            begin_anew(store)
-        except StoreError as error:
-            found.unread.append(str(error))
-    for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
-        replay(folder, lambda response, since: True)
-    _delete(_files(root, *_FORMS), found)
-    found.unread += [f"{folder} cannot be read" for folder in _folders(root) if not _is_open(folder)]
-    return len([file for file in files if not os.path.lexists(file)])
-
-
-def _empty_database(file: Path) -> list[str]:
+def _empty_catalog(file: Path) -> list[str]:
     """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
     format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
     if not database.is_filled(file) or database.is_ours(file) is False:
@@ -530,12 +485,22 @@ def _empty_database(file: Path) -> list[str]:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) or database.is_transient(cause) or not os.access(file, os.R_OK):
             return [f"{file} cannot be emptied ({error}), purge again"]
+    return _begin_anew(file, CACHE)
+
+
+def _begin_anew(file: Path, schema: Schema) -> list[str]:
+    """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
+    everything for purged. Returns what is left, for people."""
+    left = list[str]()
     try:
         with database.opening(file):
             database.delete_files(file)
+            left = schema.discard(file.parent) if schema.discard else left
+        with suppress(StoreError):  # a full disk
+            Database(file, schema=schema).close()
     except OSError as error:
-        return [f"{file} cannot be deleted ({error.strerror or error})"]
-    return []
+        left.append(f"{file} cannot be deleted ({error.strerror or error}), purge again")
+    return left
 
 
 # -- its files --------------------------------------------------------------------------------------------------------
@@ -548,12 +513,6 @@ def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
     return sum(remove_strays(cache_dir, pattern) for pattern in _STRAYS)
-
-
-def _stores(root: Path) -> list[Path]:
-    """The block stores that are, or were, in a directory, which may be one itself."""
-    below = (root / name for name in _STORES)
-    return [root] * is_store(root) + [store for store in below if is_store(store) and not store.is_symlink()]
 
 
 def _is_empty(root: Path) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,21 +106,6 @@ class MediaStore:
         with self._lock:
             self._bytes -= size
 
-    def verify(self, damaged: list[Path]) -> Iterator[str]:
-        """Read every item: for each what is wrong with it, or an empty string. Files that are ``damaged`` are added."""
-        for file, _ in self._files():
-            if file.name.endswith(_NEW):
-                continue
-            try:
-                reason = "" if digest_of(read_bytes(file)) == file.name else f"{file.name} is not what its name says"
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                reason = f"{file.name}: {error}"
-            if reason:
-                damaged.append(file)
-            yield reason
-
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = described(matching(self.root, "??/*"))
         return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
@@ -138,3 +122,13 @@ class MediaStore:
                 return
             if file != new and not file.name.endswith(_NEW) and not delete_all([file]):
                 self._bytes -= status.st_size
+
+
+def check_image(file: Path) -> str:
+    """Read an item from end to end: what is wrong with it, or an empty string."""
+    try:
+        return "" if digest_of(read_bytes(file)) == file.name else f"{file.name} is not what its name says"
+    except FileNotFoundError:  # it was evicted
+        return ""
+    except OSError as error:
+        return f"{file.name}: {error}"

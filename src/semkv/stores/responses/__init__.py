@@ -25,7 +25,6 @@ FORMAT = 1
 REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
 CHECKSUM = 32  # bytes of the head before its JSON
 LOG = 1000  # invalidations that a store remembers
-_REDIS = ("redis://", "rediss://", "unix://")
 _TIMES = ("created", "expires", "stale_until")
 _TEXTS = ("key", "partition", "model", "prompt")
 _OVERHEAD = 640  # bytes of an entry without its strings: objects, dictionary slot, allocator (measured: 500 to 620)
@@ -132,7 +131,6 @@ def encode(response: StoredResponse) -> tuple[bytes, bytes]:
         **{name: getattr(response, name) for name in _TEXTS},
         "tags": response.tags,
         "sum": xxhash.xxh3_128_hexdigest(response.payload),
-        "slide_s": 0.0,  # read by earlier versions, which may share the store
         **{name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES},
     }
     text = json.dumps(head).encode()
@@ -229,10 +227,6 @@ class SteadyClock:
         passed = self._passed()
         self._start = max(self._start, self._wall() - passed)
         return self._start + passed
-
-    def at_least(self, seen: float) -> None:
-        """A time was written down before; it is at least that late."""
-        self._start = max(self._start, seen - self._passed())
 
 
 # -- in memory --------------------------------------------------------------------------------------------------------
@@ -334,7 +328,7 @@ class MemoryStore(ResponseStore):
 
 def is_redis(where: str) -> bool:
     """Whether a setting names a Redis."""
-    return where.startswith(_REDIS)
+    return where.startswith(("redis://", "rediss://", "unix://"))
 
 
 def open_store(
@@ -354,7 +348,7 @@ def open_store(
         max_bytes: bound on what it holds.
         max_tenant_bytes: bound on what each tenant has in a file; 0 for none.
         timeout_s: longest wait for a shared store.
-        clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in a file.
+        clock: seconds since the epoch.
 
     Raises:
         ConfigError: it is none of these, or the client library is missing.

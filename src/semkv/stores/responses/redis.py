@@ -226,11 +226,7 @@ class RedisStore(ResponseStore):
 
     def usage(self) -> tuple[int, int]:
         with asking():
-            pipe = self._db.pipeline(transaction=False)
-            pipe.zcard(self._keys[0])
-            pipe.get(self._keys[2])
-            entries, nbytes = pipe.execute()
-        return int(entries), int(nbytes or 0)
+            return int(self._db.zcard(self._keys[0])), int(self._db.get(self._keys[2]) or 0)
 
     def close(self) -> None:
         self._db.close()
@@ -251,14 +247,18 @@ def connect(url: str, timeout_s: float) -> Any:
     from redis.retry import Retry
 
     try:
-        return redis.Redis.from_url(
+        db = redis.Redis.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             health_check_interval=30,
         )
-    except ValueError:
+        pool = db.connection_pool
+        pool.connection_kwargs["decode_responses"] = False  # what is stored is bytes, whatever a URL says
+        pool.connection_class(**pool.connection_kwargs)  # which connects to nothing, and knows what a URL may say
+        return db
+    except (ValueError, TypeError, redis.RedisError):
         raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
 
 

@@ -7,11 +7,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import CorruptValue
 from semkv.stores.database import Database
 from semkv.stores.responses import (
     CHECKSUM,
@@ -21,7 +20,6 @@ from semkv.stores.responses import (
     News,
     ResponseStore,
     Selector,
-    SteadyClock,
     StoredResponse,
     decode,
     encode,
@@ -29,7 +27,6 @@ from semkv.stores.responses import (
 )
 
 _TENANTS_KNOWN = 65_536  # whose bytes are remembered
-_BATCH = 256  # responses of one look: while it lasts, a gateway's log of writes cannot begin anew
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
 _TENANT = f"CASE WHEN json_valid({_HEAD}) THEN json_extract({_HEAD}, '$.partition') END"
 # Numbers and bytes are cast: a damaged row may have anything in their place.
@@ -50,22 +47,6 @@ _OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, row
 _OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
 
 
-@dataclass(frozen=True, slots=True)
-class AnswersUse:
-    """The responses that one tenant has in a store, expired ones that are not deleted yet included.
-
-    ``tenant`` is `StoredResponse.partition`, or None for responses whose head cannot be read. ``nbytes`` are those of
-    heads and payloads. ``oldest`` (when the first was stored) and ``used`` (when one was last stored or read, which a
-    gateway writes when it next stores one) are seconds since the epoch.
-    """
-
-    tenant: str | None
-    answers: int
-    nbytes: int
-    oldest: float
-    used: float
-
-
 class SqliteStore(ResponseStore):
     """A `Database`, which says how a damaged file is replaced; a damaged row is deleted.
 
@@ -74,7 +55,7 @@ class SqliteStore(ResponseStore):
         max_bytes: bound on heads and payloads; the file is a little larger.
         max_tenant_bytes: bound on the heads and payloads of each tenant; 0 for none.
         timeout_s: how long to wait for another process's write.
-        clock: seconds since the epoch; a `SteadyClock` is set to no time before the latest in the file.
+        clock: seconds since the epoch.
         replace: as for `Database`.
 
     Raises:
@@ -95,9 +76,6 @@ class SqliteStore(ResponseStore):
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
-        if isinstance(clock, SteadyClock):
-            with suppress(StoreError):
-                clock.at_least(self.database.rows("SELECT CAST(MAX(used) AS REAL) FROM responses")[0][0] or 0.0)
 
     def get(self, key: str) -> StoredResponse | None:
         rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608
@@ -199,16 +177,13 @@ class SqliteStore(ResponseStore):
     # -- credentials --------------------------------------------------------------------------------------------
 
     def refuse(self, name: str, *, refused: bool) -> None:
-        with self.database.write() as db:  # files of earlier gateways are without the table
-            db.execute("CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)")
+        with self.database.write() as db:
             db.execute("DELETE FROM refusals WHERE name=?", (name,))
             if refused:
                 db.execute("INSERT INTO refusals VALUES (?, ?)", (name, self._clock()))
                 db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
 
     def refused(self, name: str) -> bool:
-        if not self.database.rows("SELECT 1 FROM sqlite_master WHERE name='refusals'"):
-            return False
         rows = self.database.rows("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name)
         return bool(rows) and self._clock() - rows[0][0] < REFUSED_S
 
@@ -217,18 +192,16 @@ class SqliteStore(ResponseStore):
     def usage(self) -> tuple[int, int]:
         return cast("tuple[int, int]", self.database.rows(_TOTALS)[0])
 
-    def by_tenant(self) -> list[AnswersUse]:
-        """What each tenant has, most responses first."""
-        return [AnswersUse(*row) for row in self.database.rows(_BY_TENANT)]
+    def by_tenant(self) -> list[tuple[str | None, int, int, float, float]]:
+        """What each tenant has, most responses first: `StoredResponse.partition` (None where a head cannot be read),
+        responses, bytes, when the first was stored, and when one was last stored or read (which a gateway writes when
+        it next stores one). Expired ones that are not deleted yet are counted."""
+        return self.database.rows(_BY_TENANT)
 
     def verify(self, *, repair: bool = False) -> Iterator[str]:
-        """Read every response as a gateway would: for each why it would not be served, or an empty string.
-
-        Args:
-            repair: delete those that would not.
-        """
-        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT ?"  # noqa: S608
-        return self.database.pages(some, _BATCH, _fault, _delete if repair else None)
+        """Read every response: for each why it would not be served, or an empty string. ``repair`` deletes those."""
+        some = f"SELECT rowid, {_NAME}, {_RESPONSE} FROM responses WHERE rowid>? ORDER BY rowid LIMIT 1"  # noqa: S608
+        return self.database.faults(some, decode, _delete if repair else None)
 
     def close(self) -> None:
         self.database.close()
@@ -236,11 +209,3 @@ class SqliteStore(ResponseStore):
 
 def _delete(db: sqlite3.Connection, rows: Iterable[int]) -> None:
     db.executemany("DELETE FROM responses WHERE rowid=?", ((row,) for row in rows))
-
-
-def _fault(db: sqlite3.Connection, row: int, key: str, head: bytes, payload: bytes) -> str:
-    try:
-        decode(key, head, payload)
-    except CorruptValue as error:
-        return str(error)
-    return ""
