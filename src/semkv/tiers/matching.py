@@ -24,13 +24,13 @@ from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import no_veto, pictures, veto, wording
 from semkv.index import as_cosine
-from semkv.keys import Keyed, context_rows, digest, entry_of, exactness_of, has_chunk_text, same_characters
+from semkv.keys import Keyed, digest, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, status_of
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
+from semkv.tiers.similar import VISION, SimilarTier, unit_vectors
 from semkv.types import (
     CacheMode,
     Entry,
@@ -214,9 +214,6 @@ class Matching:
                 raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
-        self._contexts = None
-        if encoder is not None and config.normalised:
-            self._contexts = SimilarContext(config, catalog, encoder, planner.guard)
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
@@ -248,7 +245,6 @@ class Matching:
                 *((tier.name, self._plugged(found, keyed, tier)) for tier in self._tiers),
                 # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
                 (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
-                (SEMANTIC, self._contexts.candidates(keyed) if self._contexts is not None else ()),
             )
             for name, candidates in asked:
                 with self._tally.boundary(name):
@@ -297,7 +293,7 @@ class Matching:
         if vector is not None:
             found.vectors[SEMANTIC] = vector
             yield from self._similar.by_chunk_text(keyed, vector)
-        elif not keyed.context_depths():
+        else:
             found.statuses[SEMANTIC] = Status.SKIP
 
     def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
@@ -356,7 +352,6 @@ class Matching:
             frame=keyed.question_slot(),
             loose_frame=keyed.question_slot(with_media=False),
             run=keyed.media_prefix(),
-            contexts=context_rows(keyed),
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )
