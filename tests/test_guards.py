@@ -76,8 +76,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "passed", "lost"),
     [
-        ("traps.jsonl", 25, 0),
-        ("classes.jsonl", 6, 8),
+        ("traps.jsonl", 23, 0),
+        ("classes.jsonl", 5, 8),
         ("other_languages.jsonl", 3, 0),
         ("last_turns.jsonl", 5, 2),
         ("paraphrases.jsonl", 0, 63),
@@ -104,6 +104,22 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
+        ("Who is chasing the dog?", "Who is the dog chasing?", "word order"),
+        ("What is holding the man?", "What is the man holding?", "word order"),
+        ("Who will help the old man?", "Who will the old man help?", "word order"),
+        ("What kills bacteria?", "What do bacteria kill?", "word order"),
+        ("Are all cats mammals?", "Are all mammals cats?", "word order"),
+        ("Sort [3, 1, 2]", "Sort [3, 2, 1]", "word order"),
+        ("What do cats and dogs eat?", "What do dogs and cats eat?", None),
+        ("Which of these colleges is the best?", "Which is the best of these colleges?", None),
+        ("What is the red large ball?", "What is the large red ball?", None),
+        ("Remind me on May 3", "Remind me on 3 May", None),
+        ("What is 10:00 UTC+2 in Rome?", "What is 10:00 UTC-2 in Rome?", "code"),
+        ("Is x > 5 or x < 3?", "Is x < 5 or x > 3?", "code"),
+        ("What does Ω stand for?", "What does ω stand for?", "case"),
+        ("Is he old enough to drive?", "Is he too old to drive?", "antonym"),
+        ("Not all birds can fly, right?", "All birds can not fly, right?", "negation"),
+        ("When did WW2 end?", "When did World War II end?", None),
         ("How fast is 36 km/h?", "How fast is 10 metres per second?", None),
         ("How fast is 36 km/h?", "How fast is 36 metres per second?", "unit"),
         ("What is a level of 5 mg/dL?", "What is a level of 50 mg/L?", None),

@@ -235,6 +235,7 @@ class Language:
         ]
         """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
+        self.movable = self.quiet | self.groupings
         self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)

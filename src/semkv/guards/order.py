@@ -115,7 +115,7 @@ class _Order:
             return _fronted(self.p.a) != _fronted(self.p.b)
         # Verbs that one text alone has in the passive.
         self.participles = _participles(self.p.a) ^ _participles(self.p.b)
-        return self._asks_other_side() or self._exchanged(shared)
+        return self._asks_other_side() or self._asks_other_part() or self._exchanged(shared)
 
     def _transposed(self) -> bool:
         """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
@@ -129,10 +129,9 @@ class _Order:
         if apart[1] - apart[0] > 1:
             return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
         one, other = stems
-        return other in self.language.opposed.get(one, {}) or all(
-            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in triples(text.tokens))
-            for text in (self.p.a, self.p.b)  # "is every square a rectangle"
-        )
+        told = self.language.movable.isdisjoint(stems)
+        # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
+        return (told and one.isalpha() == other.isalpha()) or other in self.language.opposed.get(one, {})
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
@@ -143,6 +142,25 @@ class _Order:
         first, second = ([t.stem for t in x.tokens if t.stem not in self.language.quiet] for x in (self.p.a, self.p.b))
         turned = (first != second or self.passive) and sorted(first) == sorted(second)
         return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
+
+    def _asks_other_part(self) -> bool:
+        """Whether all words are the same, but another one stands behind the auxiliary of a question for a person or
+        thing: "who is the tall man chasing"."""
+        if sorted(self.first) != sorted(self.second) or not self.language.symmetric.isdisjoint(self.p.words):
+            return False
+        (lead, x), (other_lead, y) = (self._behind_auxiliary(text) for text in (self.p.a, self.p.b))
+        if not lead or lead != other_lead or x.stem == y.stem:
+            return False
+        verbal = lead[-1] not in self.language.being or any(t.word.endswith(self.language.gerund) for t in (x, y))
+        return verbal or self.language.movable.isdisjoint((x.stem, y.stem))
+
+    def _behind_auxiliary(self, text: Text) -> tuple[list[str], Token]:
+        """The stems up to the first auxiliary of such a question, and the first word of content after it."""
+        language, spine = self.language, text.spine
+        i = next((i for i, t in enumerate(spine) if t.stem in language.auxiliaries), len(spine))
+        if language.questions.get(spine[0].word) not in ("", "person"):
+            return [], END
+        return [t.stem for t in spine[: i + 1]], next((t for t in spine[i + 1 :] if _carries(t, language)), END)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""

@@ -83,7 +83,7 @@ class Text(NamedTuple):
     """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
     for."""
     operators: tuple[str, ...]
-    """Signs between operands, sorted."""
+    """Signs between operands."""
     symbols: str
     """Emojis and signs that are no words, in their order."""
     quotes: frozenset[str]
@@ -351,7 +351,7 @@ def _one_form(text: str) -> str:
 
 
 def operators(text: str, *, typed: bool) -> tuple[str, ...]:
-    """Signs of arithmetic, comparison and shells, sorted; figures with a sign between them are one with their operands.
+    """Signs of arithmetic, comparison and shells; figures with a sign between them are one with their operands.
 
     ``typed``: the text's capitals are a way of typing.
     """
@@ -361,4 +361,4 @@ def operators(text: str, *, typed: bool) -> tuple[str, ...]:
     alone = (chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:])
     found += [sign for sign in alone if _ALONE.fullmatch(sign)]
     found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
-    return tuple(sorted([*sums, *("!=" if sign == "<>" else sign for sign in found)]))
+    return (*sums, *("!=" if sign == "<>" else sign for sign in found))
