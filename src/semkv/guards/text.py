@@ -7,10 +7,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from semkv.guards.language import KEPT, Language, Token, token_of
+from semkv.guards.language import Language, Token, token_of
 from semkv.guards.quantities import NOTHING, Quantities, measure
 from semkv.keys import LITERAL, one_style
 
@@ -106,7 +105,7 @@ def read(text: str, language: Language) -> Text:
     capitals: list[int] = []
     start = True
     for piece in pieces:
-        chunk = (short_chunk if len(piece) <= KEPT else Chunk)(piece, start, titled, typed, language)
+        chunk = Chunk(piece, start, titled, typed, language)
         start = chunk.ends
         chunks.append(chunk)
         capitals += [len(tokens) + i for i in chunk.capitals]
@@ -265,9 +264,6 @@ class Chunk:
         else:
             apart = None if self._typed else self._language.capitals.get(part)
             self._add(apart or part.casefold(), name)
-
-
-short_chunk = lru_cache(maxsize=8192)(Chunk)
 
 
 def is_camel(word: str) -> bool:

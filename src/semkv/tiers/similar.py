@@ -25,7 +25,6 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders import wrong_dimension
 from semkv.encoders.text import at_unit_length
-from semkv.guards import forget
 from semkv.index import Index, Neighbour, Row, VectorIndex
 from semkv.keys import Keyed, with_media
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
@@ -152,7 +151,7 @@ class SimilarTier:
                 layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
 
     def _follow(self) -> None:
-        """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
+        """Forget what was purged since the last time, by this process or another: vectors, and texts."""
         with self._tally.boundary("purge"):  # user code may be in it
             if self._catalog.changed() or self._behind:
                 self.refresh()
@@ -162,7 +161,6 @@ class SimilarTier:
             with self._refreshing:  # what was read before that purge is in the indexes by now
                 known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
             self.remove(known)
-            forget()
             getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
             self._purge = purge
 
