@@ -73,7 +73,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "passed", "lost"),
     [
-        ("traps.jsonl", 23, 0),
+        ("traps.jsonl", 22, 0),
         ("classes.jsonl", 5, 8),
         ("other_languages.jsonl", 3, 0),
         ("last_turns.jsonl", 5, 2),
@@ -105,6 +105,9 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("What is holding the man?", "What is the man holding?", "word order"),
         ("Who will help the old man?", "Who will the old man help?", "word order"),
         ("What kills bacteria?", "What do bacteria kill?", "word order"),
+        ("What is behind the tree?", "What is the tree behind?", "word order"),
+        ("Who works for Tom?", "Who does Tom work for?", "word order"),
+        ("Can I use my dad's insurance?", "Can my dad use my insurance?", "person"),
         ("Are all cats mammals?", "Are all mammals cats?", "word order"),
         ("Sort [3, 1, 2]", "Sort [3, 2, 1]", "word order"),
         ("What do cats and dogs eat?", "What do dogs and cats eat?", None),

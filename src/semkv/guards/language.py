@@ -253,6 +253,7 @@ class Language:
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
+        self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
         strongest = [*self.modals.values()][-1:]
         self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
         """Words for what must be, or is denied by itself."""

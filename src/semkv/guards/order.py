@@ -139,7 +139,10 @@ class _Order:
             asked = text.language.questions.get(text.tokens[0].word)
             if asked not in ("", "person") or (_open(text) and not _passive(text)):
                 return False
-        first, second = ([t.stem for t in x.tokens if t.stem not in self.language.quiet] for x in (self.p.a, self.p.b))
+        silent = self.language.quiet
+        if self.language.unhelped.isdisjoint({*self.first, *self.second}):  # "who works for Tom"
+            silent = self.language.stems(self.language.function)
+        first, second = ([t.stem for t in x.tokens if t.stem not in silent] for x in (self.p.a, self.p.b))
         turned = (first != second or self.passive) and sorted(first) == sorted(second)
         return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
 
@@ -151,16 +154,18 @@ class _Order:
         (lead, x), (other_lead, y) = (self._behind_auxiliary(text) for text in (self.p.a, self.p.b))
         if not lead or lead != other_lead or x.stem == y.stem:
             return False
-        verbal = lead[-1] not in self.language.being or any(t.word.endswith(self.language.gerund) for t in (x, y))
-        return verbal or self.language.movable.isdisjoint((x.stem, y.stem))
+        gerund, ties = self.language.gerund, self.language.ties
+        told = lead[-1] not in self.language.being or any(t.word.endswith(gerund) or t.stem in ties for t in (x, y))
+        return told or self.language.movable.isdisjoint((x.stem, y.stem))
 
     def _behind_auxiliary(self, text: Text) -> tuple[list[str], Token]:
-        """The stems up to the first auxiliary of such a question, and the first word of content after it."""
+        """The stems up to the first auxiliary of such a question, and the first word of content or place after it."""
         language, spine = self.language, text.spine
         i = next((i for i, t in enumerate(spine) if t.stem in language.auxiliaries), len(spine))
         if language.questions.get(spine[0].word) not in ("", "person"):
             return [], END
-        return [t.stem for t in spine[: i + 1]], next((t for t in spine[i + 1 :] if _carries(t, language)), END)
+        told = (t for t in spine[i + 1 :] if _carries(t, language) or t.stem in language.ties)
+        return [t.stem for t in spine[: i + 1]], next(told, END)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
@@ -316,8 +321,11 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
     first = next(i for i, t in enumerate(mine.tokens) if t.stem in own)
     before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
     objects = after - before - others[0].keys()
+    owned = mine.language.owns in mine.words - other.words  # "I use my dad's car", "my dad uses my car"
     return any(
-        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
+        x.stem in own
+        and (acts[x.stem] == y.stem or owned)
+        and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
         for i, (x, y) in enumerate(itertools.pairwise(other.spine))
     )
 
