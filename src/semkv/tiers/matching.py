@@ -75,7 +75,6 @@ class Planner:
     folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
 
     Attributes:
-        guard: compares texts.
         least: cosine of a similar question from which the policy is asked.
     """
 
@@ -85,7 +84,7 @@ class Planner:
         self._media, self._decider, self._checking, self._tally = media, decider, checking, tally
         self._normalised, self._roots = config.normalised, image_roots(config)
         guarded = config.guards and config.match is MatchPolicy.ALL
-        self.guard = veto if guarded else no_veto
+        self._guard = veto if guarded else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
@@ -135,7 +134,7 @@ class Planner:
         caller had other texts compared, by the images."""
         texts = [(request.chunk_text, donor.chunk_text), (request.question, donor.question)] if whole else []
         for mine, theirs in dict.fromkeys(texts):
-            if (reason := self.guard(mine, theirs)) is not None:
+            if (reason := self._guard(mine, theirs)) is not None:
                 return reason
         return "image" if self._compare_images and self._shows_another(own, run) else None
 
