@@ -15,7 +15,6 @@ from cache_helpers import DIM, WrittenEncoder, WrittenHook, vector_of
 from gateway_helpers import wait_until
 from maintenance_helpers import left, purge
 from other_process import Other, obey
-from semkv import guards
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.index import VectorIndex
@@ -83,11 +82,6 @@ def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
     return count
 
 
-def words() -> int:
-    """How many texts and pieces of texts the guards remember."""
-    return sum(cache.cache_info().currsize for cache in guards._CACHES)
-
-
 def _serve(folder: Path, pipe: Connection) -> None:
     """A process that has a cache open and does what it is told."""
     cache = opened(folder)
@@ -96,8 +90,6 @@ def _serve(folder: Path, pipe: Connection) -> None:
         "settle": lambda: settled(cache),
         "known": lambda: [len(index) for index in indexes(cache)],
         "in memory": lambda *which: in_memory(cache, *which),
-        "veto": lambda: guards.veto("What is the number of 5 cars?", "What is the number of 6 cars?"),
-        "words": words,
         "forgot": lambda: Forgetful.forgot,
         "ask": lambda tenant: len(cache._catalog.find(next(iter(keys(cache, tenant))))),
         "close": cache.close,
@@ -123,11 +115,9 @@ def test_what_is_purged_leaves_the_memory_of_an_idle_process(tmp_path: Path, oth
     other("record", "alice"), other("record", "bob"), other("settle")
     assert other("in memory", "alice", range(COUNT)) == 2 * COUNT
     assert other("ask", "alice")
-    assert other("veto")
-    assert other("words")
     purge(tmp_path, "--tenant", "alice")
     wait_until(lambda: other("known") == [COUNT, COUNT])
-    wait_until(lambda: not other("words") and other("forgot"))
+    wait_until(lambda: other("forgot"))
     assert other("in memory", "alice", range(COUNT)) == 0
     assert other("in memory", "bob", range(COUNT)) == 2 * COUNT
     purge(tmp_path, "--tag", "secret")

@@ -31,7 +31,6 @@ from semkv.config import CacheConfig
 from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import StoreError
-from semkv.guards import forget
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
@@ -167,7 +166,7 @@ class SemanticCache:
         self._sharing = None
         if log is not None:
             self._sharing = Sharing(
-                log, self._catalog, self._matching.shared_record, self._add, self._forget_removed, self._tally
+                log, self._catalog, self._matching.shared_record, self._add, self._forget, self._tally
             )
 
     def __enter__(self) -> SemanticCache:
@@ -354,12 +353,8 @@ class SemanticCache:
         except sqlite3.Error as error:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
-            self._forget_removed(removed)
+            self._forget(removed)
         return len(removed.entry_ids)
-
-    def _forget_removed(self, removed: Removed) -> None:
-        self._forget(removed)
-        forget()  # pieces of the texts that are gone
 
     def stats(self) -> CacheStats:
         """Counters and sizes."""

@@ -7,10 +7,6 @@ namespace too, so that tenants and models share nothing:
     question slot  everything but the last question: requests that differ in their question alone share it
     media prefix   the leading run up to the last media item, with all media items alike: where an image may stand in
     media          the same run with its own media items
-
-A long context is known by the smallest `SKETCH` of its sentence hashes (a bottom-k sketch, after Broder, "On the
-resemblance and containment of documents", 1997), so that neither a long document nor a large catalog makes a lookup
-slow: two documents that share 90% of their sentences share most of the sketch.
 """
 
 from __future__ import annotations
@@ -28,9 +24,6 @@ from pathlib import Path
 from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 
 _NOT_WEIGHTS = frozenset({".md", ".jsonl", ".log"})
-SKETCH = 64
-_LONGEST = 64  # words; what has no full stops is cut, so that a piece fits an encoder
-_END = re.compile(r"(?<=[.!?])\s+|(?<=。)\s*")
 
 
 def digest(*parts: str | bytes) -> str:
@@ -48,17 +41,22 @@ def media_id(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+# One sign, and what must stand around it: a search steps over all other characters, which is three times as fast.
+_SIGNS = r"`\\{}<>=_|~^\"“”„«»"
 _CODE = (
-    r"[`\\{}<>=_|~^\"“”„«»]|\w[(\[]|::|://|->|[a-z][A-Z]|\w{2}\.\w{2}|"
-    r"(?<!\S)(?:--?[A-Za-z]|\.{0,2}/\w)|\d[kKmMgGbBtT]\b"
+    rf"(?<=[{_SIGNS}])|(?<=\w[(\[])|(?<=:)(?=:|//)|(?<=[a-z][A-Z])|(?<=\w\w\.)(?=\w\w)|"
+    r"(?<![^\s].)(?:(?<=-)-?[A-Za-z]|(?<=/)\w|(?<=\.)\.?/\w)|(?<=\d)[kKmMgGbBtT]\b"
 )
-LITERAL = re.compile(_CODE + r"|(?<!\w)['‘][^\n]{1,200}['’](?!\w)")
+_SIGNS += r"(\[:A-Z./\d'‘\-"
+LITERAL = re.compile(rf"[{_SIGNS}](?:{_CODE}|(?<=['‘])(?<!\w.)[^\n]{{1,200}}['’](?!\w))")
 """What keeps its case throughout: code, paths, flags, addresses, quotations. Takes up to 1 us a character."""
 _BLANK = "[ \xa0\u2000-\u200a\u202f\u205f\u3000]"
 _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-_KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mark does not; three blanks are a table's
-    rf"{_CODE}|['‘’‚](?:(?<![A-Za-zÀ-ɏ].)|(?![A-Za-zÀ-ɏ]))|[「『《‹＂＇]|{_BLANK}{{3}}(?<=\S...)"
+_KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mark does not
+    rf"[{_SIGNS}’‚「『《‹＂＇](?:{_CODE}|(?<=['‘’‚])(?:(?<![A-Za-zÀ-ɏ].)|(?![A-Za-zÀ-ɏ]))|(?<=[「『《‹＂＇]))"
 )
+_TABLE = re.compile(rf"{_BLANK}{_BLANK}{_BLANK}(?<=\S...)")
+_WINDOW, _AHEAD = 1 << 14, 4  # characters in one search, which holds Python's lock; most that a match looks ahead
 _CRLF = re.compile(r"(?<!\r)\r\n")
 _GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")  # but for one space in a line
 _STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")  # sentences that begin with a word
@@ -82,8 +80,8 @@ def normalise(text: str) -> str:
     text = text.strip()
     if "\r\n" in text:
         text = _CRLF.sub("\n", text)
-    if kept := _KEPT.search(text):
-        before = max(text.rfind(end, 0, kept.start()) for end in _ENDS) + 1
+    if (kept := _first_kept(text)) is not None:
+        before = max(text.rfind(end, 0, kept) for end in _ENDS) + 1
         return _STARTS.sub(_small, text[:before]) + text[before:]
     if not text.isascii():
         text = _nfc(_one_width(_nfc(text)))
@@ -91,6 +89,16 @@ def normalise(text: str) -> str:
     if not one_style(text) or (not text.islower() and not _twofold().isdisjoint(text.lower().split())):
         return _STARTS.sub(_small, text)
     return text.lower() if text.isascii() else _nfc(text.lower())
+
+
+def _first_kept(text: str) -> int | None:
+    """Where the first code, quotation or table starts."""
+    for start in range(0, len(text), _WINDOW):
+        end = start + _WINDOW
+        found = [kind.search(text, start, end + _AHEAD) for kind in (_KEPT, _TABLE)]
+        if places := [match.start() for match in found if match and match.start() < end]:
+            return min(places)
+    return None
 
 
 def _nfc(text: str) -> str:
@@ -282,11 +290,6 @@ class Keyed:
         name = "lead" if depth < len(self.segments) else "whole"
         return digest(name, self.space, kind, chain[depth - 1])
 
-    def before_context(self, *, with_media: bool = True) -> str:
-        """Digest of what stands before the first context; similar contexts are sought among entries that share it."""
-        chain = self.folded if with_media else self.any_media
-        return digest("before", self.space, chain[self.first_context - 1] if self.first_context else "")
-
     def entry_keys(self) -> tuple[str, ...]:
         """All keys under which an entry with this prompt is registered."""
         keys = {self.media_key()}
@@ -342,42 +345,3 @@ def entry_of(request: Request, keyed: Keyed) -> Entry:
     chunk_text = request.chunk_text if has_chunk_text(request, keyed.segments) else request.question
     entry_id = digest("entry", keyed.space, keyed.exact[-1], chunk_text)[:32]
     return Entry(entry_id, request.namespace, keyed.segments, chunk_text, response="")
-
-
-# -- long contexts ------------------------------------------------------------------------------------------------
-
-
-def sentences(text: str) -> list[str]:
-    """The sentences of a text, each after `normalise`, without lines; more than 64 words come in pieces."""
-    pieces = []
-    # One word says nothing of the style that a text is typed in.
-    styled = one_style(text) and not LITERAL.search(text)
-    for sentence in _END.split(text.lower() if styled else text):  # so that a quotation keeps no more than its own
-        words = normalise(sentence).split()
-        pieces += [" ".join(words[start : start + _LONGEST]) for start in range(0, len(words), _LONGEST)]
-    return [piece for piece in pieces if piece]
-
-
-def sketch(partition: str, pieces: Sequence[str]) -> list[int]:
-    """The smallest ``SKETCH`` hashes of a context's sentences within a partition, as signed 64-bit numbers."""
-    hashes = {
-        int.from_bytes(bytes.fromhex(digest("sentence", partition, piece)[:16]), "big", signed=True) for piece in pieces
-    }
-    return sorted(hashes)[:SKETCH]
-
-
-def context_rows(keyed: Keyed) -> dict[str, list[int]]:
-    """What the catalog needs to find an entry by its first context: key of the run -> sentence hashes."""
-    if not keyed.context_depths():
-        return {}
-    pieces, depth = first_context(keyed), keyed.context_depths()[0]
-    return {
-        keyed.folded_key(depth, with_media=with_media): sketch(keyed.before_context(with_media=with_media), pieces)
-        for with_media in (True, False)
-    }
-
-
-def first_context(keyed: Keyed) -> list[str]:
-    """The sentences of a prompt's first context."""
-    segment = None if keyed.first_context is None else keyed.segments[keyed.first_context]
-    return sentences(segment.text) if isinstance(segment, TextSegment) else []

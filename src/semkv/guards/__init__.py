@@ -2,22 +2,21 @@
 
 Sentence embeddings place a sentence and its reversal almost on the same spot: "left of" against "right of" has a cosine
 of 0.99 with all-MiniLM-L6-v2. A guard looks at the words instead. It is a pure function of two texts, costs some
-microseconds, and can only veto a match, never make one. A language is one file in ``words``.
+tenths of a millisecond, and can only veto a match, never make one. A language is one file in ``words``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 from semkv.guards import meaning, order, values
-from semkv.guards.language import Language, languages, short_token
+from semkv.guards.language import Language, languages
 from semkv.guards.pairs import Pair
-from semkv.guards.text import STOPS, Text, read, short_chunk
+from semkv.guards.text import STOPS, read
 from semkv.keys import LITERAL, normalise
 
-__all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "forget", "no_veto", "veto", "wording"]
+__all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "no_veto", "veto", "wording"]
 
 Guard = Callable[[str, str], str | None]
 """Takes two similar texts; says why they must not stand in for each other, or None."""
@@ -56,9 +55,6 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.substitution,
     meaning.unknown_language,
 )
-_REMEMBERED = 512  # texts that stay taken apart: a request is compared with several donors, a donor with many requests
-_PAIRS = 64  # pairs that stay set against each other, until the wording is asked for as well
-_SHORT = 1000  # characters of a text that is remembered
 
 
 class Wording(NamedTuple):
@@ -121,12 +117,6 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
     )
 
 
-def forget() -> None:
-    """Drop all pieces of what users wrote that are remembered."""
-    for cache in _CACHES:
-        cache.cache_clear()
-
-
 def _alike(a: str, b: str) -> bool:
     """Whether nothing but case, white space and Unicode form may differ."""
     if a.isascii() and b.isascii():
@@ -135,22 +125,8 @@ def _alike(a: str, b: str) -> bool:
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
-def _paired(a: str, b: str, language: Language | None) -> Pair:
-    known = (language,) if language else languages()
-    first = Pair(_text(a, known[0]), _text(b, known[0]), known[0])
-    if len(known) == 1 or meaning.knows(first):
-        return first
-    return next(filter(meaning.knows, (Pair(_text(a, one), _text(b, one), one) for one in known[1:])), first)
-
-
 def _pair(a: str, b: str, language: Language | None) -> Pair:
-    return (_short_pair if len(a) + len(b) <= _SHORT else _paired)(a, b, language)
-
-
-def _text(text: str, language: Language) -> Text:
-    return (_short_text if len(text) <= _SHORT else read)(text, language)
-
-
-_short_text = lru_cache(maxsize=_REMEMBERED)(read)
-_short_pair = lru_cache(maxsize=_PAIRS)(_paired)
-_CACHES = (_short_text, _short_pair, short_chunk, short_token)
+    known = (language,) if language else languages()
+    pairs = (Pair(read(a, one), read(b, one), one) for one in known)
+    first = next(pairs)
+    return first if len(known) == 1 or meaning.knows(first) else next(filter(meaning.knows, pairs), first)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ Unit = tuple[str, float]
 """A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
 
 WORDS = Path(__file__).parent / "words"
-KEPT = 24
-"""Characters of a word that is remembered."""
 _SHORTEST = 3  # letters that a stem keeps
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
 
@@ -235,6 +233,7 @@ class Language:
         ]
         """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
+        self.movable = self.quiet | self.groupings
         self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
@@ -254,6 +253,7 @@ class Language:
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
+        self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
         strongest = [*self.modals.values()][-1:]
         self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
         """Words for what must be, or is denied by itself."""
@@ -311,15 +311,9 @@ class Language:
         return (f"{one}/{other}", times / parts)
 
 
-@lru_cache(maxsize=16384)
-def short_token(word: str, name: bool, language: Language) -> Token:
-    """A word with its stem; remembered."""
-    return Token(word, language.stem(word), name and word not in language.function)
-
-
 def token_of(word: str, name: bool, language: Language) -> Token:
     """A word with its stem."""
-    return (short_token if len(word) <= KEPT else short_token.__wrapped__)(word, name, language)
+    return Token(word, language.stem(word), name and word not in language.function)
 
 
 @cache

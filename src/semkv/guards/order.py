@@ -115,7 +115,7 @@ class _Order:
             return _fronted(self.p.a) != _fronted(self.p.b)
         # Verbs that one text alone has in the passive.
         self.participles = _participles(self.p.a) ^ _participles(self.p.b)
-        return self._asks_other_side() or self._exchanged(shared)
+        return self._asks_other_side() or self._asks_other_part() or self._exchanged(shared)
 
     def _transposed(self) -> bool:
         """Whether two words have changed places, wherever they come, and nothing else: "Mary's father's boss", "Mary's
@@ -129,10 +129,9 @@ class _Order:
         if apart[1] - apart[0] > 1:
             return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
         one, other = stems
-        return other in self.language.opposed.get(one, {}) or all(
-            any(y.word in self.language.articles and {x.stem, z.stem} == stems for x, y, z in triples(text.tokens))
-            for text in (self.p.a, self.p.b)  # "is every square a rectangle"
-        )
+        told = self.language.movable.isdisjoint(stems)
+        # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
+        return (told and one.isalpha() == other.isalpha()) or other in self.language.opposed.get(one, {})
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
@@ -140,9 +139,33 @@ class _Order:
             asked = text.language.questions.get(text.tokens[0].word)
             if asked not in ("", "person") or (_open(text) and not _passive(text)):
                 return False
-        first, second = ([t.stem for t in x.tokens if t.stem not in self.language.quiet] for x in (self.p.a, self.p.b))
+        silent = self.language.quiet
+        if self.language.unhelped.isdisjoint({*self.first, *self.second}):  # "who works for Tom"
+            silent = self.language.stems(self.language.function)
+        first, second = ([t.stem for t in x.tokens if t.stem not in silent] for x in (self.p.a, self.p.b))
         turned = (first != second or self.passive) and sorted(first) == sorted(second)
         return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
+
+    def _asks_other_part(self) -> bool:
+        """Whether all words are the same, but another one stands behind the auxiliary of a question for a person or
+        thing: "who is the tall man chasing"."""
+        if sorted(self.first) != sorted(self.second) or not self.language.symmetric.isdisjoint(self.p.words):
+            return False
+        (lead, x), (other_lead, y) = (self._behind_auxiliary(text) for text in (self.p.a, self.p.b))
+        if not lead or lead != other_lead or x.stem == y.stem:
+            return False
+        gerund, ties = self.language.gerund, self.language.ties
+        told = lead[-1] not in self.language.being or any(t.word.endswith(gerund) or t.stem in ties for t in (x, y))
+        return told or self.language.movable.isdisjoint((x.stem, y.stem))
+
+    def _behind_auxiliary(self, text: Text) -> tuple[list[str], Token]:
+        """The stems up to the first auxiliary of such a question, and the first word of content or place after it."""
+        language, spine = self.language, text.spine
+        i = next((i for i, t in enumerate(spine) if t.stem in language.auxiliaries), len(spine))
+        if language.questions.get(spine[0].word) not in ("", "person"):
+            return [], END
+        told = (t for t in spine[i + 1 :] if _carries(t, language) or t.stem in language.ties)
+        return [t.stem for t in spine[: i + 1]], next(told, END)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
@@ -298,8 +321,11 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
     first = next(i for i, t in enumerate(mine.tokens) if t.stem in own)
     before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
     objects = after - before - others[0].keys()
+    owned = mine.language.owns in mine.words - other.words  # "I use my dad's car", "my dad uses my car"
     return any(
-        x.stem in own and acts[x.stem] == y.stem and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
+        x.stem in own
+        and (acts[x.stem] == y.stem or owned)
+        and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
         for i, (x, y) in enumerate(itertools.pairwise(other.spine))
     )
 

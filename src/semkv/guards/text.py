@@ -7,10 +7,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from semkv.guards.language import KEPT, Language, Token, token_of
+from semkv.guards.language import Language, Token, token_of
 from semkv.guards.quantities import NOTHING, Quantities, measure
 from semkv.keys import LITERAL, one_style
 
@@ -83,7 +82,7 @@ class Text(NamedTuple):
     """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
     for."""
     operators: tuple[str, ...]
-    """Signs between operands, sorted."""
+    """Signs between operands."""
     symbols: str
     """Emojis and signs that are no words, in their order."""
     quotes: frozenset[str]
@@ -106,7 +105,7 @@ def read(text: str, language: Language) -> Text:
     capitals: list[int] = []
     start = True
     for piece in pieces:
-        chunk = (short_chunk if len(piece) <= KEPT else Chunk)(piece, start, titled, typed, language)
+        chunk = Chunk(piece, start, titled, typed, language)
         start = chunk.ends
         chunks.append(chunk)
         capitals += [len(tokens) + i for i in chunk.capitals]
@@ -267,9 +266,6 @@ class Chunk:
             self._add(apart or part.casefold(), name)
 
 
-short_chunk = lru_cache(maxsize=8192)(Chunk)
-
-
 def is_camel(word: str) -> bool:
     """Whether a word is written "likeThis"."""
     return bool(_CAMEL.fullmatch(word))
@@ -351,7 +347,7 @@ def _one_form(text: str) -> str:
 
 
 def operators(text: str, *, typed: bool) -> tuple[str, ...]:
-    """Signs of arithmetic, comparison and shells, sorted; figures with a sign between them are one with their operands.
+    """Signs of arithmetic, comparison and shells; figures with a sign between them are one with their operands.
 
     ``typed``: the text's capitals are a way of typing.
     """
@@ -361,4 +357,4 @@ def operators(text: str, *, typed: bool) -> tuple[str, ...]:
     alone = (chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:])
     found += [sign for sign in alone if _ALONE.fullmatch(sign)]
     found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
-    return tuple(sorted([*sums, *("!=" if sign == "<>" else sign for sign in found)]))
+    return (*sums, *("!=" if sign == "<>" else sign for sign in found))

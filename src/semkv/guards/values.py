@@ -16,6 +16,7 @@ _SIGNS = re.compile(r"[\W_]+")
 _NUMBERED = re.compile(r"[A-Za-z][\w.-]*\d|[a-z][\w.-]*/")
 _HUMPED = re.compile(r"[A-Za-z][\w.-]*[A-Z]")
 _FILE = re.compile(r".*\w\.([a-z]\w{0,4})")
+_TURNED = str.maketrans("+-", "-+")  # "UTC+2", "UTC-2"
 _SYMBOL = 2  # letters of a chemical symbol
 
 
@@ -28,8 +29,11 @@ def code(p: Pair) -> str | None:
         _respelled(p) or _other_humps(p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled)
     ):
         return "code"
+    if not p.b.spelled.isdisjoint(word.translate(_TURNED) for word in p.a.spelled - p.b.spelled):
+        return "code"
     a, b = p.a.operators, p.b.operators
-    return "code" if a and b and a != b else None
+    same = [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]
+    return "code" if a and b and (a != b if same else sorted(a) != sorted(b)) else None
 
 
 def _respelled(p: Pair) -> bool:
@@ -152,6 +156,8 @@ def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
         return their.casefold() in p.language.twofold or (len(their) == _SYMBOL and word not in p.language.classes)
     if their in other.quantities.words:
         return False
+    if not written.isascii() and len(written) == 1:  # "Ω" and "ω"
+        return True
     if written.isupper() and len(written) > 1:
         return not p.language.vowels or not set(their).isdisjoint(p.language.vowels)
     return their in p.language.twofold and bool(other.cased or other.starts)

@@ -66,7 +66,7 @@ class SameMeaning:
             return True
         if min(len(first.split()), len(second.split())) <= _SHORT:
             return False
-        if veto(first, second) is not None or not (self._encoder.fits(first) and self._encoder.fits(second)):
+        if not (self._encoder.fits(first) and self._encoder.fits(second)) or veto(first, second) is not None:
             return False
         a, b = at_unit_length(self._encoder.encode([first, second]))
         return float(a @ b) >= _SAME_MEANING

@@ -24,13 +24,13 @@ from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.guards import no_veto, pictures, veto, wording
 from semkv.index import as_cosine
-from semkv.keys import Keyed, context_rows, digest, entry_of, exactness_of, has_chunk_text, same_characters
+from semkv.keys import Keyed, digest, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, status_of
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.similar import VISION, SimilarContext, SimilarTier, unit_vectors
+from semkv.tiers.similar import VISION, SimilarTier, unit_vectors
 from semkv.types import (
     CacheMode,
     Entry,
@@ -75,7 +75,6 @@ class Planner:
     folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
 
     Attributes:
-        guard: compares texts.
         least: cosine of a similar question from which the policy is asked.
     """
 
@@ -85,7 +84,7 @@ class Planner:
         self._media, self._decider, self._checking, self._tally = media, decider, checking, tally
         self._normalised, self._roots = config.normalised, image_roots(config)
         guarded = config.guards and config.match is MatchPolicy.ALL
-        self.guard = veto if guarded else no_veto
+        self._guard = veto if guarded else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
@@ -135,7 +134,7 @@ class Planner:
         caller had other texts compared, by the images."""
         texts = [(request.chunk_text, donor.chunk_text), (request.question, donor.question)] if whole else []
         for mine, theirs in dict.fromkeys(texts):
-            if (reason := self.guard(mine, theirs)) is not None:
+            if (reason := self._guard(mine, theirs)) is not None:
                 return reason
         return "image" if self._compare_images and self._shows_another(own, run) else None
 
@@ -214,9 +213,6 @@ class Matching:
                 raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
-        self._contexts = None
-        if encoder is not None and config.normalised:
-            self._contexts = SimilarContext(config, catalog, encoder, planner.guard)
 
     def warm_up(self) -> None:
         """Run the text encoder once."""
@@ -248,7 +244,6 @@ class Matching:
                 *((tier.name, self._plugged(found, keyed, tier)) for tier in self._tiers),
                 # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
                 (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
-                (SEMANTIC, self._contexts.candidates(keyed) if self._contexts is not None else ()),
             )
             for name, candidates in asked:
                 with self._tally.boundary(name):
@@ -297,7 +292,7 @@ class Matching:
         if vector is not None:
             found.vectors[SEMANTIC] = vector
             yield from self._similar.by_chunk_text(keyed, vector)
-        elif not keyed.context_depths():
+        else:
             found.statuses[SEMANTIC] = Status.SKIP
 
     def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
@@ -356,7 +351,6 @@ class Matching:
             frame=keyed.question_slot(),
             loose_frame=keyed.question_slot(with_media=False),
             run=keyed.media_prefix(),
-            contexts=context_rows(keyed),
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )

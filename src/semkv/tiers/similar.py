@@ -25,20 +25,17 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.encoders import wrong_dimension
 from semkv.encoders.text import at_unit_length
-from semkv.guards import Guard, forget
-from semkv.index import Index, Neighbour, Row, VectorIndex, as_cosine
-from semkv.keys import Keyed, first_context, is_context, segment_key, sentences, sketch, with_media
+from semkv.index import Index, Neighbour, Row, VectorIndex
+from semkv.keys import Keyed, with_media
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers import SEMANTIC, Candidate, Every, Layer, Tally, status_of
-from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score, Segment, TextSegment
+from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
 VISION = "vision"
-EDITED = 0.1  # of a context's sentences, that may be reworded for it still to be similar; one always may
-_CONTEXTS = 8  # of one key that are compared sentence by sentence
 _NEIGHBOURS, _QUESTIONS = 8, 4  # of a layer, and of L1: the next ones are asked when the policy refuses the best
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
@@ -154,7 +151,7 @@ class SimilarTier:
                 layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
 
     def _follow(self) -> None:
-        """Forget what was purged since the last time, by this process or another: vectors, words of texts."""
+        """Forget what was purged since the last time, by this process or another: vectors, and texts."""
         with self._tally.boundary("purge"):  # user code may be in it
             if self._catalog.changed() or self._behind:
                 self.refresh()
@@ -164,7 +161,6 @@ class SimilarTier:
             with self._refreshing:  # what was read before that purge is in the indexes by now
                 known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
             self.remove(known)
-            forget()
             getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
             self._purge = purge
 
@@ -290,71 +286,6 @@ class SimilarTier:
             self._tally.add("index out of step")
             self.remove([entry_id])
         return donor
-
-
-class SimilarContext:
-    """L1 for long contexts: entries whose contexts say the same but for a few reworded sentences.
-
-    A sentence encoder reads a few hundred tokens, so a document's vector would stand for its beginning alone. Instead
-    its sentences' hashes name stored contexts that share most of them. The best must then agree sentence by sentence,
-    but for a few that were reworded, and only those are encoded. The guard may veto one, such as one with another
-    number.
-    """
-
-    def __init__(self, config: CacheConfig, catalog: Catalog, encoder: TextEncoder, guard: Guard) -> None:
-        self._catalog, self._encoder, self._guard = catalog, encoder, guard
-        self._with_media, self._threshold = config.scope is Scope.MEDIA, config.similarity_threshold
-
-    def candidates(self, keyed: Keyed) -> Iterator[Candidate]:
-        """Donors by length of the run, then by likeness; the run ends in a context, the rest is the request's own."""
-        if not keyed.context_depths():
-            return
-        partition = keyed.before_context(with_media=self._with_media)
-        keys = self._catalog.vote(sketch(partition, first_context(keyed)))
-        donors = [donor for key in keys for donor in self._catalog.find(key, _CONTEXTS)]
-        aligned = [(donor, *self._align(keyed.segments, donor.segments)) for donor in donors]
-        for donor, run, changed in sorted(aligned, key=lambda one: (-one[1], len(one[2]))):
-            score = self._least_cosine(changed) if run else None
-            if score is not None and score >= self._threshold:
-                yield Candidate(donor, run, SEMANTIC, score, (SEMANTIC,))
-
-    def _align(self, own: Sequence[Segment], theirs: Sequence[Segment]) -> tuple[int, list[tuple[str, str]]]:
-        """How much of a donor stands for the request's: length of the run, and the sentences that differ, in pairs."""
-        changed: list[tuple[str, str]] = []
-        run = 0
-        for position in range(min(len(own), len(theirs)) - 1):  # the question stays the request's own
-            pairs = self._changed(own[position], theirs[position])
-            if pairs is None:
-                break
-            changed += pairs
-            if is_context(own[position]):
-                run = position + 1
-        return run, changed
-
-    def _changed(self, mine: Segment, theirs: Segment) -> list[tuple[str, str]] | None:
-        """The sentences that differ, in pairs; None where more differs: another segment that is no context, a sentence
-        more or less, too many that differ, or one that the guard vetoes."""
-        keys = [segment_key(s, normalised=True, with_media=self._with_media) for s in (mine, theirs)]
-        if keys[0] == keys[1]:
-            return []
-        if not (isinstance(mine, TextSegment) and isinstance(theirs, TextSegment)):
-            return None
-        first, second = sentences(mine.text), sentences(theirs.text)
-        if not (is_context(mine) and is_context(theirs)) or len(first) != len(second):
-            return None
-        pairs = [(a, b) for a, b in zip(first, second, strict=True) if a != b]
-        if len(pairs) > max(1, int(EDITED * len(first))) or any(self._guard(a, b) for a, b in pairs):
-            return None
-        return pairs
-
-    def _least_cosine(self, pairs: Sequence[tuple[str, str]]) -> float | None:
-        texts = [text for pair in pairs for text in pair]
-        if not texts:
-            return 1.0
-        if not all(self._encoder.fits(text) for text in texts):
-            return None
-        vectors = at_unit_length(self._encoder.encode(texts))
-        return as_cosine(float(np.min(np.sum(vectors[0::2] * vectors[1::2], axis=1))))
 
 
 def unit_vectors(
