@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -370,24 +371,19 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
 
 
-def test_other_tiers_are_left_alone_once_the_weights_may_be_others(
-    checkpoint: tiny_models.Checkpoint, tmp_path: Path
-) -> None:
-    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}
-    with CachedEngine(checkpoint("opt"), tmp_path, kv) as engine:
-        prompt = engine.prompt("elsewhere")
-        engine.store(prompt)
-        purge(tmp_path)
-        assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
-        engine.llm.apply_model(_other_weights)
-        cold, outcome = engine.one(prompt)
-        assert outcome.loaded_tokens == 0
-        files = sorted((tmp_path / "fs").rglob("*"))
-        engine.one(engine.prompt("new"))
-        again, outcome = engine.from_disk(prompt)
-        assert (again, set(outcome.sources)) == (cold, {"disk"})
-        assert sorted((tmp_path / "fs").rglob("*")) == files
+def test_another_tier_tells_weights_apart(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+    """It goes by the model's name, which is the same for other weights in the same folder."""
+    model, folders = shutil.copytree(checkpoint("opt"), tmp_path / "opt"), []
+    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}], "fixed_weights": True}
+    for _ in range(2):
+        with CachedEngine(model, tmp_path / "cache", kv) as engine:
+            prompt = engine.prompt("elsewhere")
+            assert not engine.one(prompt)[1].loaded_tokens
+            purge(tmp_path / "cache")
+            assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
+        flip(model / "model.safetensors", -1)
+        folders.append(set((tmp_path / "fs").iterdir()))
+    assert folders[0] < folders[1]
 
 
 def test_an_engine_that_cannot_be_served_answers(
@@ -517,14 +513,15 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"secondary_tiers": [{"type": "semkv", "max_bytes": 1}]}, "stand beside secondary_tiers"),
         ({"secondary_tiers": [{"type": ["fs"]}]}, "each with a type"),
         ({"secondary_tiers": [{"type": "example"}]}, "loads none"),
+        ({"secondary_tiers": [{"type": "p2p"}]}, "fixed_weights"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)
     with pytest.raises(ConfigError, match="max_bytes"):
         read_settings(ECSettings, {"max_bytes": -1})
     ours, theirs = {"type": "semkv"}, {"type": "p2p", "port": 1}
-    assert KVSettings(Path(), secondary_tiers=(theirs,)).tiers() == [ours, theirs]
-    assert KVSettings(Path(), secondary_tiers=(theirs, ours)).tiers() == [theirs, ours], "ours stands where it is put"
+    for given, made in (((theirs,), [ours, theirs]), ((theirs, ours), [theirs, ours])):  # ours stands where it is put
+        assert KVSettings(Path(), secondary_tiers=given, fixed_weights=True).tiers() == made
 
 
 def test_encoder_outputs_that_wait_are_bounded_and_one_that_fails_stops_none(

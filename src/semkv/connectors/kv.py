@@ -77,14 +77,13 @@ class SemKVScheduler(OffloadingConnectorScheduler):
     host memory are counted at once."""
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, req: Any, config: Any, start: int) -> int | None:
-        keys, held, manager = list(keys), 0, self.manager
+        keys, manager, held, pending, rest = list(keys), self.manager, 0, False, 0
         # With KV events vLLM notes every block that it finds.
         if isinstance(manager, SemKVManager) and not self._events_tracker.self_describing_enabled:
-            held = manager.held(keys, req_context)
-        if held == len(keys):
-            return held
-        rest: int | None = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
-        return None if rest is None else held + rest
+            held, pending = manager.held(keys, req_context)
+        if held < len(keys):
+            rest = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
+        return None if pending or rest is None else held + rest
 
 
 class SemKVConnector(OffloadingConnector):
@@ -157,7 +156,7 @@ class SemKVConnector(OffloadingConnector):
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         facts = None
         try:
-            facts = describe(request, self._adapters)
+            facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
             self._shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
         except Exception:
             self._shared.fault("a request")
@@ -221,8 +220,6 @@ class SemKVConnector(OffloadingConnector):
             except Exception:
                 self._shared.fault("a capture")
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
-        if not self._settings.report:
-            return wait, params
         key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
         return wait, {**(params or {}), key: outcome}
 
@@ -238,9 +235,9 @@ class SemKVConnector(OffloadingConnector):
         """
         if self._settings.fixed_weights:
             return True
-        super().reset_cache()
         shared = self._shared
         used = shared.rename()  # first: nothing below may leave the old names in use
+        super().reset_cache()
         done = identity.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
             done = shared.store.disown(*used) and done
@@ -268,11 +265,11 @@ class SemKVConnector(OffloadingConnector):
         return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def describe(request: Any, adapters: Adapters) -> dict[str, str] | None:
+def describe(request: Any, adapters: Adapters, *, alone: bool = True) -> dict[str, str] | None:
     """What `shared.request_fact` reads; None where the request is left alone: it says so, or its adapter's weights are
-    not known."""
+    not known, or not to the tiers beside ours."""
     adapter = adapters.identity(request.lora_request)
-    if adapter is None or wants_skip(request.kv_transfer_params):
+    if adapter is None or (adapter and not alone) or wants_skip(request.kv_transfer_params):
         return None
     return {"owner": tenant_tag(request.cache_salt), "adapter": adapter}
 
@@ -308,7 +305,8 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     """The scheduler half's store and namespace, of an expanded configuration. A directory that cannot be used costs
     the disk, never the engine."""
     layout = identity.row_layout(build_offloading_config(config, kv_cache_config))
-    facts = {**identity.model_facts(config, settings.cache_dir), **identity.kv_facts(config, kv_cache_config)}
+    facts = {"layout": layout, **identity.model_facts(config, settings.cache_dir)}
+    facts |= identity.kv_facts(config, kv_cache_config)
     try:
         writer = identity.engine_name(config, config.kv_transfer_config.engine_id)
         store = BlockStore(settings.cache_dir / "kv", "kv", settings.bounds(), writer)
@@ -316,7 +314,8 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         log.warning("semkv: no KV is kept on disk: %s", error)
         store = None
     gate = BreakEven() if settings.break_even else None
-    return KVShared(settings, store, layout, lambda: {"layout": layout, **facts, **identity.hash_facts(config)}, gate)
+    model = identity.namespace_digest(facts)[:16]
+    return KVShared(settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate)
 
 
 def unsupported(config: Any, kv_cache_config: Any) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -91,7 +91,7 @@ class SemKVTier(SecondaryTierManager):
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._events: list[OffloadingEvent] | None = None
-        self._counted: Counter[str] = Counter()
+        self._counted = dict[str, int]()
         if offloading_spec.kv_events_config.enable_kv_cache_events:
             self._events = []
 
@@ -157,7 +157,7 @@ class SemKVTier(SecondaryTierManager):
             return False
         each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
         about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
-        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": store.last_purge()}
+        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": self._shared.heard}
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
         transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
         for part in parts:
@@ -258,11 +258,11 @@ class SemKVTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         try:
-            totals = self._shared.totals()
-            for name in COUNTERS:
-                if (new := totals[name] - self._counted[name]) > 0:
-                    stats.increase_counter(f"vllm:semkv_{name}", new)
-            self._counted = totals
+            if (counters := dict(self._shared.counters)) != self._counted:
+                for name in COUNTERS:
+                    if (new := counters.get(name, 0) - self._counted.get(name, 0)) > 0:
+                        stats.increase_counter(f"vllm:semkv_{name}", new)
+                self._counted = counters
         except Exception:
             self._shared.fault("counting")
         return None if stats.is_empty() else stats
