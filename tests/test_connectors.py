@@ -190,7 +190,7 @@ class TestEngine:
             assert engine.from_host(prompt)[1].sources.get("host")
             engine.settle()
             seen.append(dict(counted))
-            monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: 0)  # now by vLLM's way
+            monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: (0, False))  # now by vLLM's way
         assert seen[0] == seen[1]
         assert min(seen[0].values()) >= 3, seen
 

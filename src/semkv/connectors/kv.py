@@ -160,16 +160,13 @@ class SemKVConnector(OffloadingConnector):
             self._shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
         except Exception:
             self._shared.fault("a request")
-        if facts is None:
-            params = {**params, "max_load_tokens": 0, "max_offload_tokens": 0}
+        if facts is None or not self._loads:
+            params = {**params, "max_load_tokens": 0}
+        # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
+        if facts is None or (params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail):
+            params = {**params, "max_offload_tokens": 0}
         request.kv_transfer_params = {**params, REPORT_KEY: facts or {}}
         super().on_new_request(request)
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._loads:
-            return 0, False
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -72,13 +71,11 @@ class SemKVManager(TieringOffloadingManager):
     _shared: KVShared
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
-    _held: int  # keys found in host memory that vLLM's metrics have not heard of yet
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
-        manager._held = 0
         shared.heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
@@ -111,7 +108,9 @@ class SemKVManager(TieringOffloadingManager):
                 counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
                 before = len(counted)
                 counted.update(dict.fromkeys(keys[:count]))
-                self._held += len(counted) - before
+                if (new := len(counted) - before) > 0:
+                    for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
+                        self._metrics._stats.increase_counter(name, new, self._metrics.primary_tier_label)
         except Exception:
             self._shared.fault("a lookup")
             return 0, False
@@ -204,13 +203,6 @@ class SemKVManager(TieringOffloadingManager):
     def promoted(self, request_id: str) -> bool:
         """Whether vLLM notes of a request that blocks were brought into host memory for it."""
         return bool(self._request_load_sources.get(request_id))
-
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        if self._held:
-            for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
-                self._metrics._stats.increase_counter(name, self._held, self._metrics.primary_tier_label)
-            self._held = 0
-        return super().get_stats()
 
     def reset_cache(self) -> None:
         super().reset_cache()

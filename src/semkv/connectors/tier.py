@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
-    OffloadingEvent,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
@@ -90,10 +89,7 @@ class SemKVTier(SecondaryTierManager):
         self._parts: dict[int, tuple[_Transfer, list[bytes]]] = {}  # by the number of the disk's job
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
-        self._events: list[OffloadingEvent] | None = None
         self._counted = dict[str, int]()
-        if offloading_spec.kv_events_config.enable_kv_cache_events:
-            self._events = []
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -214,9 +210,6 @@ class SemKVTier(SecondaryTierManager):
 
     def _stored(self, transfer: _Transfer) -> None:
         self._waiting_bytes -= transfer.waiting_bytes
-        if self._events is not None and transfer.good:
-            keys: Any = transfer.good
-            self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed=False, locality=self.locality))
         self._end(transfer, success=True)
 
     def _loaded(self, transfer: _Transfer) -> None:
@@ -233,11 +226,6 @@ class SemKVTier(SecondaryTierManager):
         keys: Any = transfer.good
         seconds, nbytes = time.perf_counter() - transfer.started, len(keys) * self._row_bytes
         self._finished.append(JobResult(transfer.job.job_id, success, keys, seconds, nbytes))
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            yield from events
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
