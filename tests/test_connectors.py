@@ -150,6 +150,12 @@ class TestEngine:
                 engine.settle()
                 assert engine.counts()["errors"] > errors or name == "purges_after"
         assert engine.from_disk(prompt)[1].loaded_tokens
+        engine.settle()
+        monkeypatch.setattr(shared.store, "_ask", lambda what, otherwise, **_: otherwise)
+        engine.llm.sleep(level=1)  # though nothing can be deleted
+        engine.llm.wake_up()
+        monkeypatch.undo()
+        assert engine.one(prompt)[1].loaded_tokens == 0
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_disks_process_may_die_or_fall_silent(

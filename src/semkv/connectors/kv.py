@@ -224,25 +224,26 @@ class SemKVConnector(OffloadingConnector):
         """vLLM's word for: the weights may be others, or will be.
 
         Nothing that is stored is served to this engine any more: it goes on under a namespace of its own. What it
-        stored so far may be of new weights already, so it is deleted; what other engines stored stays theirs. While
-        blocks from before are left in vLLM's own cache, nothing is stored. With ``fixed_weights`` nothing happens.
+        stored so far may be of new weights already, so it is deleted, where the disk fails in a later step; what other
+        engines stored stays theirs. While blocks from before are left in vLLM's own cache, nothing is stored. With
+        ``fixed_weights`` nothing happens.
 
         Returns:
-            Whether all of that is done; where not, each step tries again to delete.
+            Whether nothing from before can be served. Where not, vLLM does not go to sleep.
         """
         if self._settings.fixed_weights:
             return True
         shared = self._shared
         used = shared.rename()  # first: nothing below may leave the old names in use
         super().reset_cache()
-        done = identity.may_have_changed(str(self._vllm_config.instance_id))
+        told = identity.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
-            done = shared.store.disown(*used) and done
+            shared.store.disown(*used)
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
         if not clean:
             log.warning("semkv: requests were running during a reset: no KV is stored until a reset finds none")
         shared.storing = self._stores and clean
-        return done and clean
+        return told and clean
 
     def shutdown(self) -> None:
         """Write what waits, and close the files. Calling it again changes nothing."""
