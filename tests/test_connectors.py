@@ -495,6 +495,31 @@ def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:
+    """Also one that could not be sent, and is followed by another at once."""
+    from semkv.connectors.disk_process import DiskProcess
+
+    store, memory = BlockStore(tmp_path, "kv"), os.memfd_create("rows")
+    os.ftruncate(memory, 4 * 64)
+    disk = DiskProcess(memory, 4, 64, store)
+    about = {"namespace": "ns", "layout": {}, "owner": "", "since": store.last_purge()}
+
+    def stored(*rows: int) -> list[bytes]:
+        numbers = [disk.submit(keys=[b"%d" % row], chunks=[row], **about) for row in rows]
+        answers = {done.number: done.good for done in disk.drain()}
+        return [answers[number] for number in numbers]
+
+    assert stored(0) == [b"\1"]
+    assert disk._process
+    disk._process.kill()
+    disk._process.wait()
+    disk._started -= 3600.0
+    assert stored(1, 2) == [b"", b""]
+    assert stored(1, 2) == [b"\1", b"\1"]
+    disk.close()
+    os.close(memory)
+
+
 def test_the_gate_reads_only_what_is_faster() -> None:
     gate = BreakEven()
     assert gate.worth(1000, 1 << 30)  # nothing is known

@@ -118,7 +118,8 @@ class DiskProcess:
 
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
-        if self._process is None and time.monotonic() - self._started > _RESTART_S:
+        # What is still under way was given to another process, or to none: `finished` must say so first.
+        if self._process is None and not self._under_way and time.monotonic() - self._started > _RESTART_S:
             self._start()
         number = next(self._numbers)
         if not self._under_way:
