@@ -123,10 +123,10 @@ class SemKVConnector(OffloadingConnector):
         transfer = config.kv_transfer_config
         transfer.engine_id = self._engine
         transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
-        self._shared = KVShared(settings, None, None, dict)
+        self.shared = KVShared(settings, None, None, dict)  # for the spec; in the scheduler's half for others, too
         if role == KVConnectorRole.SCHEDULER:
-            self._shared = make_shared(config, kv_cache_config, settings)
-        transfer.kv_connector_extra_config["semkv"] = self._shared
+            self.shared = make_shared(config, kv_cache_config, settings)
+        transfer.kv_connector_extra_config["semkv"] = self.shared
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             self.connector_scheduler.__class__ = SemKVScheduler
@@ -136,14 +136,9 @@ class SemKVConnector(OffloadingConnector):
         self._one_group = len(kinds) == 1 and isinstance(kinds[0], FullAttentionSpec)
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._shared.storing = self._stores
+        self.shared.storing = self._stores
 
     # ------------------------------------------------------------------ scheduler half
-
-    @property
-    def shared(self) -> KVShared:
-        """For `semkv.connectors.adapter.KVAdapter`, in the scheduler's half."""
-        return self._shared
 
     @property
     def manager(self) -> SemKVManager:
@@ -157,9 +152,9 @@ class SemKVConnector(OffloadingConnector):
         facts = None
         try:
             facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
-            self._shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
+            self.shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
         except Exception:
-            self._shared.fault("a request")
+            self.shared.fault("a request")
         if facts is None or not self._loads:
             params = {**params, "max_load_tokens": 0}
         # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
@@ -186,17 +181,17 @@ class SemKVConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         try:
-            if self._shared.gate is not None:
-                self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
-            if self._shared.store is not None:
-                self._shared.store.disown()
+            if self.shared.gate is not None:
+                self.shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
+            if self.shared.store is not None:
+                self.shared.store.disown()
         except Exception:
-            self._shared.fault("a step")
+            self.shared.fault("a step")
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._shared.gate is not None:
-            self._shared.gate.step_ends()
+        if self.shared.gate is not None:
+            self.shared.gate.step_ends()
         if connector_output.invalid_block_ids:
             # Another connector's load failed, and what is being stored may have been computed on it. vLLM 0.32 would
             # keep that under the right hashes.
@@ -215,7 +210,7 @@ class SemKVConnector(OffloadingConnector):
             try:
                 self.on_finished(request)
             except Exception:
-                self._shared.fault("a capture")
+                self.shared.fault("a capture")
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
         key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
         return wait, {**(params or {}), key: outcome}
@@ -233,7 +228,7 @@ class SemKVConnector(OffloadingConnector):
         """
         if self._settings.fixed_weights:
             return True
-        shared = self._shared
+        shared = self.shared
         used = shared.rename()  # first: nothing below may leave the old names in use
         super().reset_cache()
         told = identity.may_have_changed(str(self._vllm_config.instance_id))
@@ -251,10 +246,10 @@ class SemKVConnector(OffloadingConnector):
             super().shutdown()
         except Exception:
             log.warning("semkv: a half of the KV connector could not be closed", exc_info=True)
-        if (store := self._shared.store) is not None:
-            self._shared.store = None
-            if self._shared.renamed:  # nobody else has these names
-                store.disown(*self._shared.used())
+        if (store := self.shared.store) is not None:
+            self.shared.store = None
+            if self.shared.renamed:  # nobody else has these names
+                store.disown(*self.shared.used())
             store.close()
 
     @classmethod

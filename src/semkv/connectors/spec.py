@@ -177,28 +177,24 @@ class SemKVManager(TieringOffloadingManager):
 
     def _forget_doomed(self) -> None:
         """Take blocks out of host memory that no transfer is using; the others wait for a later step. Never raises."""
-        if self._doomed:
-            try:
-                self._take_out_doomed()
-            except Exception:
-                self._shared.fault("forgetting")
-
-    def _take_out_doomed(self) -> None:
         primary, gone = self.primary_tier, []
-        for key in list(self._doomed):
-            chunk = primary._policy.get(key)
-            if chunk is not None and chunk.ref_cnt != 0:
-                continue
-            if chunk is not None:
-                primary._policy.remove(key)
-                primary._num_evictable_cache_chunks -= 1
-                primary._free_chunk(chunk)
-                gone.append(key)
-            self._doomed.discard(key)
-            self._shared.records.pop(key, None)
-        self._shared.counters["purged_blocks"] += len(gone)
-        if gone and primary.events is not None:
-            primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+        try:
+            for key in list(self._doomed):
+                chunk = primary._policy.get(key)
+                if chunk is not None and chunk.ref_cnt != 0:
+                    continue
+                if chunk is not None:
+                    primary._policy.remove(key)
+                    primary._num_evictable_cache_chunks -= 1
+                    primary._free_chunk(chunk)
+                    gone.append(key)
+                self._doomed.discard(key)
+                self._shared.records.pop(key, None)
+            self._shared.counters["purged_blocks"] += len(gone)
+            if gone and primary.events is not None:
+                primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+        except Exception:
+            self._shared.fault("forgetting")
 
     def promoted(self, request_id: str) -> bool:
         """Whether vLLM notes of a request that blocks were brought into host memory for it."""

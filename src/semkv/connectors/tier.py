@@ -168,7 +168,7 @@ class SemKVTier(SecondaryTierManager):
                 return
         except Exception:
             self._shared.fault("a load")
-        self._loaded(_Transfer(job_metadata, 0, 0))
+        self._end(_Transfer(job_metadata, 0, 0))
 
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
@@ -206,26 +206,21 @@ class SemKVTier(SecondaryTierManager):
         transfer.parts -= 1
         self._shared.counters.update(done.counters)
         if transfer.parts == 0:
-            (self._loaded if transfer.job.is_promotion else self._stored)(transfer)
+            self._end(transfer)
 
-    def _stored(self, transfer: _Transfer) -> None:
-        self._waiting_bytes -= transfer.waiting_bytes
-        self._end(transfer, success=True)
-
-    def _loaded(self, transfer: _Transfer) -> None:
-        """A load ended. What did not come is a miss from now on, or the request would ask for it for ever."""
-        job = transfer.job
-        if (lookups := job.req_context.get_state(_Lookups)) is not None:
-            lookups.refs.update(dict.fromkeys(set(job.keys).difference(transfer.good)))
-        if self._shared.gate is not None:
-            nbytes = len(transfer.good) * self._row_bytes
-            self._shared.gate.disk.measured(nbytes, time.perf_counter() - transfer.started)
-        self._end(transfer, success=len(transfer.good) == len(job.keys))
-
-    def _end(self, transfer: _Transfer, *, success: bool) -> None:
-        keys: Any = transfer.good
+    def _end(self, transfer: _Transfer) -> None:
+        """All of a job is done. What did not come of a load is a miss from now on, or the request would ask for it for
+        ever."""
+        job, keys, success = transfer.job, transfer.good, True
         seconds, nbytes = time.perf_counter() - transfer.started, len(keys) * self._row_bytes
-        self._finished.append(JobResult(transfer.job.job_id, success, keys, seconds, nbytes))
+        self._waiting_bytes -= transfer.waiting_bytes
+        if job.is_promotion:
+            success = len(keys) == len(job.keys)
+            if (lookups := job.req_context.get_state(_Lookups)) is not None:
+                lookups.refs.update(dict.fromkeys(set(job.keys).difference(keys)))
+            if self._shared.gate is not None:
+                self._shared.gate.disk.measured(nbytes, seconds)
+        self._finished.append(JobResult(job.job_id, success, keys, seconds, nbytes))
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
