@@ -2,7 +2,7 @@
 # One step of a measuring session on a GPU machine: gpu_session.sh STEP [more arguments for the bench]
 # Results and logs go to $OUT (./out by default); every step ends within $STEP_S seconds (540). Python needs vLLM, torch
 # and this folder's packages; semkv itself is taken from ../src. Steps:
-#   check      versions, memory, the connector's import, one tiny engine with and one without the connector
+#   check      memory; a tiny engine with and one without the connector, versions in its result
 #   kv         kv: hits in memory, decoding, then from disk
 #   kv-6       kv: chats at 6 requests a second       kv-20   at 20, 80 users       kv-tp2   at 10 on two GPUs
 #   fusion     fusion_load: encoder outputs
@@ -37,18 +37,6 @@ check() {
     mount -o remount,size="${SHM:-100G}" /dev/shm 2>/dev/null || echo "/dev/shm stays as it is"
     df -h /dev/shm "$scratch"; free -g | head -2; nproc
     nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv,noheader
-    python3 - <<'P'
-import importlib, importlib.metadata as m, torch, vllm
-print("vllm", vllm.__version__, "torch", torch.__version__, torch.cuda.device_count(), "GPUs")
-print("plugins", [(e.name, e.value) for e in m.entry_points(group="vllm.general_plugins")])
-for name in "numpy xxhash safetensors pydantic rich cyclopts PIL faiss tqdm semkv.connectors".split():
-    module = importlib.import_module(name)
-    print(name, getattr(module, "__version__", "there"))
-from semkv.connectors import register
-register()
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-print(KVConnectorFactory._registry["SemKVConnector"]())
-P
     kv check --tiny --engines none,offload,semkv "$@"
 }
 

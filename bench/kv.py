@@ -12,9 +12,8 @@ vLLM's engine core in another below it, as in a server. All are started at once,
 share the machine's good and bad minutes:
 
     none     vLLM's prefix cache only                    offload     vLLM's OffloadingConnector with host memory
-    tiering  the same with TieringOffloadingSpec         fs          the same with vLLM's tier of files below
-    semkv    our connector with host memory and disk     semkv-host  the same without a disk
-    X-disk   X again, in a new process on the folder that X has filled, after all others have ended
+    tiering  the same with TieringOffloadingSpec         semkv       our connector with host memory and disk
+    semkv-disk  again, in a new process on the folder that semkv has filled, after all others have ended
 
 One request and ``--many`` at once, of every length. ``ms`` is the time until each of them has its first token:
 
@@ -81,8 +80,7 @@ TINY_OPTIONS = {
 }  # fmt: skip
 TINY_LOAD = {"system": 64, "document": [300, 500], "question": 20, "answer": 8, "rounds": 3}
 LOAD = {"system": 1000, "document": [6000, 9000], "question": 50, "answer": 64, "rounds": 5}
-NAMES = ("none", "offload", "tiering", "fs", "semkv", "semkv-host")
-STORES = ("semkv", "fs")  # those that write files
+NAMES = ("none", "offload", "tiering", "semkv", "semkv-disk")
 DECODE = {"size": 512, "count": 16, "tokens": 128}
 SHORT = 8  # a prompt lacks so many tokens: a full last block would be loaded where vLLM's own cache leaves it out
 HITS = 3  # of one prompt in host memory
@@ -107,15 +105,12 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
     """The KV transfer configuration of an engine; sizes in bytes."""
     if name == "none":
         return None
-    if name.startswith("semkv"):
-        extra: dict[str, Any] = {"host_bytes": host, "break_even": False}
-        if name == "semkv":
-            extra |= {"cache_dir": str(folder), "max_bytes": disk}
+    if name == "semkv":
+        extra: dict[str, Any] = {"host_bytes": host, "break_even": False, "cache_dir": str(folder), "max_bytes": disk}
         return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra = {"cpu_bytes_to_use": host}
-    if name != "offload":
-        tiers = [{"type": "fs", "root_dir": str(folder)}] if name == "fs" else []
-        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": tiers}
+    if name == "tiering":
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
@@ -414,7 +409,7 @@ class Run:
         self.up[name].ask("forget", LIMIT_S)
 
     def fill(self, name: str) -> None:
-        """Store what X-disk is going to ask."""
+        """Store what semkv-disk is going to ask."""
         for cell in self.cells():
             self.up[name].ask("ask", LIMIT_S, **cell | {"repeat": FILLED + cell["repeat"]})
         self.up[name].ask("forget", LIMIT_S)
@@ -607,10 +602,10 @@ def main() -> None:
         write_json(options.out, {"machine": machine("numpy"), "lookups": lookups()})
         return
     options.engines = options.engines.split(",")
-    if unknown := [name for name in options.engines if name not in NAMES and base(name) not in STORES]:
-        parser.error(f"unknown engines {', '.join(unknown)}: choose from {', '.join(NAMES)}, semkv-disk, fs-disk")
-    if missing := {base(name) for name in options.engines} - {*options.engines}:
-        parser.error(f"{', '.join(missing)}-disk needs {', '.join(missing)}, which fills its folder")
+    if unknown := {*options.engines}.difference(NAMES):
+        parser.error(f"unknown engines {', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    if "semkv-disk" in options.engines and "semkv" not in options.engines:
+        parser.error("semkv-disk needs semkv, which fills its folder")
     options.logs, options.shape = options.logs or options.out.parent / "logs", QWEN_7B
     if options.tiny:
         vars(options).update(TINY_OPTIONS, shape=QWEN_7B | TINY)

@@ -204,7 +204,7 @@ class CachedEngine(Engine):
         return self.scheduler.connector
 
     def counts(self) -> Counter[str]:
-        return Counter(self.connector.shared.totals())
+        return Counter(self.connector.shared.counters)
 
     def files(self, store: str = "kv") -> set[Path]:
         return set((self.cache_dir / store).glob("*/*/*.safetensors"))

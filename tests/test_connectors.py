@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -149,6 +150,12 @@ class TestEngine:
                 engine.settle()
                 assert engine.counts()["errors"] > errors or name == "purges_after"
         assert engine.from_disk(prompt)[1].loaded_tokens
+        engine.settle()
+        monkeypatch.setattr(shared.store, "_ask", lambda what, otherwise, **_: otherwise)
+        engine.llm.sleep(level=1)  # though nothing can be deleted
+        engine.llm.wake_up()
+        monkeypatch.undo()
+        assert engine.one(prompt)[1].loaded_tokens == 0
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
     def test_the_disks_process_may_die_or_fall_silent(
@@ -189,7 +196,7 @@ class TestEngine:
             assert engine.from_host(prompt)[1].sources.get("host")
             engine.settle()
             seen.append(dict(counted))
-            monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: 0)  # now by vLLM's way
+            monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: (0, False))  # now by vLLM's way
         assert seen[0] == seen[1]
         assert min(seen[0].values()) >= 3, seen
 
@@ -370,24 +377,19 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
 
 
-def test_other_tiers_are_left_alone_once_the_weights_may_be_others(
-    checkpoint: tiny_models.Checkpoint, tmp_path: Path
-) -> None:
-    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}
-    with CachedEngine(checkpoint("opt"), tmp_path, kv) as engine:
-        prompt = engine.prompt("elsewhere")
-        engine.store(prompt)
-        purge(tmp_path)
-        assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
-        engine.llm.apply_model(_other_weights)
-        cold, outcome = engine.one(prompt)
-        assert outcome.loaded_tokens == 0
-        files = sorted((tmp_path / "fs").rglob("*"))
-        engine.one(engine.prompt("new"))
-        again, outcome = engine.from_disk(prompt)
-        assert (again, set(outcome.sources)) == (cold, {"disk"})
-        assert sorted((tmp_path / "fs").rglob("*")) == files
+def test_another_tier_tells_weights_apart(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+    """It goes by the model's name, which is the same for other weights in the same folder."""
+    model, folders = shutil.copytree(checkpoint("opt"), tmp_path / "opt"), []
+    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}], "fixed_weights": True}
+    for _ in range(2):
+        with CachedEngine(model, tmp_path / "cache", kv) as engine:
+            prompt = engine.prompt("elsewhere")
+            assert not engine.one(prompt)[1].loaded_tokens
+            purge(tmp_path / "cache")
+            assert engine.from_disk(prompt)[1].loaded_tokens, "the other tier has it"
+        flip(model / "model.safetensors", -1)
+        folders.append(set((tmp_path / "fs").iterdir()))
+    assert folders[0] < folders[1]
 
 
 def test_an_engine_that_cannot_be_served_answers(
@@ -493,6 +495,31 @@ def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> 
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:
+    """Also one that could not be sent, and is followed by another at once."""
+    from semkv.connectors.disk_process import DiskProcess
+
+    store, memory = BlockStore(tmp_path, "kv"), os.memfd_create("rows")
+    os.ftruncate(memory, 4 * 64)
+    disk = DiskProcess(memory, 4, 64, store)
+    about = {"namespace": "ns", "layout": {}, "owner": "", "since": store.last_purge()}
+
+    def stored(*rows: int) -> list[bytes]:
+        numbers = [disk.submit(keys=[b"%d" % row], chunks=[row], **about) for row in rows]
+        answers = {done.number: done.good for done in disk.drain()}
+        return [answers[number] for number in numbers]
+
+    assert stored(0) == [b"\1"]
+    assert disk._process
+    disk._process.kill()
+    disk._process.wait()
+    disk._started -= 3600.0
+    assert stored(1, 2) == [b"", b""]
+    assert stored(1, 2) == [b"\1", b"\1"]
+    disk.close()
+    os.close(memory)
+
+
 def test_the_gate_reads_only_what_is_faster() -> None:
     gate = BreakEven()
     assert gate.worth(1000, 1 << 30)  # nothing is known
@@ -517,14 +544,15 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"secondary_tiers": [{"type": "semkv", "max_bytes": 1}]}, "stand beside secondary_tiers"),
         ({"secondary_tiers": [{"type": ["fs"]}]}, "each with a type"),
         ({"secondary_tiers": [{"type": "example"}]}, "loads none"),
+        ({"secondary_tiers": [{"type": "p2p"}]}, "fixed_weights"),
     ):
         with pytest.raises(ConfigError, match=word):
             read_settings(KVSettings, extra)
     with pytest.raises(ConfigError, match="max_bytes"):
         read_settings(ECSettings, {"max_bytes": -1})
     ours, theirs = {"type": "semkv"}, {"type": "p2p", "port": 1}
-    assert KVSettings(Path(), secondary_tiers=(theirs,)).tiers() == [ours, theirs]
-    assert KVSettings(Path(), secondary_tiers=(theirs, ours)).tiers() == [theirs, ours], "ours stands where it is put"
+    for given, made in (((theirs,), [ours, theirs]), ((theirs, ours), [theirs, ours])):  # ours stands where it is put
+        assert KVSettings(Path(), secondary_tiers=given, fixed_weights=True).tiers() == made
 
 
 def test_encoder_outputs_that_wait_are_bounded_and_one_that_fails_stops_none(

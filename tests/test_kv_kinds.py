@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kv_engines import NOTHING, SKIP, Engine, connector, differs, in_child, prompt, report, token_ids, usable
+from kv_engines import HYBRID, NOTHING, SKIP, Engine, connector, differs, in_child, prompt, report, token_ids, usable
 from tiny_models import Checkpoint
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -127,4 +127,21 @@ def test_drafts_an_fp8_cache_and_prompt_embeddings(model: Path, tmp_path: Path) 
     first, other, again = found["embeddings"]
     assert [answer["loaded"] for answer in (first, other, again)] == [0, 0, 96]
     assert first["tokens"] == again["tokens"] != other["tokens"]
+    assert found["left"] == NOTHING
+
+
+def limited(model: str, cache: str) -> dict[str, Any]:
+    """vLLM asserts that the tail of a block, which it stores for such a model, is within a request's limit."""
+    with Engine(model, connector(cache), prefix_match_unit=32, **HYBRID) as engine:
+        tails = engine.scheduler.connector.scheduler.config.supports_partial_tail
+        extras = [{"kv_transfer_params": {"max_offload_tokens": limit}} for limit in (1, 1000, None)]
+        answers = [engine.ask(some(300), extra_args=extra) for extra in extras]
+        return {"tails": tails, "answers": [answer["tokens"] for (answer,) in answers], "left": engine.left()}
+
+
+@pytest.mark.engine
+def test_a_requests_limit_ends_no_engine(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    found = in_child(limited, checkpoint("granite4"), tmp_path)
+    assert found["tails"]
+    assert found["answers"] == found["answers"][:1] * 3
     assert found["left"] == NOTHING

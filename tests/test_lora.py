@@ -54,8 +54,7 @@ def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, 
         if path.exists():
             shutil.rmtree(path)
         adapter(path, model, seed)
-        kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}]}  # which knows no weights
-        engine = CachedEngine(model, tmp_path / "cache", kv, enable_lora=True, max_lora_rank=8)
+        engine = CachedEngine(model, tmp_path / "cache", enable_lora=True, max_lora_rank=8)
         lora, adapter_of_blocks = LoRARequest("sql", 1, str(path)), KVAdapter(engine.llm)
         cold, loaded, usable = ask(engine, lora)
         assert loaded == 0  # the first engine's blocks lie under the same name and path

@@ -18,6 +18,8 @@ import pytest
 import tiny_models
 from semkv.connectors import identity
 from semkv.connectors.identity import Adapters
+from semkv.connectors.kv import describe
+from semkv.stores.block_file import tenant_tag
 
 pytestmark = pytest.mark.engine
 BLOCK = 32
@@ -147,6 +149,10 @@ def test_an_adapter_is_its_weights_whatever_it_is_called(tmp_path: Path) -> None
     assert identity_of(tmp_path / "a") not in (first, "", None)
     for nothing in ("someone/adapter-on-a-hub", tmp_path / "missing"):
         assert identity_of(nothing) is None  # type: ignore[arg-type]
+    request = SimpleNamespace(lora_request=named(tmp_path / "b"), kv_transfer_params=None, cache_salt=None)
+    adapters = Adapters(tmp_path / "cache", time.time() + 60.0)
+    assert describe(request, adapters) == {"owner": tenant_tag(None), "adapter": first}
+    assert describe(request, adapters, alone=False) is None, "another tier knows the adapter's name only"
 
 
 @pytest.mark.parametrize("how", ["rewritten", "replaced with its old times", "linked elsewhere", "grown"])

@@ -83,12 +83,13 @@ class KVSettings:
         host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
             256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
         break_even: do not load from the disk what is computed faster, by what was measured in this engine.
-        report: tell each request's outcome in its ``kv_transfer_params``, under ``semkv``.
         fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
             pause and resets, at which vLLM does not tell whether other weights follow. Never set it where they do:
             what the old weights computed would be served.
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
-            entry ``{"type": "semkv"}`` is ours; without it ours comes first.
+            entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others do not hear of resets, so
+            they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
+            cached.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -98,7 +99,6 @@ class KVSettings:
     capture_decode: bool = False
     host_bytes: Annotated[int, NOT_NEGATIVE] = 0
     break_even: bool = True
-    report: bool = True
     fixed_weights: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
 
@@ -109,7 +109,10 @@ class KVSettings:
         if any(tier["type"] == "example" for tier in self.secondary_tiers):
             allowed = "no tier of type 'example': vLLM's demonstration says that blocks were loaded and loads none"
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
-        ours = [tier for tier in self.secondary_tiers if tier.get("type") == TIER]
+        ours = [tier for tier in self.secondary_tiers if tier["type"] == TIER]
+        if len(ours) < len(self.secondary_tiers) and not self.fixed_weights:
+            allowed = f"only {TIER!r} without fixed_weights: other tiers would serve what old weights computed"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
         if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
             allowed = f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
@@ -120,7 +123,7 @@ class KVSettings:
     def tiers(self) -> list[dict[str, Any]]:
         """All tiers below host memory, ours among them."""
         tiers = [dict(tier) for tier in self.secondary_tiers]
-        return tiers if any(tier.get("type") == TIER for tier in tiers) else [{"type": TIER}, *tiers]
+        return tiers if any(tier["type"] == TIER for tier in tiers) else [{"type": TIER}, *tiers]
 
 
 @dataclass(frozen=True)

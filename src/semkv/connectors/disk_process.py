@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import mmap
 import signal
 import socket
@@ -117,7 +118,8 @@ class DiskProcess:
 
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
-        if self._process is None and time.monotonic() - self._started > _RESTART_S:
+        # What is still under way was given to another process, or to none: `finished` must say so first.
+        if self._process is None and not self._under_way and time.monotonic() - self._started > _RESTART_S:
             self._start()
         number = next(self._numbers)
         if not self._under_way:
@@ -165,19 +167,16 @@ class DiskProcess:
         self._process = None
         self._connection.close()
 
-    def drain(self) -> list[FileDone]:
+    def drain(self, limit_s: float = math.inf) -> list[FileDone]:
         """Wait until nothing is under way."""
-        done: list[FileDone] = []
-        while self._under_way:
+        done, until = list[FileDone](), time.monotonic() + limit_s
+        while self._under_way and time.monotonic() < until:
             done += self.finished(1.0)
         return done
 
     def close(self) -> None:
         """Let the process write what it was given, and wait for its end."""
-        until = time.monotonic() + _CLOSE_S
-        while self._under_way and time.monotonic() < until:
-            for _ in self.finished(1.0):
-                pass
+        self.drain(_CLOSE_S)
         if (process := self._process) is None:
             return
         self._process = None

@@ -73,14 +73,14 @@ class ECScheduler:
         self._promised: dict[str, FusionState] = {}
         self._step = SemECMetadata(namespace)
 
-    def reset(self) -> bool:
+    def reset(self) -> None:
         """See `semkv.connectors.kv.SemKVConnector.reset_cache`, which calls this."""
         before = self.store
         self.namespace = identity.namespace_after(self.namespace)
         self.store = FusionStore(before.blocks, self.namespace)
         self._promised.clear()
         self._step = SemECMetadata(self.namespace)
-        return before.blocks.disown(before.namespace)
+        before.blocks.disown(before.namespace)
 
     def observe(self, request: Any) -> _Live:
         """Remember whose items these are; called before `has` for the same request."""

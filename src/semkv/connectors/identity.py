@@ -174,18 +174,18 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
 # ---------------------------------------------------------------------- other weights from now on
 
 FOLLOWERS: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""Whose ``reset`` is called when the weights of an engine (by vLLM's ``instance_id``) may be others; it says whether
-nothing of the old ones is left to be served."""
+"""Whose ``reset`` is called when the weights of an engine (by vLLM's ``instance_id``) may be others."""
 
 
 def may_have_changed(engine: str) -> bool:
-    """The weights of ``engine`` may be others from now on; what its follower says."""
-    follower = FOLLOWERS.get(engine)
+    """The weights of ``engine`` may be others from now on; whether its follower knows."""
     try:
-        return follower is None or bool(follower.reset())
+        if (follower := FOLLOWERS.get(engine)) is not None:
+            follower.reset()
     except Exception:
         log.warning("semkv: a connector could not be told of other weights", exc_info=True)
         return False
+    return True
 
 
 def namespace_after(namespace: str) -> str:

@@ -77,14 +77,13 @@ class SemKVScheduler(OffloadingConnectorScheduler):
     host memory are counted at once."""
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, req: Any, config: Any, start: int) -> int | None:
-        keys, held, manager = list(keys), 0, self.manager
+        keys, manager, held, pending, rest = list(keys), self.manager, 0, False, 0
         # With KV events vLLM notes every block that it finds.
         if isinstance(manager, SemKVManager) and not self._events_tracker.self_describing_enabled:
-            held = manager.held(keys, req_context)
-        if held == len(keys):
-            return held
-        rest: int | None = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
-        return None if rest is None else held + rest
+            held, pending = manager.held(keys, req_context)
+        if held < len(keys):
+            rest = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
+        return None if pending or rest is None else held + rest
 
 
 class SemKVConnector(OffloadingConnector):
@@ -124,10 +123,10 @@ class SemKVConnector(OffloadingConnector):
         transfer = config.kv_transfer_config
         transfer.engine_id = self._engine
         transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
-        self._shared = KVShared(settings, None, None, dict)
+        self.shared = KVShared(settings, None, None, dict)  # for the spec; in the scheduler's half for others, too
         if role == KVConnectorRole.SCHEDULER:
-            self._shared = make_shared(config, kv_cache_config, settings)
-        transfer.kv_connector_extra_config["semkv"] = self._shared
+            self.shared = make_shared(config, kv_cache_config, settings)
+        transfer.kv_connector_extra_config["semkv"] = self.shared
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             self.connector_scheduler.__class__ = SemKVScheduler
@@ -137,14 +136,9 @@ class SemKVConnector(OffloadingConnector):
         self._one_group = len(kinds) == 1 and isinstance(kinds[0], FullAttentionSpec)
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._shared.storing = self._stores
+        self.shared.storing = self._stores
 
     # ------------------------------------------------------------------ scheduler half
-
-    @property
-    def shared(self) -> KVShared:
-        """For `semkv.connectors.adapter.KVAdapter`, in the scheduler's half."""
-        return self._shared
 
     @property
     def manager(self) -> SemKVManager:
@@ -157,20 +151,17 @@ class SemKVConnector(OffloadingConnector):
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
         facts = None
         try:
-            facts = describe(request, self._adapters)
-            self._shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
+            facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
+            self.shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
         except Exception:
-            self._shared.fault("a request")
-        if facts is None:
-            params = {**params, "max_load_tokens": 0, "max_offload_tokens": 0}
+            self.shared.fault("a request")
+        if facts is None or not self._loads:
+            params = {**params, "max_load_tokens": 0}
+        # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
+        if facts is None or (params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail):
+            params = {**params, "max_offload_tokens": 0}
         request.kv_transfer_params = {**params, REPORT_KEY: facts or {}}
         super().on_new_request(request)
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._loads:
-            return 0, False
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -190,17 +181,17 @@ class SemKVConnector(OffloadingConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         try:
-            if self._shared.gate is not None:
-                self._shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
-            if self._shared.store is not None:
-                self._shared.store.disown()
+            if self.shared.gate is not None:
+                self.shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
+            if self.shared.store is not None:
+                self.shared.store.disown()
         except Exception:
-            self._shared.fault("a step")
+            self.shared.fault("a step")
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._shared.gate is not None:
-            self._shared.gate.step_ends()
+        if self.shared.gate is not None:
+            self.shared.gate.step_ends()
         if connector_output.invalid_block_ids:
             # Another connector's load failed, and what is being stored may have been computed on it. vLLM 0.32 would
             # keep that under the right hashes.
@@ -219,10 +210,8 @@ class SemKVConnector(OffloadingConnector):
             try:
                 self.on_finished(request)
             except Exception:
-                self._shared.fault("a capture")
+                self.shared.fault("a capture")
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
-        if not self._settings.report:
-            return wait, params
         key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
         return wait, {**(params or {}), key: outcome}
 
@@ -230,25 +219,26 @@ class SemKVConnector(OffloadingConnector):
         """vLLM's word for: the weights may be others, or will be.
 
         Nothing that is stored is served to this engine any more: it goes on under a namespace of its own. What it
-        stored so far may be of new weights already, so it is deleted; what other engines stored stays theirs. While
-        blocks from before are left in vLLM's own cache, nothing is stored. With ``fixed_weights`` nothing happens.
+        stored so far may be of new weights already, so it is deleted, where the disk fails in a later step; what other
+        engines stored stays theirs. While blocks from before are left in vLLM's own cache, nothing is stored. With
+        ``fixed_weights`` nothing happens.
 
         Returns:
-            Whether all of that is done; where not, each step tries again to delete.
+            Whether nothing from before can be served. Where not, vLLM does not go to sleep.
         """
         if self._settings.fixed_weights:
             return True
-        super().reset_cache()
-        shared = self._shared
+        shared = self.shared
         used = shared.rename()  # first: nothing below may leave the old names in use
-        done = identity.may_have_changed(str(self._vllm_config.instance_id))
+        super().reset_cache()
+        told = identity.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
-            done = shared.store.disown(*used) and done
+            shared.store.disown(*used)
         clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
         if not clean:
             log.warning("semkv: requests were running during a reset: no KV is stored until a reset finds none")
         shared.storing = self._stores and clean
-        return done and clean
+        return told and clean
 
     def shutdown(self) -> None:
         """Write what waits, and close the files. Calling it again changes nothing."""
@@ -256,10 +246,10 @@ class SemKVConnector(OffloadingConnector):
             super().shutdown()
         except Exception:
             log.warning("semkv: a half of the KV connector could not be closed", exc_info=True)
-        if (store := self._shared.store) is not None:
-            self._shared.store = None
-            if self._shared.renamed:  # nobody else has these names
-                store.disown(*self._shared.used())
+        if (store := self.shared.store) is not None:
+            self.shared.store = None
+            if self.shared.renamed:  # nobody else has these names
+                store.disown(*self.shared.used())
             store.close()
 
     @classmethod
@@ -268,11 +258,11 @@ class SemKVConnector(OffloadingConnector):
         return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def describe(request: Any, adapters: Adapters) -> dict[str, str] | None:
+def describe(request: Any, adapters: Adapters, *, alone: bool = True) -> dict[str, str] | None:
     """What `shared.request_fact` reads; None where the request is left alone: it says so, or its adapter's weights are
-    not known."""
+    not known, or not to the tiers beside ours."""
     adapter = adapters.identity(request.lora_request)
-    if adapter is None or wants_skip(request.kv_transfer_params):
+    if adapter is None or (adapter and not alone) or wants_skip(request.kv_transfer_params):
         return None
     return {"owner": tenant_tag(request.cache_salt), "adapter": adapter}
 
@@ -308,7 +298,8 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     """The scheduler half's store and namespace, of an expanded configuration. A directory that cannot be used costs
     the disk, never the engine."""
     layout = identity.row_layout(build_offloading_config(config, kv_cache_config))
-    facts = {**identity.model_facts(config, settings.cache_dir), **identity.kv_facts(config, kv_cache_config)}
+    facts = {"layout": layout, **identity.model_facts(config, settings.cache_dir)}
+    facts |= identity.kv_facts(config, kv_cache_config)
     try:
         writer = identity.engine_name(config, config.kv_transfer_config.engine_id)
         store = BlockStore(settings.cache_dir / "kv", "kv", settings.bounds(), writer)
@@ -316,7 +307,8 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         log.warning("semkv: no KV is kept on disk: %s", error)
         store = None
     gate = BreakEven() if settings.break_even else None
-    return KVShared(settings, store, layout, lambda: {"layout": layout, **facts, **identity.hash_facts(config)}, gate)
+    model = identity.namespace_digest(facts)[:16]
+    return KVShared(settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate)
 
 
 def unsupported(config: Any, kv_cache_config: Any) -> str | None:

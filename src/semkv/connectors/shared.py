@@ -41,10 +41,12 @@ class KVShared:
         store: on disk; None where it cannot be opened.
         layout: of a row, as it stands in the head of every block file.
         facts: what the namespace is a digest of; called once, when the first request comes.
+        model: digest of the facts that are known at the start.
         gate: whether a load from disk is worth it; None where that is not asked.
-        counters: of this process and of the disk process; see `semkv.connectors.tier.COUNTERS`.
+        counters: of this process, its store's too, and of the disk process; see `semkv.connectors.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
         stamp: another object after each purge and reset; what was found in the index before does not count any more.
+        heard: the last purge that host memory knows of.
         storing: False while nothing may be stored.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
     """
@@ -53,13 +55,20 @@ class KVShared:
     store: BlockStore | None
     layout: Any
     facts: Callable[[], dict[str, object]]
+    model: str = ""
     gate: BreakEven | None = None
     counters: Counter[str] = field(default_factory=Counter)
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
     stamp: object = field(default_factory=object)
+    heard: int = 0
     storing: bool = True
     renamed: bool = False
     _names: dict[str, str] = field(default_factory=dict)  # by adapter, of the requests since the last reset
+
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            self.counters.update(self.store.counters)
+            self.store.counters = self.counters
 
     def namespace(self, adapter: str = "") -> str:
         """The name under which this engine's blocks lie in the store, for one LoRA adapter or none."""
@@ -83,10 +92,6 @@ class KVShared:
         """Count and log the exception that is being handled: it is a miss."""
         log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
         self.counters["errors"] += 1
-
-    def totals(self) -> Counter[str]:
-        """All counts since the start, the store's among them."""
-        return self.counters + Counter({} if self.store is None else self.store.counters)
 
 
 # ---------------------------------------------------------------------- is the disk faster than computing?

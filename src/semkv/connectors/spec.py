@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -35,7 +34,6 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from semkv.connectors import TIER
 from semkv.connectors.shared import KVShared, request_fact
 
 log = logging.getLogger("semkv.connectors")
@@ -73,48 +71,17 @@ class SemKVManager(TieringOffloadingManager):
     _shared: KVShared
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
-    _heard: int  # the last purge
-    _held: int  # keys found in host memory that vLLM's metrics have not heard of yet
-    _shares: bool  # whether what is being stored may go to other tiers
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
         manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
-        manager._held, manager._shares = 0, True
-        manager._heard = 0 if shared.store is None else shared.store.last_purge()
+        shared.heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
         return manager
 
-    def _may_share(self, req_context: Any) -> bool:
-        """Whether other tiers may hold blocks of a request: their names do not say which weights computed a block,
-        those of a LoRA adapter or those of the engine since a reset."""
-        try:
-            return not self._shared.renamed and not request_fact(req_context.kv_transfer_params, "adapter")
-        except Exception:
-            self._shared.fault("a look at other tiers")
-            return False
-
-    def guard_tiers(self) -> None:
-        """Have vLLM ask the other tiers only where `_may_share`."""
-        for tier in self.secondary_tiers:
-            if tier.tier_type != TIER:
-                tier.lookup = functools.partial(self._look_elsewhere, tier.lookup)
-
-    def _look_elsewhere(self, lookup: Callable[[Any, Any], LookupResult], key: Any, req_context: Any) -> LookupResult:
-        return lookup(key, req_context) if self._may_share(req_context) else LookupResult.MISS
-
-    def _should_store_to_tier(self, tier: Any, num_blocks: int) -> bool:
-        return (self._shares or tier.tier_type == TIER) and bool(super()._should_store_to_tier(tier, num_blocks))
-
-    def _cascade_existing_chunks_to_request_level_tiers(self, keys: Any, req_context: Any, tiers: set[int]) -> None:
-        self._shares = self._may_share(req_context)
-        super()._cascade_existing_chunks_to_request_level_tiers(keys, req_context, tiers)
-
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
-        if exclude_tier_idx is not None and self._shared.renamed:  # a tier asks for its peers, which have other weights
-            return LookupResult.MISS
         try:
             if (self._doomed or self._shared.settings.max_age_s) and (key in self._doomed or self._too_old(key)):
                 return LookupResult.MISS
@@ -122,28 +89,32 @@ class SemKVManager(TieringOffloadingManager):
             self._shared.fault("a lookup")
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
-    def held(self, keys: Sequence[bytes], req_context: ReqContext) -> int:
-        """How many of the first keys lie in host memory: vLLM's lookup without its clocks, for all of them at once."""
+    def held(self, keys: Sequence[bytes], req_context: ReqContext) -> tuple[int, bool]:
+        """How many of the first keys have a place in host memory, and whether one of these is still on its way there:
+        vLLM's lookup without its clocks, for all of them at once."""
+        count, pending = 0, False
         try:
             if self._doomed or self._shared.settings.max_age_s:
-                return 0
+                return 0, False
             self._maybe_process_finished_jobs()
-            chunk_of, count = self.primary_tier._policy.get, 0
+            chunk_of = self.primary_tier._policy.get
             for key in keys:
-                chunk = chunk_of(key)
-                if chunk is None or chunk.ref_cnt < 0:
+                if (chunk := chunk_of(key)) is None:
                     break
                 count += 1
+                pending |= chunk.ref_cnt < 0
             metrics = self._metrics._request_states.get(req_context.req_id)
-            if count and metrics is not None and metrics.observed_lookups is not None:
+            if count and not pending and metrics is not None and metrics.observed_lookups is not None:
                 counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
                 before = len(counted)
                 counted.update(dict.fromkeys(keys[:count]))
-                self._held += len(counted) - before
+                if (new := len(counted) - before) > 0:
+                    for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
+                        self._metrics._stats.increase_counter(name, new, self._metrics.primary_tier_label)
         except Exception:
             self._shared.fault("a lookup")
-            return 0
-        return count
+            return 0, False
+        return count, pending
 
     def _too_old(self, key: bytes) -> bool:
         limit = self._shared.settings.max_age_s
@@ -164,14 +135,14 @@ class SemKVManager(TieringOffloadingManager):
 
         Which engine wrote a block is not known here: what one takes back goes as if it were everybody's.
         """
-        if self._shared.store is None or self._shared.store.last_purge() == self._heard:
+        shared = self._shared
+        if shared.store is None or shared.store.last_purge() == shared.heard:
             return
-        self._shared.stamp = object()
-        for purge in self._shared.store.purges_after(self._heard):
-            self._heard = max(self._heard, purge.id)
-            if purge.namespace not in (None, *self._shared.used()):
-                continue
-            self._doomed.update(key for key, (owner, _) in self._shared.records.items() if purge.owner in (None, owner))
+        shared.stamp = object()
+        for purge in shared.store.purges_after(shared.heard):
+            shared.heard = max(shared.heard, purge.id)
+            if purge.namespace in (None, *shared.used()):
+                self._doomed.update(key for key, (owner, _) in shared.records.items() if purge.owner in (None, owner))
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
         # vLLM takes a limit of 0 for none where it stores the tail of a block.
@@ -188,7 +159,6 @@ class SemKVManager(TieringOffloadingManager):
         if success:
             record = (request_fact(req_context.kv_transfer_params, "owner"), time.time())
             self._shared.records.update(dict.fromkeys(keys, record))
-        self._shares = self._may_share(req_context)
         super().complete_store(keys, req_context, success)
 
     def spoil(self, keys: Collection[bytes]) -> None:
@@ -207,39 +177,28 @@ class SemKVManager(TieringOffloadingManager):
 
     def _forget_doomed(self) -> None:
         """Take blocks out of host memory that no transfer is using; the others wait for a later step. Never raises."""
-        if self._doomed:
-            try:
-                self._take_out_doomed()
-            except Exception:
-                self._shared.fault("forgetting")
-
-    def _take_out_doomed(self) -> None:
         primary, gone = self.primary_tier, []
-        for key in list(self._doomed):
-            chunk = primary._policy.get(key)
-            if chunk is not None and chunk.ref_cnt != 0:
-                continue
-            if chunk is not None:
-                primary._policy.remove(key)
-                primary._num_evictable_cache_chunks -= 1
-                primary._free_chunk(chunk)
-                gone.append(key)
-            self._doomed.discard(key)
-            self._shared.records.pop(key, None)
-        self._shared.counters["purged_blocks"] += len(gone)
-        if gone and primary.events is not None:
-            primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+        try:
+            for key in list(self._doomed):
+                chunk = primary._policy.get(key)
+                if chunk is not None and chunk.ref_cnt != 0:
+                    continue
+                if chunk is not None:
+                    primary._policy.remove(key)
+                    primary._num_evictable_cache_chunks -= 1
+                    primary._free_chunk(chunk)
+                    gone.append(key)
+                self._doomed.discard(key)
+                self._shared.records.pop(key, None)
+            self._shared.counters["purged_blocks"] += len(gone)
+            if gone and primary.events is not None:
+                primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
+        except Exception:
+            self._shared.fault("forgetting")
 
     def promoted(self, request_id: str) -> bool:
         """Whether vLLM notes of a request that blocks were brought into host memory for it."""
         return bool(self._request_load_sources.get(request_id))
-
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        if self._held:
-            for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
-                self._metrics._stats.increase_counter(name, self._held, self._metrics.primary_tier_label)
-            self._held = 0
-        return super().get_stats()
 
     def reset_cache(self) -> None:
         super().reset_cache()
@@ -254,10 +213,14 @@ class SemKVSpec(TieringOffloadingSpec):
     _manager: Any
     _worker: Any
 
+    def __init__(self, config: Any) -> None:
+        """Other tiers tell models apart by their names, so here the name says which weights these are, too."""
+        name = f"{config.model.name}-{config.extra_config['semkv'].model}"
+        super().__init__(replace(config, model=replace(config.model, name=name)))
+
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):
             self._manager = SemKVManager.of(super().get_manager(), self.extra_config["semkv"])
-            self._manager.guard_tiers()
             self._unlink()
         return self._manager
 

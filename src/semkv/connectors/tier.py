@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
-    OffloadingEvent,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
@@ -90,10 +89,7 @@ class SemKVTier(SecondaryTierManager):
         self._parts: dict[int, tuple[_Transfer, list[bytes]]] = {}  # by the number of the disk's job
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
-        self._events: list[OffloadingEvent] | None = None
-        self._counted: Counter[str] = Counter()
-        if offloading_spec.kv_events_config.enable_kv_cache_events:
-            self._events = []
+        self._counted = dict[str, int]()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -157,7 +153,7 @@ class SemKVTier(SecondaryTierManager):
             return False
         each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
         about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
-        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": store.last_purge()}
+        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": self._shared.heard}
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
         transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
         for part in parts:
@@ -172,7 +168,7 @@ class SemKVTier(SecondaryTierManager):
                 return
         except Exception:
             self._shared.fault("a load")
-        self._loaded(_Transfer(job_metadata, 0, 0))
+        self._end(_Transfer(job_metadata, 0, 0))
 
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
@@ -210,34 +206,21 @@ class SemKVTier(SecondaryTierManager):
         transfer.parts -= 1
         self._shared.counters.update(done.counters)
         if transfer.parts == 0:
-            (self._loaded if transfer.job.is_promotion else self._stored)(transfer)
+            self._end(transfer)
 
-    def _stored(self, transfer: _Transfer) -> None:
-        self._waiting_bytes -= transfer.waiting_bytes
-        if self._events is not None and transfer.good:
-            keys: Any = transfer.good
-            self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed=False, locality=self.locality))
-        self._end(transfer, success=True)
-
-    def _loaded(self, transfer: _Transfer) -> None:
-        """A load ended. What did not come is a miss from now on, or the request would ask for it for ever."""
-        job = transfer.job
-        if (lookups := job.req_context.get_state(_Lookups)) is not None:
-            lookups.refs.update(dict.fromkeys(set(job.keys).difference(transfer.good)))
-        if self._shared.gate is not None:
-            nbytes = len(transfer.good) * self._row_bytes
-            self._shared.gate.disk.measured(nbytes, time.perf_counter() - transfer.started)
-        self._end(transfer, success=len(transfer.good) == len(job.keys))
-
-    def _end(self, transfer: _Transfer, *, success: bool) -> None:
-        keys: Any = transfer.good
+    def _end(self, transfer: _Transfer) -> None:
+        """All of a job is done. What did not come of a load is a miss from now on, or the request would ask for it for
+        ever."""
+        job, keys, success = transfer.job, transfer.good, True
         seconds, nbytes = time.perf_counter() - transfer.started, len(keys) * self._row_bytes
-        self._finished.append(JobResult(transfer.job.job_id, success, keys, seconds, nbytes))
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            yield from events
+        self._waiting_bytes -= transfer.waiting_bytes
+        if job.is_promotion:
+            success = len(keys) == len(job.keys)
+            if (lookups := job.req_context.get_state(_Lookups)) is not None:
+                lookups.refs.update(dict.fromkeys(set(job.keys).difference(keys)))
+            if self._shared.gate is not None:
+                self._shared.gate.disk.measured(nbytes, seconds)
+        self._finished.append(JobResult(job.job_id, success, keys, seconds, nbytes))
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
@@ -258,11 +241,11 @@ class SemKVTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         try:
-            totals = self._shared.totals()
-            for name in COUNTERS:
-                if (new := totals[name] - self._counted[name]) > 0:
-                    stats.increase_counter(f"vllm:semkv_{name}", new)
-            self._counted = totals
+            if (counters := dict(self._shared.counters)) != self._counted:
+                for name in COUNTERS:
+                    if (new := counters.get(name, 0) - self._counted.get(name, 0)) > 0:
+                        stats.increase_counter(f"vllm:semkv_{name}", new)
+                self._counted = counters
         except Exception:
             self._shared.fault("counting")
         return None if stats.is_empty() else stats
