@@ -40,7 +40,6 @@ def record(name: str, *, namespace: Namespace = HERE, media: str = "m" * 64, cre
         frame="frame",
         loose_frame="loose",
         run="run",
-        contexts={"shared": [1, 2, 3], f"key-{name}": [3, 4]},
         vectors={"text@1": np.full(4, 0.5, dtype=np.float32)},
         media_vectors={("vision@1", media): np.full(2, 0.5**0.5, dtype=np.float32)},
     )
@@ -118,12 +117,11 @@ def test_the_least_recently_used_go_and_a_deletion_leaves_nothing_behind(tmp_pat
     new, removed = catalog.add(record("d", created=11.0))
     assert (new, removed.entry_ids, removed.media) == (True, ids("b", media="b" * 64), ("b" * 64,))
     assert catalog.find("key-b") == []
-    assert catalog.vote([3, 4]) == ["key-a", "key-c", "key-d", "shared"]
     assert catalog.media_vector(namespace_key(HERE), "vision@1", "b" * 64) is None
     assert catalog.invalidate(entry_id=id_of("a")).media == ()  # others still have the image
     assert catalog.invalidate(tag="all").media == ("m" * 64,)
     with closing(sqlite3.connect(tmp_path / "c.sqlite")) as db:
-        for table in "entries entry_keys vectors media_vectors entry_media tags contexts sentences".split():
+        for table in "entries entry_keys vectors media_vectors entry_media tags".split():
             assert db.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (0,), table
 
 

@@ -327,7 +327,7 @@ class LookupConfig(PolicyConfig):
         semantic: Find similar texts (tier L1).
         normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
             Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
-            decide; long contexts must be equal.
+            decide.
         embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
         embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
         vision_encoder: Vision tower behind the vision layer: id or directory; empty takes CLIP where present.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +69,6 @@ class Record:
         frame: digest of all its segments but the question, or an empty string.
         loose_frame: the same with every media item alike.
         run: digest of its leading run up to the last media item with every media item alike, or an empty string.
-        contexts: key of a leading run that ends in a context -> hashes of that context's sentences (signed 64 bits).
         vectors: layer key -> vector of this entry.
         media_vectors: (layer key, media id) -> vector of one media item.
     """
@@ -80,7 +78,6 @@ class Record:
     frame: str = ""
     loose_frame: str = ""
     run: str = ""
-    contexts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     vectors: Mapping[str, Vector] = field(default_factory=dict)
     media_vectors: Mapping[tuple[str, str], Vector] = field(default_factory=dict)
 
@@ -160,10 +157,6 @@ class Catalog:
                 return False, Removed()
             row = self._insert(db, record, space)
             self._add_vectors(db, row, space, record)
-            for key, hashes in record.contexts.items():
-                db.execute("INSERT OR IGNORE INTO contexts (key) VALUES (?)", (key,))
-                (context,) = db.execute("SELECT id FROM contexts WHERE key=?", (key,)).fetchone()
-                db.executemany("INSERT OR IGNORE INTO sentences VALUES (?, ?)", [(h, context) for h in hashes])
             return True, self._trim(db, keep=row)
 
     def _insert(self, db: sqlite3.Connection, record: Record, space: str) -> int:
@@ -342,18 +335,6 @@ class Catalog:
         statement = f"{_ENTRIES}entries WHERE id>? ORDER BY id LIMIT 1"
         return self.database.faults(statement, _entry, delete if repair else None)
 
-    def vote(self, hashes: Iterable[int], limit: int = 4, postings: int = 64) -> list[str]:
-        """Keys of the ``limit`` contexts that share the most sentences, best first. One sentence names at most
-        ``postings`` contexts, so that boilerplate costs no more than another."""
-        votes = Counter[int]()
-        with self.database as db:
-            for value in hashes:
-                rows = db.execute("SELECT context FROM sentences WHERE hash=? LIMIT ?", (value, postings))
-                votes.update(context for (context,) in rows)
-            best = sorted(votes, key=lambda c: (-votes[c], c))[:limit]
-            keys = [db.execute("SELECT key FROM contexts WHERE id=?", (c,)).fetchone() for c in best]
-        return [row[0] for row in keys if row]
-
     # -- for the indexes ----------------------------------------------------------------------------------------
 
     def changed(self) -> bool:
@@ -430,17 +411,14 @@ def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
 
 
 def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
-    """Delete entries by the numbers of their rows, with the contexts and vectors of media that only they had.
+    """Delete entries by the numbers of their rows, with the vectors of media that only they had.
 
     What refers to an entry goes by itself (``ON DELETE CASCADE``).
     """
     removed, ids = removal(db, rows), (json.dumps(rows),)
     of_them = "entry IN (SELECT value FROM json_each(?))"
     media = db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE {of_them}", ids).fetchall()  # noqa: S608
-    contexts = f"SELECT DISTINCT key FROM entry_keys JOIN contexts USING (key) WHERE {of_them}"  # noqa: S608
-    keys = db.execute(contexts, ids).fetchall()
     db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
-    db.executemany("DELETE FROM contexts WHERE key=?1 AND NOT EXISTS (SELECT 1 FROM entry_keys WHERE key=?1)", keys)
     db.executemany(
         "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
         " AND NOT EXISTS (SELECT 1 FROM entry_media WHERE media=?1 AND space=?2)",

@@ -72,11 +72,6 @@ CREATE TABLE tags (
   tag TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
   PRIMARY KEY (tag, entry)) WITHOUT ROWID;
 CREATE INDEX tags_entry ON tags (entry);
-CREATE TABLE contexts (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE);
-CREATE TABLE sentences (
-  hash INTEGER NOT NULL, context INTEGER NOT NULL REFERENCES contexts ON DELETE CASCADE,
-  PRIMARY KEY (hash, context)) WITHOUT ROWID;
-CREATE INDEX sentences_context ON sentences (context);
 CREATE TABLE purge (mark TEXT NOT NULL);
 INSERT INTO purge VALUES (hex(randomblob(16)));
 
@@ -97,19 +92,21 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 """
 
 
-# Files of earlier versions are without these. `shared` has a row where a file shares entries with others: how far those
-# are read. `removals` are what they have not heard of.
+# Files of earlier versions are without these tables, and had two of what contexts said. `shared` has a row where a file
+# shares entries with others: how far those are read. `removals` are what they have not heard of.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
+    "DROP TABLE IF EXISTS sentences",
+    "DROP TABLE IF EXISTS contexts",
 )
 
 # An invalidation without a criterion is one of everything, and another mark says that entries went.
 _EMPTY = """
 DELETE FROM removals; INSERT INTO removals (criteria) SELECT '{}' FROM shared;
 DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
-DELETE FROM sentences; DELETE FROM contexts; DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
+DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
 UPDATE purge SET mark=hex(randomblob(16));
 INSERT INTO invalidations (selector) VALUES ('{}')
 """

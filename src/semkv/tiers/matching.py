@@ -102,6 +102,8 @@ class Planner:
 
     def _plan(self, found: Lookup, candidate: Candidate) -> Plan | None:
         request, donor = found.request, candidate.donor
+        if donor.namespace != request.namespace:  # a damaged file names another's entry
+            return None
         whole = candidate.run == len(donor.segments)
         own, run = request.segments if whole else request.segments[: candidate.run], donor.segments[: candidate.run]
         if not (self._normalised or candidate.checked or same_characters(own, run, candidate.similar)):
