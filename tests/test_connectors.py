@@ -326,8 +326,13 @@ class TestEngine:
         assert "reset" in adapter.refusal("late", chunk)
         step(engine)
 
-    def test_a_reset_amid_requests_stores_nothing_until_one_finds_none(self, engine: CachedEngine) -> None:
+    def test_a_reset_amid_requests_or_that_fails_stores_nothing_until_one_finds_none(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from vllm import SamplingParams
+
+        def broken() -> None:
+            raise AssertionError("broken")
 
         running, prompt = engine.prompt("runs", picture=31), engine.prompt("mixed", picture=31)
         llm_engine = engine.llm.llm_engine
@@ -339,6 +344,13 @@ class TestEngine:
         engine.settle()
         before = engine.counts()["stored_blocks"]
         engine.store(prompt)
+        assert engine.counts()["stored_blocks"] == before
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        monkeypatch.setattr(engine.connector.manager, "reset_cache", broken)
+        with pytest.raises(AssertionError, match="broken"):
+            engine.llm.reset_prefix_cache(reset_connector=True)
+        monkeypatch.undo()
+        engine.store(engine.prompt("of which weights?", picture=31))
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         cold = engine.store(prompt)

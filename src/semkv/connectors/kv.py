@@ -229,7 +229,7 @@ class SemKVConnector(OffloadingConnector):
         if self._settings.fixed_weights:
             return True
         shared = self.shared
-        used = shared.rename()  # first: nothing below may leave the old names in use
+        used, shared.storing = shared.rename(), False  # first: whatever fails below, old blocks get no new names
         super().reset_cache()
         told = identity.may_have_changed(str(self._vllm_config.instance_id))
         if shared.store is not None:
