@@ -134,6 +134,7 @@ class Language:
 
     fillers: Words
     attributes: Words
+    adverbs: Words
     synonyms: Entries
     phrases: Phrases
     contraries: Words
@@ -234,7 +235,7 @@ class Language:
         ]
         """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
-        self.movable = self.quiet | self.groupings
+        self.movable = self.quiet | self.groupings | self.stems(self.adverbs)
         self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
