@@ -89,6 +89,8 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
         rows = db.execute("SELECT id FROM entries LIMIT 2").fetchall()
         db.execute("UPDATE entries SET segments='[' WHERE id=?", rows[0])
         db.execute("UPDATE entries SET response=CAST(x'ff' AS TEXT) WHERE id=?", rows[1])
+    (used / "media" / "ab").mkdir(exist_ok=True)
+    (used / "media" / "ab" / ("g" * 64)).touch()  # no digest: somebody else's
     found = verify(used)
     assert (found.counts["checked"], found.counts["entries"]) == (5, 6)
     assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 2]

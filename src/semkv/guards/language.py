@@ -134,6 +134,7 @@ class Language:
 
     fillers: Words
     attributes: Words
+    adverbs: Words
     synonyms: Entries
     phrases: Phrases
     contraries: Words
@@ -211,6 +212,7 @@ class Language:
     def __init__(self, text: str, source: str = "language") -> None:
         vars(self).update(_tables(text, source))
         self._irregular = {**self.verbs, **self.forms, **self.nations}
+        self._endings = [(tuple(ending for ending, _ in step), step) for step in self.suffixes]
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
@@ -233,7 +235,7 @@ class Language:
         ]
         """For the speaker and for third persons, whether a word is a subject."""
         self.quiet = self.stems(self.fillers | self.function)
-        self.movable = self.quiet | self.groupings
+        self.movable = self.quiet | self.groupings | self.stems(self.adverbs)
         self.aside = self.stems((*self.mentions, *self.sayings))
         self.ties, self.joined, self.joining, self.denying_verbs = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
@@ -289,8 +291,8 @@ class Language:
             return self._irregular.get(word, word)
         for letters, others in self.spellings:
             word = word.replace(letters, others)
-        for step in self.suffixes:
-            for ending, instead in step:
+        for endings, step in self._endings:
+            for ending, instead in step if word.endswith(endings) else ():  # most words have none
                 if word.endswith(ending) and (instead == ending or len(word) - len(ending) >= _SHORTEST):
                     word = word[: len(word) - len(ending)] + instead
                     break

@@ -154,8 +154,9 @@ class _Order:
         (lead, x), (other_lead, y) = (self._behind_auxiliary(text) for text in (self.p.a, self.p.b))
         if not lead or lead != other_lead or x.stem == y.stem:
             return False
-        gerund, ties = self.language.gerund, self.language.ties
-        told = lead[-1] not in self.language.being or any(t.word.endswith(gerund) or t.stem in ties for t in (x, y))
+        gerund, is_being = self.language.gerund, lead[-1] in self.language.being
+        tied = not self.language.ties.isdisjoint((x.stem, y.stem))  # not "what can I do in Berlin this weekend"
+        told = tied == is_being or (is_being and any(t.word.endswith(gerund) for t in (x, y)))
         return told or self.language.movable.isdisjoint((x.stem, y.stem))
 
     def _behind_auxiliary(self, text: Text) -> tuple[list[str], Token]:
@@ -165,6 +166,7 @@ class _Order:
         if language.questions.get(spine[0].word) not in ("", "person"):
             return [], END
         told = (t for t in spine[i + 1 :] if _carries(t, language) or t.stem in language.ties)
+        told = (t for t in told if t.word not in language.adverbs)
         return [t.stem for t in spine[: i + 1]], next(told, END)
 
     def _asks_object(self, text: Text) -> bool:

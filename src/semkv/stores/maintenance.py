@@ -38,7 +38,7 @@ _REMEDY = (
     "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
     "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
-_IMAGES = f"media/??/{'?' * 64}"
+_IMAGES = f"media/??/{'[0-9a-f]' * 64}"
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
