@@ -8,6 +8,7 @@ tenths of a millisecond, and can only veto a match, never make one. A language i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from semkv.guards import meaning, order, values
@@ -125,8 +126,11 @@ def _alike(a: str, b: str) -> bool:
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
+_read = lru_cache(maxsize=4)(read)  # a request is compared with several donors, one after the other
+
+
 def _pair(a: str, b: str, language: Language | None) -> Pair:
     known = (language,) if language else languages()
-    pairs = (Pair(read(a, one), read(b, one), one) for one in known)
+    pairs = (Pair(_read(a, one), _read(b, one), one) for one in known)
     first = next(pairs)
     return first if len(known) == 1 or meaning.knows(first) else next(filter(meaning.knows, pairs), first)
