@@ -199,6 +199,14 @@ class TestHeads:
         assert "upgrade" not in pair.upstream.headers[-1]
         assert "http2-settings" not in pair.upstream.headers[-1]
 
+    @pytest.mark.parametrize("wish", [("Upgrade: h2c", "Connection: Upgrade", "Connection: keep-alive"), ()])
+    def test_one_request_has_one_answer(self, pair: Pair, wish: tuple[str, ...]) -> None:
+        """A proxy in front would give the second to somebody else."""
+        asked = request(chat("once"), *wish, method="POST" if wish else "CONNECT", target=CHAT if wish else "/v1/models")
+        with Line(pair) as line:
+            answers = line.send(asked + request(method="GET", target="/healthz")).until(b'"ok"' if wish else b"proxy.")
+        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == ([b"200", b"200"] if wish else [b"400"])
+
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
         key = f"Sec-WebSocket-Key: {'a' * 22}=="
         upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", key)

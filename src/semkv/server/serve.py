@@ -98,7 +98,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._declined = self._get_upgrade() is not None and self.parser.should_upgrade() and not self._should_upgrade()
+        self._declined = self.parser.should_upgrade() and not self._should_upgrade()
         if self._declined:
             return
         super()._unset_keepalive_if_required()
@@ -115,6 +115,9 @@ class Protocol(HttpToolsProtocol):
         head is read again without that wish."""
         upgrade = sys.exc_info()[1]
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        if self.parser.get_method() == b"CONNECT":
+            self.send_400_response("This is no proxy.")
+            return
         rest, version = self._data[upgrade.args[0] :], self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
