@@ -207,6 +207,12 @@ class TestHeads:
             answers = line.send(asked + request(method="GET", target="/healthz")).until(b'"ok"' if wish else b"proxy.")
         assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == ([b"200", b"200"] if wish else [b"400"])
 
+    def test_many_wishes_at_once_are_read_one_after_another(self, pair: Pair) -> None:
+        wish = request(b"", "Connection: Upgrade", "Upgrade: h2c", method="GET", target="/healthz")
+        with Line(pair) as line:
+            line.send(wish * 600 + request(method="GET", target="/semkv/x"))
+            assert line.until(b"not found").count(b"200 OK") == 600
+
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
         key = f"Sec-WebSocket-Key: {'a' * 22}=="
         upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", key)
