@@ -55,6 +55,7 @@ def test_a_variable_is_a_flag() -> None:
     # What Kubernetes sets for Services named semkv and semkv-redis:
     given |= {"SEMKV_PORT": "tcp://10.0.0.1:80", "SEMKV_PORT_80_TCP_ADDR": "10.0.0.1", "SEMKV_SERVICE_PORT_HTTP": "80"}
     given |= {"SEMKV_REDIS_SERVICE_HOST": "10.0.0.2", "SEMKV_REDIS_PORT": "tcp://10.0.0.2:6379"}
+    given |= {"SEMKV_HOST": "0.0.0.0", "SEMKV_WORKERS": "2"}  # of a gateway with the same environment
     settings = parse(ServerSettings, ["--mode", "dry-run"], Environment(given))
     assert settings == ServerSettings(mode=CacheMode.DRY_RUN)
     assert parse(ServerSettings, [], Environment(given)) == ServerSettings(mode=CacheMode.OFF)
@@ -62,7 +63,7 @@ def test_a_variable_is_a_flag() -> None:
     assert len(parse(CacheConfig, [], Environment(layers)).embedding_layers) == 2
 
 
-@pytest.mark.parametrize("name", ["SEMKV_TLL", "SEMKV_NO_SALT", "SEMKV_WORKERS"])
+@pytest.mark.parametrize("name", ["SEMKV_TLL", "SEMKV_NO_SALT", "SEMKV_LOG_LEVEL"])
 def test_a_variable_that_is_no_flag_is_named_without_its_value(name: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"environment: '{name}' is not allowed; expected one of .*SEMKV_TTL,"

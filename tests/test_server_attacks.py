@@ -199,6 +199,20 @@ class TestHeads:
         assert "upgrade" not in pair.upstream.headers[-1]
         assert "http2-settings" not in pair.upstream.headers[-1]
 
+    @pytest.mark.parametrize("wish", [("Upgrade: h2c", "Connection: Upgrade", "Connection: keep-alive"), ()])
+    def test_one_request_has_one_answer(self, pair: Pair, wish: tuple[str, ...]) -> None:
+        """A proxy in front would give the second to somebody else."""
+        asked = request(chat("once"), *wish) if wish else request(method="CONNECT", target="/v1/models")
+        with Line(pair) as line:
+            answers = line.send(asked + request(method="GET", target="/healthz")).until(b'"ok"' if wish else b"proxy.")
+        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == ([b"200", b"200"] if wish else [b"400"])
+
+    def test_many_wishes_at_once_are_read_one_after_another(self, pair: Pair) -> None:
+        wish = request(b"", "Connection: Upgrade", "Upgrade: h2c", method="GET", target="/healthz")
+        with Line(pair) as line:
+            line.send(wish * 600 + request(method="GET", target="/semkv/x"))
+            assert line.until(b"not found").count(b"200 OK") == 600
+
     def test_a_websocket_is_closed(self, pair: Pair) -> None:
         key = f"Sec-WebSocket-Key: {'a' * 22}=="
         upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", key)

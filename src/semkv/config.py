@@ -135,8 +135,9 @@ def check(settings: Any, *, flags: bool = True) -> None:
 # ---------------------------------------------------------------------- the command line
 
 
-# What is no flag of a command but may stand in its environment, and what Kubernetes puts there for every Service.
-_OTHERS = ("SEMKV_SECRET", "SEMKV_ADMIN_KEY", "SEMKV_CONFIG")
+# What may stand in the environment though it is no flag of a command (the last three are none inside vLLM), and what
+# Kubernetes puts there for every Service.
+_OTHERS = ("SEMKV_SECRET", "SEMKV_ADMIN_KEY", "SEMKV_CONFIG", "SEMKV_HOST", "SEMKV_PORT", "SEMKV_WORKERS")
 _KUBERNETES = re.compile(
     r"SEMKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT_\d+_(TCP|UDP|SCTP))\w*=.*|SEMKV_(\w+_)?PORT=\w+://.*", re.DOTALL
 )
@@ -166,11 +167,11 @@ class Environment:
         own = flags.pop("config", None)
         known = {f"SEMKV_{flag.replace('-', '_').upper()}": argument for flag, argument in flags.items()}
         for name, text in self._variables.items():
-            if not name.startswith("SEMKV_") or not text.strip() or name in _OTHERS:
-                continue
-            if _KUBERNETES.fullmatch(f"{name}={text}"):
+            if not name.startswith("SEMKV_") or not text.strip() or _KUBERNETES.fullmatch(f"{name}={text}"):
                 continue
             if name not in known:
+                if name in _OTHERS:
+                    continue
                 raise ConfigError("environment", name, {*known, *_OTHERS})
             words = text.split(",") if get_origin(known[name].hint) is tuple else [text]
             _give(known[name], [word.strip() for word in words if word.strip()], name, name)

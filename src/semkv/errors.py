@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
@@ -32,7 +33,8 @@ class ConfigError(SemkvError):
     def __init__(self, key: str, value: object, allowed: str | Iterable[str]) -> None:
         self.key, self.value = key, str(value) if isinstance(value, PurePath) else value
         self.allowed = allowed if isinstance(allowed, str) else "one of " + ", ".join(sorted(allowed))
-        super().__init__(f"{key}: {self.value!r} is not allowed; expected {self.allowed}")
+        shown = re.sub("//.*@", "//", repr(self.value))  # without the name and password of a URL
+        super().__init__(f"{key}: {shown} is not allowed; expected {self.allowed}")
 
 
 class DatasetError(SemkvError):

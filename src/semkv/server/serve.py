@@ -64,7 +64,8 @@ class Protocol(HttpToolsProtocol):
     turned_away: Callable[[], None] = staticmethod(lambda: None)
     _beyond = False
     _in_head, _head_bytes = False, 0
-    _data, _declined = b"", False  # what came last; whether its head asks for a protocol that is not spoken here
+    _data, _again = b"", b""  # what came last; what of it is to be read again
+    _declined = False  # its head asks for a protocol that is not spoken here
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,8 +85,10 @@ class Protocol(HttpToolsProtocol):
         """uvicorn's wait for the next request ends with its first byte; this one only with a whole head."""
 
     def data_received(self, data: bytes) -> None:
-        goes_on, self._data = self._in_head, data
-        super().data_received(data)
+        goes_on, self._again = self._in_head, data
+        while self._again:
+            self._data, self._again = self._again, b""
+            super().data_received(self._data)
         self._data = b""
         if goes_on and self._in_head and self.parser is not None:
             self._head_bytes += len(data)
@@ -98,7 +101,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._declined = self._get_upgrade() is not None and self.parser.should_upgrade() and not self._should_upgrade()
+        self._declined = self.parser.should_upgrade() and not self._should_upgrade()
         if self._declined:
             return
         super()._unset_keepalive_if_required()
@@ -115,11 +118,14 @@ class Protocol(HttpToolsProtocol):
         head is read again without that wish."""
         upgrade = sys.exc_info()[1]
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        if self.parser.get_method() == b"CONNECT":
+            self.send_400_response("This is no proxy.")
+            return
         rest, version = self._data[upgrade.args[0] :], self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join([first, *lines, b"", rest]))
+        self._again = b"\r\n".join([first, *lines, b"", rest])
 
 
 def raise_file_limit() -> int:

@@ -259,7 +259,7 @@ def connect(url: str, timeout_s: float) -> Any:
         pool.connection_class(**pool.connection_kwargs)  # which connects to nothing, and knows what a URL may say
         return db
     except (ValueError, TypeError, redis.RedisError):
-        raise ConfigError("--store", _without_password(url), "a URL such as redis://host:6379/0") from None
+        raise ConfigError("--store", url, "a URL such as redis://host:6379/0") from None
 
 
 @contextmanager
@@ -271,8 +271,3 @@ def asking() -> Iterator[None]:
         yield
     except (RedisError, OSError) as error:
         raise StoreError(f"redis: {type(error).__name__}: {error}") from error
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
