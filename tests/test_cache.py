@@ -413,6 +413,16 @@ def test_a_donor_whose_image_is_gone_serves_only_those_who_bring_it(bench: Bench
     assert bench.look("color~0.9", "car").hit
 
 
+def test_a_damaged_key_that_names_another_tenants_entry_finds_nothing(bench: Bench) -> None:
+    bench.ask("color", "car", tenant="a")
+    bench.ask("color", "car", tenant="b")
+    with bench.cache._catalog.database.write() as db:
+        db.execute("DELETE FROM entry_keys WHERE entry=(SELECT MIN(id) FROM entries)")
+        db.execute("UPDATE entry_keys SET entry=(SELECT MIN(id) FROM entries)")
+    bench.reopen(semantic=False, embedding_layers=())
+    assert not bench.look("color", "car", tenant="b").hit
+
+
 def test_a_file_with_other_bytes_is_not_stored_as_the_image(bench: Bench) -> None:
     image = bench.image("car")
     assert image.source is not None
