@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,9 +140,14 @@ def _verify(
 
     Exit code 1 where something is damaged, 2 where something could not be read.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from semkv.stores.maintenance import verify as check
 
-    found = check(_folder(cache_dir), repair=repair)
+    console = Console(stderr=True)
+    watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
+    found = check(_folder(cache_dir), repair=repair, watched=watched)
     deleted = found.counts["deleted"]
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
@@ -221,6 +227,9 @@ def _export(
     cache_dir: CacheDir = None,
 ) -> None:
     """Write a cache into one file, which holds prompts and answers in the clear."""
+    from rich.console import Console
+    from rich.progress import track
+
     from semkv.stores.database import Database
     from semkv.stores.files import described, matching, open_file
 
@@ -238,7 +247,7 @@ def _export(
             target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in (copy, *files):
+                for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
@@ -261,6 +270,9 @@ def _import(
     cache_dir: CacheDir = None,
 ) -> None:
     """Make a cache directory of what export wrote."""
+    from rich import progress
+    from rich.console import Console
+
     from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder
 
@@ -272,7 +284,8 @@ def _import(
         with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
             made = Path(folder) / "cache"
             make_cache_folder(made)
-            with tarfile.open(file, "r:") as archive:  # which unpacks to its own size
+            reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
+            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
                 _unpack(archive, made)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")

@@ -12,10 +12,11 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
@@ -271,13 +272,17 @@ def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterab
     return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
 
 
-def verify(cache_dir: Path, *, repair: bool = False) -> Report:
+Watched = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda rows, what: rows) -> Report:
     """Read every file, entry and response, and check every checksum. Counts what was ``checked`` of files, ``entries``,
     ``answers`` and, with ``repair``, ``deleted``.
 
     Args:
         repair: delete what is damaged, so that it is computed again, and empty a block store whose index is damaged or
             lost; never the database.
+        watched: shows how far it is: takes what is looked at, and a word for it, and passes it on.
 
     Raises:
         StoreError: there is no cache, or it was written by another format version.
@@ -299,17 +304,17 @@ def verify(cache_dir: Path, *, repair: bool = False) -> Report:
             found.counts["deleted"] += len(look.damaged)
             look.unread = _begin_anew(root / INDEX, block_index.SCHEMA)
         found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
-        damaged = [file for file in files if is_damaged(name, check_file(root, file))]
+        damaged = [file for file in watched(files, name) if is_damaged(name, check_file(root, file))]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
-    images = [image for image, _ in _images(cache_dir) if is_damaged("media", check_image(image))]
+    images = [image for image, _ in watched(_images(cache_dir), "media") if is_damaged("media", check_image(image))]
     _delete(images * repair, found)
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
-        for reason in catalog.verify(repair=repair):
+        for reason in watched(catalog.verify(repair=repair), "catalog"):
             is_damaged("catalog", reason, "entries")
-        for reason in responses.verify(repair=repair):
+        for reason in watched(responses.verify(repair=repair), "answers"):
             is_damaged("answers", reason, "answers")
     return found
 
