@@ -358,10 +358,12 @@ def run(
 
 
 def table(found: dict[str, Any]) -> str:
-    """A markdown table, a row a case."""
+    """A markdown table, a row a case: failures first, those of the connector that was named first before all."""
     columns = found["connectors"]
     rows = [["case", *columns], ["---"] * (len(columns) + 1)]
-    cases = next(iter(columns.values()))
+    verdicts = ("fail", "cannot", "pass")
+    asked = next(iter(columns.values()))
+    cases = sorted(asked, key=lambda case: [verdicts.index(column[case]["verdict"]) for column in columns.values()])
     rows += [[CASES[case][1], *(column[case]["verdict"] for column in columns.values())] for case in cases]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

@@ -317,6 +317,8 @@ COLUMNS = (
     Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
     Column("plausibility", "gqa.plausibility", "%", lambda run: _among(run.records, "plausible")),
     Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
+    Column("hits run cold: accuracy", "against_cold.cold_accuracy_on_hits", "%",
+           lambda run: accuracy(c for _, c in run.hit_pairs)),
     Column("hits: same answer as cold", "against_cold.agreement", "%",
            lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
            "hits with the answer that vLLM alone gave"),
