@@ -57,6 +57,6 @@ def read_lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def heeds_ctrl_c() -> None:
+def allow_ctrl_c() -> None:
     """For ``preexec_fn``: what a shell starts in the background ignores SIGINT, and so do these tests then."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -170,7 +170,7 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_entry_is_deleted_and_hides_no_other(tmp_path: Path, harm: str) -> None:
-    """Also one whose text is another: the keys beside it do not tell."""
+    """Also an entry with another text, which its keys do not show."""
     catalog = Catalog(tmp_path / "c.sqlite")
     catalog.add(record("a"))
     catalog.add(record("b"))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command_line import Result, heeds_ctrl_c, invoke, read_lines, write_questions
+from command_line import Result, allow_ctrl_c, invoke, read_lines, write_questions
 from semkv import __version__
 from semkv_lab import console
 
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     path, samples = write_questions(tmp_path / "many.jsonl", *map(str, range(100_000))), tmp_path / "s.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=allow_ctrl_c,
     )  # fmt: skip
     while process.poll() is None and (not samples.exists() or samples.stat().st_size < 10_000):
         time.sleep(0.05)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import semkv_lab
-from command_line import Result, heeds_ctrl_c, invoke
+from command_line import Result, allow_ctrl_c, invoke
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.sweep import SweepLog, locked, read_spec
 
@@ -175,7 +175,7 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     spec(folder, [{"name": "short", "max-samples": 5}, {"name": "long", "trace-requests": 200_000}])
     samples = folder / "samples" / "long.jsonl"
     with subprocess.Popen(
-        command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_ctrl_c
+        command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=allow_ctrl_c
     ) as run:
         _until(lambda: samples.exists() and samples.stat().st_size > 0)
         run.send_signal(signal.SIGINT)

@@ -148,7 +148,7 @@ class Environment:
     else ``SEMKV_CONFIG``. A flag overrides a variable, a variable the file.
 
     Commas separate lists in a variable. Keys of the file are flags without their dashes; a list gives a flag several
-    times. What is no flag is an error, told without its value, which may be a secret.
+    times. An unknown name is an error, which leaves out the value: it may be a secret.
 
     Args:
         variables: the environment.
