@@ -81,8 +81,11 @@ def room(rows: int, row_bytes: int) -> Bytes:
 
 
 def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[Bytes]) -> bytes:
-    """What stands before the rows in a file, ``about`` being all but keys and checksums; rows of whole pages begin at a
-    page."""
+    """What stands before the rows in a file, ``about`` being all but keys and checksums.
+
+    KV rows of whole pages begin at a page, for O_DIRECT. Others do not: encoder outputs have no host memory above them,
+    so the page cache serves them.
+    """
     document = {
         "version": FORMAT_VERSION,
         **about,
@@ -92,7 +95,8 @@ def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[
     text, tensor = json.dumps(document), _tensor(len(rows), len(rows[0]))
     metadata = {"semkv": text, "checksum": _head_checksum(text, tensor)}
     head = json.dumps({"__metadata__": metadata, _TENSOR: tensor}).encode()
-    head += b" " * (-(8 + len(head)) % (8 if len(rows[0]) % PAGE else PAGE))
+    direct = about["kind"] == "kv" and len(rows[0]) % PAGE == 0
+    head += b" " * (-(8 + len(head)) % (PAGE if direct else 8))
     return struct.pack("<Q", len(head)) + head
 
 
