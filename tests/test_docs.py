@@ -112,7 +112,7 @@ def test_classes_and_their_methods_exist(page: str) -> None:
 def test_paths_exist(page: str) -> None:
     pattern = r"[\w.][\w./-]*\.(?:py|json|md|png|toml)|(?:bench|cpu|docs|h200|src|specs|tests)/[\w./-]+"
     named = {text for text in quoted(page) if re.fullmatch(pattern, text)}
-    named -= {"gqa.json", "kv-load-process-2.json"}  # the reader's; in a commit that the page names
+    named -= {"gqa.json"}  # the reader's
     assert [path for path in sorted(named) if not any((folder / path).exists() for folder in FOLDERS)] == []
 
 
