@@ -22,7 +22,7 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def tenant_tag(salt: str | None) -> str:
@@ -125,14 +124,8 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            views, done = [_past_the_page_cache(descriptor, head, rows), *(row.data for row in rows)], 0
-            while rest := _rest(views, done):
-                try:
-                    done += os.pwritev(descriptor, rest, done)
-                except OSError as error:  # of a file system that takes O_DIRECT and cannot do it here
-                    if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
-                        raise
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
+            views = [_past_the_page_cache(descriptor, head, rows), *(row.data for row in rows)]
+            _transfer(os.pwritev, descriptor, views, 0)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
@@ -144,20 +137,36 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
 
 
 def _past_the_page_cache(descriptor: int, head: bytes, rows: Sequence[Bytes]) -> memoryview:
-    """Have a file of whole pages written with O_DIRECT, where the file system can; returns the head to write.
+    """Have a file of whole pages written with O_DIRECT; returns the head to write.
 
     A copy of what host memory holds is of no use in the page cache. Without it, writing takes less memory bandwidth
     from vLLM's copies, and one thread writes as fast as the disk is.
     """
     if len(head) % PAGE or any(len(row) % PAGE or row.ctypes.data % PAGE for row in rows):
         return memoryview(head)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | _DIRECT)
-    except OSError:
-        return memoryview(head)
+    _go_direct(descriptor)
     aligned = room(1, len(head))[0]
     aligned[:] = np.frombuffer(head, np.uint8)
     return memoryview(aligned)
+
+
+def _go_direct(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # a file system that cannot do that
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, _DIRECT)
+
+
+def _transfer(call: Callable[..., int], descriptor: int, views: Sequence[memoryview], at: int) -> None:
+    """Read or write from a place of a file on, as far as it goes."""
+    done = 0
+    while rest := _rest(views, done):
+        try:
+            if (moved := call(descriptor, rest, at + done)) == 0:
+                return
+            done += moved
+        except OSError as error:  # of a file system that takes O_DIRECT and cannot do it here
+            if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
@@ -226,30 +235,16 @@ class BlockFile:
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right.
 
-        What the page cache has is copied from there. The rest comes past it, without a copy, where all begins at pages.
+        Where all begins at pages they come past the page cache, without a copy.
         """
         if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
-        views, at, done = [row.data for row in rows], self._start + first * self.row_bytes, 0
-        if _NO_WAIT:
-            done = self._try_to_fill(views, at, done, _NO_WAIT)
-        uncached = done < self.row_bytes * len(rows)
-        if uncached and not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
-            with contextlib.suppress(OSError):  # a file system that cannot do that
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT)
-                done = self._try_to_fill(views, at, done // PAGE * PAGE)
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
-        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
-            done += got
+        at = self._start + first * self.row_bytes
+        if not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
+            _go_direct(self._fd)
+        _transfer(os.preadv, self._fd, [row.data for row in rows], at)
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
-
-    def _try_to_fill(self, views: Sequence[memoryview], at: int, done: int, flags: int = 0) -> int:
-        """Go on after ``done`` bytes until a fault or the end; returns how many bytes are there."""
-        with contextlib.suppress(OSError):
-            while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done, flags)) > 0:
-                done += got
-        return done
 
 
 def check_file(root: Path, file: str) -> str:

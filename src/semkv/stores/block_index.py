@@ -163,7 +163,7 @@ def purges_after(db: sqlite3.Connection, purge_id: int) -> list[Purge]:
     query = "SELECT id, owner, writer, namespace FROM purges WHERE id>=? ORDER BY id"
     rows = db.execute(query, (purge_id,)).fetchall()
     if not rows or rows[0][0] != purge_id:  # of an index before this one, or too long ago
-        return [Purge(rows[-1][0] if rows else 0)]
+        return [Purge(last_purge(db))]
     return [Purge(number, *(None if word is None else _text(word) for word in words)) for number, *words in rows[1:]]
 
 

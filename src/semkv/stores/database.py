@@ -1,4 +1,4 @@
-"""The one way to a SQLite file: how it is opened, made, locked, emptied, and replaced when it is of no use.
+"""The one way to a SQLite file: how it is opened, made, locked, and replaced when it is of no use or purged.
 
 A commit is one system call to the write-ahead log: it survives the end of the process, however it ends. A power cut may
 cost the last moments, never an older row (``synchronous=NORMAL``). Deleted rows are overwritten with zeros. Only the
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,7 @@ CATALOG = "catalog.sqlite"
 FORMAT = 2
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
-_MARK = "semkv_format_"
 _POLL_S = 0.005
-_HEAD = 1 << 16  # bytes of a file in which the names of its tables are
 _LATER = 65_536  # statements that wait for the next write
 _LOCK_S = 60.0  # for other processes that open or replace the file
 _BESIDE = ("-wal", "-shm")
@@ -102,15 +100,6 @@ _ADDED = (
     "DROP TABLE IF EXISTS contexts",
 )
 
-# An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = """
-DELETE FROM removals; INSERT INTO removals (criteria) SELECT '{}' FROM shared;
-DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
-DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
-UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{}')
-"""
-
 log = logging.getLogger("semkv")
 
 
@@ -125,8 +114,7 @@ class Schema:
         probes: queries that are made when the file is opened: a damaged page or table shows.
         added: statements that are made then where it can be written.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun, and returns a line for
-            each thing that cannot be deleted. A damaged file is
+        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
             deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
@@ -135,17 +123,16 @@ class Schema:
     probes: tuple[str, ...]
     added: tuple[str, ...] = ()
     prepare: Callable[[Path], object] | None = None
-    discard: Callable[[Path], list[str]] | None = None
-
-    @property
-    def mark(self) -> str:
-        """Name of a view that says whose and of which version a file is, as its header does, which may be damaged."""
-        return f"{_MARK}{self.version}"
+    discard: Callable[[Path], object] | None = None
 
 
 _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
 CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
 """Of `CATALOG`."""
+
+_PURGED = "INSERT INTO shared VALUES (''); INSERT INTO removals (criteria) VALUES ('{}');"
+EMPTIED = replace(CACHE, tables=_TABLES + _PURGED)
+"""Of one that takes the place of a file that shared entries: a removal without a criterion is one of everything."""
 
 
 class Database:
@@ -163,6 +150,7 @@ class Database:
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
+        anew: delete the file that is there, and begin another. Processes that have it open hear of it and go on.
 
     Attributes:
         lock: held while the connection is used; reentrant.
@@ -181,6 +169,7 @@ class Database:
         open_s: float | None = _LOCK_S,
         raises_store_error: bool = False,
         replace: bool = True,
+        anew: bool = False,
     ) -> None:
         self.path, self.lock, self._schema = path, threading.RLock(), schema
         self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
@@ -193,7 +182,7 @@ class Database:
             if replace:
                 make_folder(path.parent if schema.prepare is None else path.parent.parent)
             if open_s is not None:
-                self._open(wait_s=open_s)
+                self._open(wait_s=open_s, anew=anew)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -320,22 +309,6 @@ class Database:
         with self as db:
             return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
 
-    def empty(self) -> bool:
-        """Delete all entries and responses, and give their room back. Processes that share the file go on with it, and
-        hear of it. False where one of them reads it at the moment, so that deleted text may still be in the log."""
-        with self as db:
-            db.execute("PRAGMA secure_delete=OFF")  # what is deleted is not in the file after VACUUM: little is written
-        try:
-            with self.write() as db:
-                for statement in _EMPTY.split(";"):
-                    db.execute(statement)
-            with self as db:
-                db.execute("VACUUM")
-        finally:
-            with self as db:
-                db.execute("PRAGMA secure_delete=ON")
-        return self.truncate_log()
-
     def close(self) -> None:
         """Close the file; later uses raise `sqlite3.ProgrammingError`."""
         if self._later and not self._closed:
@@ -369,13 +342,15 @@ class Database:
             fault.sqlite_errorcode = sqlite3.SQLITE_BUSY if is_busy else sqlite3.SQLITE_CANTOPEN
             raise fault from error
 
-    def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
+    def _open(self, damaged: FileId | None = None, *, wait_s: float, anew: bool = False) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if self._replace and self._schema.prepare:
             self._schema.prepare(self.path.parent)
         with opening(self.path, wait_s) if self._replace else nullcontext():
             if self.opened:
                 self.connection.close()
+            if anew:
+                delete_files(self.path)
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
@@ -432,8 +407,6 @@ class Database:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
-        if db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name=?", (self._schema.mark,)).fetchone()[0]:
-            raise sqlite3.DatabaseError("its header is damaged")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
         if self._schema.discard and version < self._schema.version:
@@ -452,9 +425,9 @@ class Database:
     def _begin(self, db: sqlite3.Connection) -> None:
         if self._schema.discard:
             self._schema.discard(self.path.parent)
-        tables = "; ".join((self._schema.tables.replace(":now", str(time.time_ns() // 1000)), *self._schema.added, ""))
+        tables = "; ".join((*self._schema.added, self._schema.tables.replace(":now", str(time.time_ns() // 1000))))
         identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
-        db.executescript(f"BEGIN IMMEDIATE; CREATE VIEW {self._schema.mark} AS SELECT 1; {tables} {identity} COMMIT")
+        db.executescript(f"BEGIN IMMEDIATE; {tables} {identity} COMMIT")
 
     def _put_aside(self, why: str) -> None:
         kept = "deleted" if self._schema.discard else "put aside"
@@ -493,17 +466,17 @@ def _code(error: BaseException) -> int:
 
 
 def is_ours(path: Path) -> bool | None:
-    """Whether a database is semkv's, by the first pages of the file; None where there is none, or a damaged one.
+    """Whether a database is semkv's, by the header of the file; None where there is none, or a damaged one.
 
     Not of a file that this process has open: to close it takes SQLite's locks away.
     """
     try:
-        head = read_bytes(path, _HEAD)  # https://www.sqlite.org/fileformat.html#the_database_header
+        head = read_bytes(path, 100)  # https://www.sqlite.org/fileformat.html#the_database_header
     except (OSError, StoreError):
         return None
     if not head.startswith(b"SQLite format 3\0"):
         return None
-    return head[68:72] == _APPLICATION.to_bytes(4, "big") or (None if _MARK.encode() in head else False)
+    return head[68:72] == _APPLICATION.to_bytes(4, "big")
 
 
 def is_filled(path: Path) -> bool:

@@ -13,7 +13,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from semkv.stores import block_index, database
 from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
-from semkv.stores.database import CACHE, CATALOG, Database, Schema
+from semkv.stores.database import CACHE, CATALOG, EMPTIED, Database, Schema
 from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
@@ -433,26 +433,26 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     if not is_ours(root):
         raise StoreError(f"{root} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
-    look = Report({})  # a catalog that cannot be read goes all the same
-    with _noting(look, "catalog", root / CATALOG), _entries(root) as (catalog, responses):
+    look, file, schema = Report({}), root / CATALOG, CACHE  # a catalog that cannot be read goes all the same
+    with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-    if database.is_ours(root / CATALOG) is False:
+        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
+    if database.is_ours(file) is False:
         found.unread += look.unread
     stores = _own_stores(root)
-    files = _files(root, *_FORMS, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
+    files = [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
     found.unread += [
         f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
         for link in filter(Path.is_symlink, _folders(root))
     ]
     if not dry_run:
-        found.unread += _empty_catalog(root / CATALOG)
+        if database.is_filled(file) and database.is_ours(file) is not False:
+            found.unread += _begin_anew(file, schema)
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
             replay(folder, lambda response, since: True)
-        _delete(_files(root, *_FORMS), found)
-        files = [file for file in files if not os.path.lexists(file)]
-    found.counts["files"] = len(files)
+    found.counts["files"] = sum(len(some) if dry_run else _delete(some, found) for some in files)
 
 
 def purge_directory(root: Path, *, dry_run: bool = False) -> int:
@@ -475,37 +475,15 @@ def purge_directory(root: Path, *, dry_run: bool = False) -> int:
     return found.counts["files"]
 
 
-def _empty_catalog(file: Path) -> list[str]:
-    """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
-    format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
-    if not database.is_filled(file) or database.is_ours(file) is False:
-        return []
-    try:
-        with closing(Database(file, timeout_s=_WAIT_S)) as opened:
-            opened.truncate_log()  # which makes room on a full disk
-            if opened.empty():
-                return []
-        return [f"{file} is being read: its write-ahead log has what was deleted, purge again"]
-    except (StoreError, sqlite3.Error, UnicodeDecodeError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError) or database.is_transient(cause) or not os.access(file, os.R_OK):
-            return [f"{file} cannot be emptied ({error}), purge again"]
-    return _begin_anew(file, CACHE)
-
-
 def _begin_anew(file: Path, schema: Schema) -> list[str]:
     """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
     everything for purged. Returns what is left, for people."""
-    left = list[str]()
     try:
-        with database.opening(file):
-            database.delete_files(file)
-            left = schema.discard(file.parent) if schema.discard else left
-        with suppress(StoreError):  # a full disk
-            Database(file, schema=schema).close()
-    except OSError as error:
-        left.append(f"{file} cannot be deleted ({error.strerror or error}), purge again")
-    return left
+        Database(file, schema=schema, anew=True).close()
+    except StoreError as error:
+        if file.exists() and file.stat().st_size:  # else the disk is full
+            return [f"{file} cannot be begun anew ({error}), purge again"]
+    return []
 
 
 # -- its files --------------------------------------------------------------------------------------------------------
