@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 import sys
 import tarfile
@@ -286,7 +285,7 @@ def _import(
             make_cache_folder(made)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
             with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
-                _unpack(archive, made)
+                archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
             with closing(Database(made / CATALOG, replace=False)) as database:
@@ -302,19 +301,12 @@ def _import(
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
-    """Files of the forms that export writes, and nothing else."""
-    from semkv.stores.files import make_folder, open_file
-
-    for member in archive:
-        name = Path(member.name)
-        known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
-        source = archive.extractfile(member) if member.isreg() and not member.issparse() and known else None
-        if source is None or ".." in name.parts or len(name.parts) > 3:
-            raise StoreError(f"{member.name!r} is nothing that export writes")
-        make_folder((folder / name).parent)
-        with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
-            shutil.copyfileobj(source, out)
+def _exported(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """A file of a form that export writes, for its owner only; nothing else is unpacked."""
+    known, parts = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT)), Path(member.name).parts
+    if not known or not member.isreg() or member.issparse() or ".." in parts or len(parts) > 3:
+        raise StoreError(f"{member.name!r} is nothing that export writes")
+    return tarfile.data_filter(member.replace(mode=0o600, deep=False), folder)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------

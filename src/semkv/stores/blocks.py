@@ -135,10 +135,10 @@ class BlockStore:
             return otherwise
 
     def _fail(self, error: BaseException) -> None:
-        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, or
-        a damaged index, which has begun anew, is not told."""
+        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, a
+        damaged index, which has begun anew, or a file that a purge took away, is not told."""
         self.counters["errors"] += 1
-        if is_transient(error) or is_useless(error):
+        if is_transient(error) or is_useless(error) or isinstance(error, FileNotFoundError):
             return
         if not self.on:
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
@@ -265,9 +265,12 @@ class BlockStore:
         entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
         if not self._reserve(entry, since):
             return None
-        kept = self._write_file(file, head, list(new.values())) and self._ask(
-            lambda db: block_index.commit(db, self.root, entry), False, write_s=BUSY_S
-        )
+        kept = False
+        try:
+            block_file.write_file(path_of(self.root, file), head, list(new.values()))
+            kept = self._ask(lambda db: block_index.commit(db, self.root, entry), False, write_s=BUSY_S)
+        except OSError as error:
+            self._fail(error)
         if not kept:
             self.drop([file])
             return None
@@ -298,16 +301,6 @@ class BlockStore:
             return True
 
         return self._ask(reserve, False, write_s=BUSY_S)
-
-    def _write_file(self, file: str, head: bytes, rows: Sequence[Bytes]) -> bool:
-        try:
-            block_file.write_file(path_of(self.root, file), head, rows)
-            return True
-        except FileNotFoundError:  # a purge took the file, or somebody the folder, away
-            self.counters["errors"] += 1
-        except OSError as error:
-            self._fail(error)
-        return False
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
@@ -356,7 +349,7 @@ class BlockStore:
     # -- looking after it -----------------------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        """Delete what is too old, and files that no index names; forget files that are gone. Returns how many went.
+        """Delete what is too old, and files that no index names. Returns how many went.
 
         A file is in the index before it is made, so one that is not there was left by a writer that died, or with an
         index that was lost.
@@ -366,15 +359,11 @@ class BlockStore:
             return 0
         oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
         gone = self._ask(lambda db: block_index.expire(db, self.root, oldest), 0, write_s=BUSY_S)
-        committed = self._ask(lambda db: block_index.file_ids(db, {}, committed=True), list[str]())
         try:
             there = [(path.name.partition(".")[0], path) for path in block_file.listed(self.root)]
         except OSError as error:
             self._cannot_read(error)
             return gone
-        if lost := set(committed).difference(file for file, _ in there):
-            self.counters["missing"] += len(lost)
-            self.drop(lost)
         known = self._ask(lambda db: set(block_index.file_ids(db, {})), None)
         unknown = [path for file, path in there if known is not None and file not in known]
         if left := delete_all(unknown):

@@ -80,9 +80,6 @@ class FusionStore:
         block = bytes.fromhex(digest("item", key))
         return block, self.blocks.find(self.namespace, [block])[0]
 
-    def __contains__(self, key: str) -> bool:
-        return self._find(key)[1] is not None
-
     def load(self, key: str) -> FusionState | None:
         """Read and check a state; None when it is not stored or was damaged."""
         block, ref = self._find(key)

@@ -13,7 +13,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,24 +163,19 @@ def _is_open(folder: Path) -> bool:
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
 
 
-class _MissingError(Exception):
-    """There is no catalog."""
-
-
 @contextmanager
 def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     """A block over a database. A fault ends it, and becomes a line of ``found``."""
     try:
         yield
-    except _MissingError:
+    except FileNotFoundError:  # no catalog
         pass
     except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            remedy = "" if isinstance(cause, StoreError) else f"; {_REMEDY}"  # the former names its own
-            found.unread.append(f"{name}: {file} cannot be read ({error}){remedy}")
+            found.unread.append(f"{name}: {file} cannot be used ({error})" + f"; {_REMEDY}" * (not file.exists()))
 
 
 @contextmanager
@@ -189,7 +184,7 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
     the structure of the database is checked before."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
-        raise _MissingError
+        raise FileNotFoundError(file)
     with (
         closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
         closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
@@ -261,7 +256,7 @@ def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterab
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
-            theirs |= set() if tenant is None else catalog.media_of(tenant)
+            theirs |= catalog.media(tenant)
         for whom, count, nbytes, oldest, used in responses.by_tenant():
             if tenants is None or whom in tenants:
                 stores.append(StoreUse("answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used))
@@ -342,9 +337,10 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
         if max_age_s:
             found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
+        shown = opened[0].media()
         # The entry of a younger image may be about to be written.
-        old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
-        found.counts["media"] += _delete([image for image in old if not opened[0].has_media(image.name)], found)
+        loose = [i for i, status in _images(cache_dir) if status.st_mtime < now - _DAY_S and i.name not in shown]
+        found.counts["media"] += _delete(loose, found)
     return found
 
 
@@ -406,6 +402,9 @@ def _purge_entries(
     dry_run: bool = False,
 ) -> int:
     """Delete entries and responses that meet all that is given, and the images that only they had; how many images."""
+    if not dry_run:
+        with suppress(sqlite3.OperationalError):
+            catalog.database.truncate_log()  # which makes room on a full disk
     # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
     if responses.usage()[0] or any(cache_dir.glob("ahead*")):
         for tenant in (None,) if tenants is None else tenants:
@@ -455,24 +454,14 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     found.counts["files"] = sum(len(some) if dry_run else _delete(some, found) for some in files)
 
 
-def purge_directory(root: Path, *, dry_run: bool = False) -> int:
-    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone; nothing where it is
-    empty.
-
-    Processes that have a database or a block store open hear of it and go on.
-
-    Returns:
-        How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
+def purge_directory(root: Path) -> None:
+    """`purge` of everything below a directory; nothing where that is empty.
 
     Raises:
         StoreError: as `purge`, or not all could be deleted.
     """
-    if not root.is_dir() or (not is_ours(root) and _is_empty(root)):
-        return 0
-    found = purge(root, dry_run=dry_run)
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
-    return found.counts["files"]
+    if root.is_dir() and (is_ours(root) or not _is_empty(root)) and (left := purge(root).unread):
+        raise StoreError("; ".join(left))
 
 
 def _begin_anew(file: Path, schema: Schema) -> list[str]:

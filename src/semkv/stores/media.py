@@ -13,7 +13,7 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, remove_strays, replacing
+from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".tmp"  # ends the name of a file that is being written
@@ -38,7 +38,6 @@ class MediaStore:
         self._lock = threading.Lock()
         try:
             make_folder(root)
-            remove_strays(root, f"??/*{_NEW}")
             self._bytes, self._written = sum(status.st_size for _, status in self._files()), 0
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
@@ -112,7 +111,6 @@ class MediaStore:
 
     def _keep_bound(self, new: Path | None = None) -> None:
         """Count anew, with what other processes wrote, and bring what is over the bound down to nine tenths of it."""
-        remove_strays(self.root, f"??/*{_NEW}")
         found = self._files()
         self._bytes, self._written = sum(status.st_size for _, status in found), 0
         if self._bytes <= self.max_bytes:
@@ -120,7 +118,7 @@ class MediaStore:
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
             if self._bytes <= self.max_bytes * 9 // 10:
                 return
-            if file != new and not file.name.endswith(_NEW) and not delete_all([file]):
+            if file != new and not delete_all([file]):
                 self._bytes -= status.st_size
 
 
