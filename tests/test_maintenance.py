@@ -424,7 +424,7 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None:
     (tmp_path / CATALOG).write_text("mine", encoding="utf-8")
-    with pytest.raises(StoreError, match="is not known to be semkv's"):
+    with pytest.raises(StoreError, match="holds no semkv cache"):
         prepare(CacheConfig(tmp_path), purge=True)
     with pytest.raises(StoreError, match="holds files that are not semkv's"):
         prepare(CacheConfig(tmp_path))

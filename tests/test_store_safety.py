@@ -19,9 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from block_helpers import ROW, file_ids, files, found, lose_index, open_store, restamp, rewrite, right, save, totals
 from semkv.errors import CorruptValue, StoreError
@@ -369,62 +368,3 @@ def test_a_directory_deleted_underneath_is_no_error(
     assert store.last_purge() != before
     assert (tmp_path / "cache").exists() != whole
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == whole
-
-
-# -- against a model ------------------------------------------------------------------------------------------------
-
-
-class AgainstModel(RuleBasedStateMachine):
-    """The store beside a set: it may forget, it may not invent or exceed its bounds."""
-
-    runs = Bundle("runs")
-
-    @initialize()
-    def start(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.root, self.bounds = Path(self.folder.name) / "kv", Bounds(max_bytes=12_000, max_blocks=14)
-        self.store = open_store(self.root, self.bounds)
-        self.saved: set[int] = set()
-
-    def teardown(self) -> None:
-        self.store.close()
-        self.folder.cleanup()
-
-    @rule(target=runs, first=st.integers(0, 30), count=st.integers(1, 6))
-    def save(self, first: int, count: int) -> tuple[int, int]:
-        save(self.store, first, count)
-        self.saved |= set(range(first, first + count))
-        return first, count
-
-    @rule(run=runs)
-    def read(self, run: tuple[int, int]) -> None:
-        known = found(self.store, *run)
-        assert right(self.store, *run) == known
-
-    @rule(lost=st.booleans())
-    def open_again(self, lost: bool) -> None:
-        self.store.close()
-        if lost:
-            lose_index(self.root)
-        self.store = open_store(self.root, self.bounds)
-
-    @rule()
-    def purge(self) -> None:
-        purge_directory(self.root)
-        self.saved.clear()
-
-    @invariant()
-    def bounded_and_right(self) -> None:
-        if not hasattr(self, "store"):
-            return
-        _, blocks, nbytes = totals(self.store)
-        assert blocks <= 14
-        assert nbytes == on_disk(self.root) <= 12_000
-        for i in range(37):
-            assert right(self.store, i, 1) <= (i in self.saved)
-
-
-AgainstModel.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=20, deadline=None, phases=[Phase.generate]
-)
-TestAgainstModel = AgainstModel.TestCase

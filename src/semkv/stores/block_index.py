@@ -17,6 +17,7 @@ the tables, and seconds everywhere else.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import sqlite3
 import time
@@ -55,11 +56,12 @@ _FIND = """WITH RECURSIVE asked(at) AS (VALUES (0) UNION ALL SELECT at+1 FROM as
 SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner) || ' ' || places, ';') FROM (
   SELECT file, group_concat(at || ' ' || CAST(row AS INTEGER), ' ') AS places
   FROM asked CROSS JOIN blocks ON key = substr(:keys, at * :size + 1, :size) GROUP BY file
-) CROSS JOIN files ON number=file WHERE committed"""
+) CROSS JOIN files ON number=file"""
 # total() is exact below 2**53, and no sum of what is stored makes it fail.
 _TOTALS = "count(*), CAST(total(blocks) AS INTEGER), CAST(total(nbytes) AS INTEGER)"
 _AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEGER),
-CAST(coalesce(max(used), 0) AS INTEGER) FROM files WHERE committed=1 AND (owner IN (%s) OR ?) GROUP BY namespace"""  # noqa: S608
+CAST(coalesce(max(used), 0) AS INTEGER) FROM files
+WHERE committed=1 AND (?1 IS NULL OR CAST(owner AS TEXT) IN (SELECT value FROM json_each(?1))) GROUP BY namespace"""  # noqa: S608
 _MOST_PURGES = 1000  # records that are kept
 _PURGED = -1  # in ``committed``: purged while it is being written
 
@@ -108,12 +110,11 @@ def new_file_id() -> str:
 def _id(number: Any) -> str:
     if not isinstance(number, int):  # the text that declares the table may be damaged too
         raise sqlite3.DatabaseError("a file without a number")
-    return f"{number & (1 << 64) - 1:016x}"
+    return f"{number:016x}"
 
 
 def _number(file: str) -> int:
-    number = int(file, 16)
-    return number - (number >> 63 << 64)  # SQLite's are signed
+    return int(file, 16)
 
 
 def _us(seconds: float) -> int:
@@ -182,8 +183,7 @@ def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
 
 def ages(db: sqlite3.Connection, owners: Sequence[str] | None) -> dict[str, tuple[int, int, int, float, float]]:
     """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants, or all."""
-    marks, tags = ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
-    rows = db.execute(_AGES % marks, [*tags, owners is None])
+    rows = db.execute(_AGES, (None if owners is None else json.dumps(owners),))
     return {_text(row[0]): (*row[1:4], row[4] / 1e6, row[5] / 1e6) for row in rows}
 
 

@@ -43,7 +43,6 @@ BUSY_S = 10.0
 """How long a writer waits for another process's transaction."""
 
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
-_OPEN_S = 60.0  # how long to wait at first for another process that opens the directory
 _WARN_S = 60.0
 _INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
 
@@ -108,12 +107,12 @@ class BlockStore:
         first use that can. Only `Database.write` waits later on, for as long as its caller says."""
         file, schema = self.root / INDEX, block_index.SCHEMA
         try:
-            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=_OPEN_S)
+            self._index = Database(file, schema=schema, timeout_s=0.0)
         except StoreError as error:
             if (cause := error.__cause__) is None:
                 raise
             self._read_only = isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=None, replace=not self._read_only)
+            self._index = Database(file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only)
             self._ask(lambda db: None, None)  # which says what keeps it from being opened
             if self.on and self._read_only:
                 log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)

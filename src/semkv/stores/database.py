@@ -30,7 +30,7 @@ FORMAT = 2
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
 _POLL_S = 0.005
 _LATER = 65_536  # statements that wait for the next write
-_LOCK_S = 60.0  # for other processes that open or replace the file
+_LOCK_S = 60.0  # for other processes that open or replace the file, the first time
 _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TRANSIENT = (
@@ -145,8 +145,7 @@ class Database:
         path: the file; made when missing, as is its folder.
         schema: what is in it; a cache's entries and responses unless another is given.
         timeout_s: how long to wait for another process's write.
-        open_s: how long to wait for another process that opens or replaces the file, the first time. None: the first
-            use opens it, and each later one where that failed.
+        lazy: the first use opens it, and each later one where that failed.
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
@@ -155,6 +154,7 @@ class Database:
     Attributes:
         lock: held while the connection is used; reentrant.
         opened: how often the file was opened.
+        file: the one that was opened last; None where that failed.
 
     Raises:
         StoreError: the file cannot be opened, is another program's, or was written by another format version.
@@ -166,7 +166,7 @@ class Database:
         *,
         schema: Schema = CACHE,
         timeout_s: float = 2.0,
-        open_s: float | None = _LOCK_S,
+        lazy: bool = False,
         raises_store_error: bool = False,
         replace: bool = True,
         anew: bool = False,
@@ -176,13 +176,13 @@ class Database:
         self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
         self.opened, self._closed = 0, False
         self.connection: sqlite3.Connection
-        self._file: FileId | None = None  # the one that is open
+        self.file: FileId | None = None
         self._name = os.fspath(path)
         try:
             if replace:
                 make_folder(path.parent if schema.prepare is None else path.parent.parent)
-            if open_s is not None:
-                self._open(wait_s=open_s, anew=anew)
+            if not lazy:
+                self._open(wait_s=_LOCK_S, anew=anew)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -192,7 +192,7 @@ class Database:
         try:
             if self._closed:
                 raise sqlite3.ProgrammingError(f"{self.path} is closed")
-            if not self._is_current() and not (self._file and self.connection.in_transaction):
+            if not self._is_current() and not (self.file and self.connection.in_transaction):
                 self._open_anew()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -244,20 +244,15 @@ class Database:
 
     def _fail(self, error: BaseException) -> None:
         with suppress(sqlite3.Error):
-            if self._file and self.connection.in_transaction:  # some errors have rolled back already
+            if self.file and self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
         # Of what can be computed again, anything that SQLite cannot do with it is damage.
         is_damaged = is_useless(error) if self._schema.discard else _code(error) in _DAMAGE
-        if is_damaged and self._replace and self._file:
+        if is_damaged and self._replace and self.file:
             with suppress(sqlite3.Error):  # the next use tries again
-                self._open_anew(damaged=self._file)
+                self._open_anew(damaged=self.file)
         if self._raises_store_error and isinstance(error, sqlite3.Error):
             raise StoreError(f"{self.path}: {error}") from error
-
-    @property
-    def file(self) -> FileId | None:
-        """The file that was opened last; None where that failed."""
-        return self._file
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows that a statement finds."""
@@ -286,21 +281,19 @@ class Database:
             read: of the rest of a row; raises a CorruptValue where that is damaged.
             delete: called with the connection and the numbers of damaged rows; None where they stay.
         """
-        after, number = -1, 0
-        while after < number:  # a damaged tree may lead back
-            with self as db:
-                row = db.execute(statement, (number,)).fetchone()
-            if row is None:
-                return
-            after, number, reason = number, row[0], ""
+        number = 0
+        # A damaged tree may lead back.
+        while (row := next(iter(self.rows(statement, number)), None)) is not None and row[0] > number:
+            reason = ""
             try:
                 read(*row[1:])
             except CorruptValue as error:
                 reason = str(error)
-            if delete and reason:
-                with self.write() as db:  # rare, so that other processes go on writing
-                    if db.execute(statement, (after,)).fetchone() == row:
-                        delete(db, [number])
+                if delete:
+                    with self.write() as db:  # rare, so that other processes go on writing
+                        if db.execute(statement, (number,)).fetchone() == row:
+                            delete(db, [row[0]])
+            number = row[0]
             yield reason
 
     def truncate_log(self) -> bool:
@@ -318,7 +311,7 @@ class Database:
             if self.opened:
                 with suppress(sqlite3.Error):
                     self.connection.close()
-            self._closed, self._file = True, None
+            self._closed, self.file = True, None
 
     # -- the file -----------------------------------------------------------------------------------------------
 
@@ -327,13 +320,13 @@ class Database:
         try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
         except FileNotFoundError:
-            return not self._replace and self._file is not None
+            return not self._replace and self.file is not None
         except OSError:  # a disk that does not answer has no other file
-            return self._file is not None
-        return (status.st_dev, status.st_ino) == self._file
+            return self.file is not None
+        return (status.st_dev, status.st_ino) == self.file
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
-        self._file = None  # so that the next use tries again where this fails
+        self.file = None  # so that the next use tries again where this fails
         try:
             self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
@@ -346,25 +339,25 @@ class Database:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if self._replace and self._schema.prepare:
             self._schema.prepare(self.path.parent)
-        with opening(self.path, wait_s) if self._replace else nullcontext():
+        # One process at a time makes, replaces or deletes a database.
+        with lock(_beside(self.path, ".lock"), wait_s) if self._replace else nullcontext():
             if self.opened:
                 self.connection.close()
             if anew:
-                delete_files(self.path)
+                self._delete()
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
                 is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
-                if not self._replace or not is_of_no_use or is_ours(self.path) is False:
+                ours = is_ours(self.path)  # None: only its name may tell
+                named = ours is None and (self.path.name == CATALOG or self._schema.discard is not None)
+                if not self._replace or not is_of_no_use or not (ours or named):
                     raise
-                ours = self.path.name == CATALOG or self._schema.discard
-                if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
-                    raise StoreError(f"{self.path} is no database: delete it, or choose another file") from None
                 self._put_aside(str(error))
                 self.connection = self._connect(wait_s)
-            self._file = file_id(self.path)
+            self.file = file_id(self.path)
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
@@ -435,7 +428,12 @@ class Database:
         aside = _beside(self.path, ".damaged")
         if not self._schema.discard and not aside.exists():  # the first one is kept
             self.path.replace(aside)
-        delete_files(self.path)
+        self._delete()
+
+    def _delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for suffix in _BESIDE:  # lest they be read into the next
+            _beside(self.path, suffix).unlink(missing_ok=True)
 
 
 def _text(stored: bytes) -> str:
@@ -482,17 +480,3 @@ def is_ours(path: Path) -> bool | None:
 def is_filled(path: Path) -> bool:
     """Whether a file has anything in it. An empty one may be another program's: to open it is to make it ours."""
     return path.exists() and path.stat().st_size > 0
-
-
-@contextmanager
-def opening(path: Path, wait_s: float = _LOCK_S) -> Iterator[None]:
-    """One process at a time makes, replaces or deletes a database. Raises as `files.lock`."""
-    with lock(path.with_name(f"{path.name}.lock"), wait_s):
-        yield
-
-
-def delete_files(path: Path) -> None:
-    """Delete a database with its write-ahead log and shared memory. Call it inside `opening`."""
-    path.unlink(missing_ok=True)
-    for suffix in _BESIDE:  # lest they be read into the next
-        _beside(path, suffix).unlink(missing_ok=True)

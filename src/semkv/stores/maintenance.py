@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -25,7 +24,7 @@ from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_t
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.database import CACHE, CATALOG, EMPTIED, Database, Schema
-from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
+from semkv.stores.files import delete_all, described, in_short, make_folder, matching
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
@@ -34,6 +33,7 @@ from semkv.stores.responses.sqlite import SqliteStore
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
+_STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
     "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
@@ -131,7 +131,7 @@ def is_ours(root: Path) -> bool:
     found = database.is_ours(file)
     if found is None:
         found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()
-    return found or bool(_own_stores(root))
+    return found or bool(_block_stores(root))
 
 
 def _begin(cache_dir: Path, **counts: int) -> Report:
@@ -141,23 +141,16 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
         StoreError: nothing there was written by semkv.
     """
     try:
-        if not database.is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
+        if not is_ours(cache_dir):
             raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
     except OSError as error:
         raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in _folders(cache_dir) if not _is_open(folder)])
+    closed = [f for f in _folders(cache_dir) if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)]  # noqa: PTH112
+    return Report(counts, unread=[f"{folder} cannot be read" for folder in closed])
 
 
 def _folders(root: Path) -> list[Path]:
     return [folder for name in _FOLDERS for folder in matching(root, name)]
-
-
-def _is_open(folder: Path) -> bool:
-    """Whether a folder can be read; what is not there, or is none, has nothing to be read."""
-    try:
-        return not stat.S_ISDIR(folder.stat().st_mode) or os.access(folder, os.R_OK | os.X_OK)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
 
 
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
@@ -201,11 +194,6 @@ def _block_stores(root: Path) -> list[tuple[str, Path]]:
     that of one alone."""
     places = (("fusion", root), *((name, root / name) for name in _STORES))
     return [(name, folder) for name, folder in places if is_store(folder)]
-
-
-def _own_stores(root: Path) -> list[Path]:
-    """Their folders, but none behind a link."""
-    return [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
 
 
 @contextmanager
@@ -430,15 +418,13 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
-    if not is_ours(root):
-        raise StoreError(f"{root} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
     look, file, schema = Report({}), root / CATALOG, CACHE  # a catalog that cannot be read goes all the same
     with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
         schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
     if database.is_ours(file) is False:
         found.unread += look.unread
-    stores = _own_stores(root)
+    stores = [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
     files = [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
     found.unread += [
         f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
@@ -484,7 +470,9 @@ def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    return sum(remove_strays(cache_dir, pattern) for pattern in _STRAYS)
+    found = described(path for form in _STRAYS for path in matching(cache_dir, form))
+    old = [path for path, status in found if time.time() - status.st_mtime > _STRAY_S]
+    return len(old) - len(delete_all(old))
 
 
 def _is_empty(root: Path) -> bool:
