@@ -63,7 +63,6 @@ _AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEG
 CAST(coalesce(max(used), 0) AS INTEGER) FROM files
 WHERE committed=1 AND (?1 IS NULL OR CAST(owner AS TEXT) IN (SELECT value FROM json_each(?1))) GROUP BY namespace"""  # noqa: S608
 _MOST_PURGES = 1000  # records that are kept
-_PURGED = -1  # in ``committed``: purged while it is being written
 
 PENDING_S = 600.0
 """A reserved file that is not there after so long is given up: its writer died."""
@@ -196,16 +195,13 @@ def touch(file: str, at: float) -> tuple[str, int, int]:
 
 
 def reserve(
-    db: sqlite3.Connection, root: Path, new: NewFile, max_bytes: int, max_blocks: int, since: int | None
+    db: sqlite3.Connection, root: Path, new: NewFile, max_bytes: int, max_blocks: int
 ) -> tuple[int, int] | None:
     """Make room for a file and take it, in one step; `commit` or `delete` must follow.
 
-    Returns how many files and blocks went for it; None where there is no room, or the blocks were purged after the
-    purge ``since``. A bound of 0 is none.
+    Returns how many files and blocks went for it; None where there is no room. A bound of 0 is none.
     """
     if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
-        return None
-    if since is not None and _is_purged(db, new, since):
         return None
     _, blocks, nbytes = totals(db)
     over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
@@ -259,11 +255,12 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
     return gone
 
 
-def commit(db: sqlite3.Connection, root: Path, new: NewFile) -> bool:
-    """Name the blocks of a file that was reserved and is there now. False where none was new, it was purged meanwhile,
-    or the reservation is gone: then the file is deleted."""
+def commit(db: sqlite3.Connection, root: Path, new: NewFile, since: int) -> bool:
+    """Name the blocks of a file that was reserved and is there now. False where none was new, they were purged after
+    the purge ``since``, or the reservation is gone: then the file is deleted."""
     number, space = _number(new.file), _space(new.namespace)
-    kept = db.execute("UPDATE files SET committed=1 WHERE number=? AND committed=0", (number,)).rowcount
+    kept = not _is_purged(db, new, since)
+    kept = kept and db.execute("UPDATE files SET committed=1 WHERE number=?", (number,)).rowcount > 0
     rows = [(space + key, number, row) for row, key in enumerate(new.keys)]
     name = (  # what another file has stays, but for one that is not known
         "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
@@ -291,12 +288,11 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     A file that is being written keeps its room. Its writer deletes it when it comes to commit it.
     """
     where, values = _where(which)
-    query = f"SELECT number, committed=1 OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
+    query = f"SELECT number, committed OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
     rows = db.execute(query, [_us(time.time() - PENDING_S), *values]).fetchall()
     delete(db, root, [_id(number) for number, done in rows if done])
     for number, done in rows:
         if not done:
-            db.execute("UPDATE files SET committed=? WHERE number=?", (_PURGED, number))
             unlink(root, _id(number))
     words = [which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")]
     record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, NULL FROM purges"

@@ -71,8 +71,7 @@ class BlockStore:
 
     Attributes:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
-            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
-            ``errors``.
+            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds); ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
     """
 
@@ -262,12 +261,13 @@ class BlockStore:
         head = block_file.encode_head(about | {"owner": owner, "writer": self.writer}, list(new), list(new.values()))
         nbytes = len(head) + len(new) * len(rows[0])
         entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
-        if not self._reserve(entry, since):
+        since = self.last_purge() if since is None else since
+        if not self._reserve(entry):
             return None
         kept = False
         try:
             block_file.write_file(path_of(self.root, file), head, list(new.values()))
-            kept = self._ask(lambda db: block_index.commit(db, self.root, entry), False, write_s=BUSY_S)
+            kept = self._ask(lambda db: block_index.commit(db, self.root, entry, since), False, write_s=BUSY_S)
         except OSError as error:
             self._fail(error)
         if not kept:
@@ -284,14 +284,14 @@ class BlockStore:
             self._note_use(file)
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
-    def _reserve(self, new: NewFile, since: int | None) -> bool:
+    def _reserve(self, new: NewFile) -> bool:
         oldest = new.created - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
 
         def reserve(db: sqlite3.Connection) -> bool:
             if oldest:
                 block_index.expire(db, self.root, oldest)
             max_bytes, max_blocks = self.bounds.max_bytes, self.bounds.max_blocks
-            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks, since)
+            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks)
             if gone is None:
                 self.counters["rejected"] += 1
                 return False
