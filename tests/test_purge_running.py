@@ -91,7 +91,7 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
             purge()
         return granted
 
-    def write(path: Path, head: bytes, rows: Any) -> None:
+    def write(path: Path, head: Any, rows: Any) -> None:
         if moment == "while it is written":
             rename = Path.rename
 
