@@ -132,6 +132,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
 
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
 def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lstat = Path.lstat
+
+    def closed(path: Path) -> os.stat_result:
+        if path.parent.parent == used / "media":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", closed)
     monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
     result = invoke([*command.split(), "--cache-dir", str(used)])
     assert result.exit_code == EXIT_ERROR

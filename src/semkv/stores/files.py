@@ -158,10 +158,11 @@ def matching(root: Path, pattern: str) -> list[Path]:
 
 
 def described(paths: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
-    """The regular files among some paths, with the status of each, but for those that vanished meanwhile."""
+    """The regular files among some paths, with the status of each, but for those that vanished meanwhile or lie in a
+    folder that is closed to this user."""
     found = []
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if stat.S_ISREG((status := path.lstat()).st_mode):
                 found.append((path, status))
     return found

@@ -357,10 +357,7 @@ def purge(
     """
     found = _begin(cache_dir, entries=0, answers=0, files=0)
     if tenants is None and tag is None and salts is None:
-        try:
-            _purge_all(cache_dir, found, dry_run=dry_run)
-        except OSError as error:
-            raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
+        _purge_all(cache_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
         with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
             found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
@@ -483,6 +480,7 @@ def _is_empty(root: Path) -> bool:
 
 def _files(root: Path, *patterns: str) -> list[Path]:
     """What is there of some forms, but nothing behind a link."""
-    found = {file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink()}
+    there = {path for pattern in patterns for path in matching(root, pattern)}
+    found = [path for path in there if os.path.isfile(path) or os.path.islink(path)]  # noqa: PTH113, PTH114 (no error)
     within = len(root.parents) + 1
     return sorted(file for file in found if not any(part.is_symlink() for part in file.parents[:-within]))
