@@ -110,10 +110,10 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     if command.startswith("verify"):
         for path in stuck:
             damage(path)
-    unlink = Path.unlink
+    unlink, catalog = Path.unlink, used / CATALOG
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path in stuck:
+        if path in stuck or path == catalog:
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
         unlink(path, missing_ok)
 
@@ -124,6 +124,8 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     block = re.escape(str(used / "kv"))
     assert re.search(f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr)
     if command == "purge":
+        assert "0 entries" in result.stdout
+        assert f"{catalog} cannot be begun anew" in result.stderr
         assert left(used) == sorted(str(path.relative_to(used)) for path in stuck)
     monkeypatch.undo()
     call("purge", "--cache-dir", str(used))

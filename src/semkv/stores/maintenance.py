@@ -428,8 +428,10 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         for link in filter(Path.is_symlink, _folders(root))
     ]
     if not dry_run:
-        if database.is_filled(file) and database.is_ours(file) is not False:
-            found.unread += _begin_anew(file, schema)
+        ours = database.is_filled(file) and database.is_ours(file) is not False
+        if ours and (left := _begin_anew(file, schema)):
+            found.unread += left
+            found.counts |= {"entries": 0, "answers": 0}
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
