@@ -25,6 +25,8 @@ def test_round_trip_and_no_second_copy(tmp_path: Path) -> None:
     assert got is not None
     assert np.array_equal(got.to_array(), state().to_array())
     assert (got.shape, got.dtype) == ((6, 8), "float32")
+    assert "picture" in store
+    assert "another" not in store
     assert store.load("another") is None
     assert FusionStore.open(tmp_path, "other model").load("picture") is None
 

@@ -75,6 +75,9 @@ class FusionStore:
         """
         return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
 
+    def __contains__(self, key: str) -> bool:
+        return self.blocks.find(self.namespace, [_block(key)])[0] is not None
+
     def load(self, key: str) -> FusionState | None:
         """Read and check a state; None when it is not stored or was damaged."""
         block = _block(key)
