@@ -87,11 +87,8 @@ def lose_index(root: Path) -> None:
 def restamp(file: Path, version: int, application: int = 0x73656D6B) -> None:
     """Make a database one of another version, or of another program."""
     with closing(sqlite3.connect(file)) as db:
-        for (mark,) in db.execute("SELECT name FROM sqlite_master WHERE type='view'").fetchall():
-            db.execute(f"DROP VIEW {mark}")
         db.execute(f"PRAGMA user_version={version}")
         db.execute(f"PRAGMA application_id={application}")
-        db.execute("VACUUM")
 
 
 def flip_last(path: Path) -> None:

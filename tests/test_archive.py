@@ -41,14 +41,15 @@ def test_entries_and_pictures_go_along_and_what_cannot_go_is_said(tmp_path: Path
     for length in (100, 5000, file.stat().st_size // 2):
         (tmp_path / "cut.tar").write_bytes(file.read_bytes()[:length])
         assert refused("import", str(tmp_path / "cut.tar"), "--cache-dir", str(empty))
-        assert not empty.exists()
+        assert not list(empty.iterdir())
     assert refused("import", str(tmp_path / "none.tar"), "--cache-dir", str(empty))
     new.mkdir()  # an empty one will do
     call("import", str(file), "--cache-dir", str(new))
     after = inspect(new)
     assert after.entries == inspect(used).entries
     assert [s.items for s in after.stores if s.store == "media"] == [2]
-    assert not list(tmp_path.glob(".semkv-*"))
+    assert {path.stat().st_mode & 0o777 for path in new.iterdir()} == {0o700, 0o600}
+    assert not list(tmp_path.rglob(".semkv-*"))
 
 
 NAMES = ("../evil", "/etc/evil", "media/../../evil", "media/ab/c/d", "x", "kv/files/aa/b")
@@ -78,4 +79,4 @@ def test_an_archive_of_somebody_else_writes_nothing(
     told = refused("import", str(archive), "--cache-dir", str(tmp_path / "d"))
     assert said in told
     assert "no export of semkv" not in told, "it was not even begun"
-    assert list(tmp_path.iterdir()) == [archive]
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [archive]

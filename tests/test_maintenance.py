@@ -110,10 +110,10 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     if command.startswith("verify"):
         for path in stuck:
             damage(path)
-    unlink = Path.unlink
+    unlink, catalog = Path.unlink, used / CATALOG
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path in stuck:
+        if path in stuck or path == catalog:
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
         unlink(path, missing_ok)
 
@@ -124,6 +124,8 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     block = re.escape(str(used / "kv"))
     assert re.search(f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr)
     if command == "purge":
+        assert "0 entries" in result.stdout
+        assert f"{catalog} cannot be begun anew" in result.stderr
         assert left(used) == sorted(str(path.relative_to(used)) for path in stuck)
     monkeypatch.undo()
     call("purge", "--cache-dir", str(used))
@@ -132,6 +134,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
 
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
 def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lstat = Path.lstat
+
+    def closed(path: Path) -> os.stat_result:
+        if path.parent.parent == used / "media":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", closed)
     monkeypatch.setattr(os, "access", lambda path, mode: path != used / "media")
     result = invoke([*command.split(), "--cache-dir", str(used)])
     assert result.exit_code == EXIT_ERROR
@@ -142,7 +152,7 @@ def test_a_store_that_others_can_write_to_is_told_and_the_rest_is_collected(used
     (used / "kv").chmod(0o777)
     result = invoke(["gc", "--cache-dir", str(used), "--max-age-days", "0.0000001"])
     assert result.exit_code == EXIT_ERROR
-    assert f"kv: {used / 'kv' / 'index.sqlite'} cannot be read" in result.stderr
+    assert f"kv: {used / 'kv' / 'index.sqlite'} cannot be used" in result.stderr
     assert block_files(used, "kv")
     assert block_files(used, "fusion") == []
 
@@ -216,13 +226,6 @@ def break_page(path: Path) -> None:
     data = bytearray(path.read_bytes())
     for at in range(4096, len(data), 4096):
         data[at : at + 100] = b"\xff" * 100
-    path.write_bytes(data)
-
-
-def break_header(path: Path) -> None:
-    """The format's version."""
-    data = bytearray(path.read_bytes())
-    data[62] ^= 1
     path.write_bytes(data)
 
 
@@ -310,7 +313,7 @@ def test_only_what_may_delete_begins_a_store_with_a_damaged_index_anew(
     assert "0 damaged" in call("verify", "--cache-dir", str(used))
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_header, break_page, break_table])
+@pytest.mark.parametrize("harm", [break_whole, break_page, break_table])
 def test_a_damaged_catalog_goes_with_a_purge_of_everything_and_is_put_aside_by_a_cache(
     used: Path, harm: Callable[[Path], None]
 ) -> None:
@@ -426,17 +429,17 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     prepare(CacheConfig(root, fusion_cache_dir=fusion), purge=True)
     assert left(fusion) == []
     assert (outside / "precious").exists()
-    assert purge_directory(root) == 0
+    purge_directory(root)
 
 
 def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None:
     (tmp_path / CATALOG).write_text("mine", encoding="utf-8")
-    with pytest.raises(StoreError, match="is not known to be semkv's"):
+    with pytest.raises(StoreError, match="holds no semkv cache"):
         prepare(CacheConfig(tmp_path), purge=True)
     with pytest.raises(StoreError, match="holds files that are not semkv's"):
         prepare(CacheConfig(tmp_path))
     assert (tmp_path / CATALOG).read_text(encoding="utf-8") == "mine"
-    assert purge_directory(tmp_path / "none") == 0
+    purge_directory(tmp_path / "none")
     with pytest.raises(StoreError, match="is a file"):
         prepare(CacheConfig(tmp_path / CATALOG))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -90,7 +91,7 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
             purge()
         return granted
 
-    def write(path: Path, head: bytes, rows: Any) -> None:
+    def write(path: Path, head: Any, rows: Any) -> None:
         if moment == "while it is written":
             rename = Path.rename
 
@@ -113,6 +114,17 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
     assert save(store, 3)  # and it goes on
     assert "cannot write" not in caplog.text
     assert served(open_store(tmp_path / "kv"), [1, 2, 3]) == [3]
+
+
+def test_a_purge_is_heard_of_where_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = open_store(tmp_path / "kv"), time.time_ns
+    heard = store.last_purge()
+    monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)
+    purge_directory(tmp_path)
+    assert not save(store, 1, since=heard)
+    (told,) = store.purges_after(heard)
+    assert told == (store.last_purge(), None, None, None)
+    assert save(store, 1, since=told.id)
 
 
 def test_purges_and_openers_at_once_leave_one_index(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 import sys
 import tarfile
@@ -231,7 +230,7 @@ def _export(
     from rich.progress import track
 
     from semkv.stores.database import Database
-    from semkv.stores.files import described, matching, open_file
+    from semkv.stores.files import described, matching, replacing
 
     root = _folder(cache_dir)
     if not (root / CATALOG).is_file():
@@ -243,15 +242,12 @@ def _export(
             copy = Path(folder) / CATALOG
             with closing(Database(root / CATALOG, replace=False)) as database, database as db:
                 db.execute("VACUUM INTO ?", (str(copy),))
-            part = Path(folder) / "archive"
-            target = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
-            with os.fdopen(target, "wb") as out, tarfile.open(fileobj=out, mode="w|") as archive:
+            with replacing(file, private=True) as out, tarfile.open(fileobj=out, mode="w|") as archive:
                 for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
-            part.rename(file)
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -279,21 +275,20 @@ def _import(
     root = _folder(cache_dir)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise StoreError(f"{root} is not empty: choose a new --cache-dir")
-    make_cache_folder(root.parent)
+    make_cache_folder(root)
     try:
-        with TemporaryDirectory(prefix=".semkv-import-", dir=root.parent) as folder:
-            made = Path(folder) / "cache"
-            make_cache_folder(made)
+        with TemporaryDirectory(prefix=".semkv-import-", dir=root) as folder:  # it may be a disk of its own
+            made = Path(folder)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
             with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
-                _unpack(archive, made)
+                archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
             with closing(Database(made / CATALOG, replace=False)) as database:
                 database.check()
-            if root.exists():
-                root.rmdir()
-            made.rename(root)
+            for path in sorted(made.iterdir(), reverse=True):  # the database last
+                path.chmod(0o700 if path.is_dir() else 0o600)
+                path.rename(root / path.name)
     except tarfile.ReadError as error:
         raise StoreError(
             f"{file}: not a tar archive as export writes it, but a compressed or damaged one ({error})"
@@ -302,19 +297,12 @@ def _import(
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
-    """Files of the forms that export writes, and nothing else."""
-    from semkv.stores.files import make_folder, open_file
-
-    for member in archive:
-        name = Path(member.name)
-        known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
-        source = archive.extractfile(member) if member.isreg() and not member.issparse() and known else None
-        if source is None or ".." in name.parts or len(name.parts) > 3:
-            raise StoreError(f"{member.name!r} is nothing that export writes")
-        make_folder((folder / name).parent)
-        with os.fdopen(open_file(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
-            shutil.copyfileobj(source, out)
+def _exported(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """A file of a form that export writes, for its owner only; nothing else is unpacked."""
+    known, parts = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT)), Path(member.name).parts
+    if not known or not member.isreg() or member.issparse() or ".." in parts or len(parts) > 3:
+        raise StoreError(f"{member.name!r} is nothing that export writes")
+    return tarfile.data_filter(member.replace(mode=0o600, deep=False), folder)
 
 
 # -- for people -------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What is kept between requests: catalog, media, KV blocks, fusion states."""
+"""What is kept between requests: catalog, responses, media, KV blocks, fusion states."""

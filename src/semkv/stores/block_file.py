@@ -22,7 +22,7 @@ import fcntl
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,6 @@ _TENSOR = "blocks"
 _MAX_HEADER = 4 << 20  # an honest header has some hundred bytes a block
 _IOV_MAX = 1024
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_WAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def tenant_tag(salt: str | None) -> str:
@@ -80,8 +79,8 @@ def room(rows: int, row_bytes: int) -> Bytes:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[Bytes]) -> bytes:
-    """What stands before the rows in a file, ``about`` being all but keys and checksums.
+def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bytes:
+    """What stands before the rows in a file, ``about`` being all but keys and checksums, in memory as of `room`.
 
     KV rows of whole pages begin at a page, for O_DIRECT. Others do not: encoder outputs have no host memory above them,
     so the page cache serves them.
@@ -97,7 +96,9 @@ def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[
     head = json.dumps({"__metadata__": metadata, _TENSOR: tensor}).encode()
     direct = about["kind"] == "kv" and len(rows[0]) % PAGE == 0
     head += b" " * (-(8 + len(head)) % (PAGE if direct else 8))
-    return struct.pack("<Q", len(head)) + head
+    memory: Bytes = room(1, 8 + len(head))[0]
+    memory[:] = np.frombuffer(struct.pack("<Q", len(head)) + head, np.uint8)
+    return memory
 
 
 def _tensor(count: int, row_bytes: int) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
+def write_file(path: Path, head: Bytes, rows: Sequence[Bytes]) -> None:
     """Write a file from where its rows are in memory.
 
     Its two folders are made where they are missing, not those above it. It gets its name when all of it is on the disk:
@@ -125,14 +126,7 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
     try:
         descriptor = open_file(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            views, done = [_past_the_page_cache(descriptor, head, rows), *(row.data for row in rows)], 0
-            while rest := _rest(views, done):
-                try:
-                    done += os.pwritev(descriptor, rest, done)
-                except OSError as error:  # of a file system that takes O_DIRECT and cannot do it here
-                    if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
-                        raise
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
+            _transfer(os.pwritev, descriptor, [head, *rows], 0)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
@@ -143,21 +137,25 @@ def write_file(path: Path, head: bytes, rows: Sequence[Bytes]) -> None:
         raise
 
 
-def _past_the_page_cache(descriptor: int, head: bytes, rows: Sequence[Bytes]) -> memoryview:
-    """Have a file of whole pages written with O_DIRECT, where the file system can; returns the head to write.
+def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Bytes], at: int) -> None:
+    """Read or write from a place of a file on, as far as it goes.
 
-    A copy of what host memory holds is of no use in the page cache. Without it, writing takes less memory bandwidth
-    from vLLM's copies, and one thread writes as fast as the disk is.
+    Whole pages come and go with O_DIRECT: a copy of what host memory holds is of no use in the page cache. Without it,
+    writing takes less memory bandwidth from vLLM's copies, and one thread writes as fast as the disk is.
     """
-    if len(head) % PAGE or any(len(row) % PAGE or row.ctypes.data % PAGE for row in rows):
-        return memoryview(head)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | _DIRECT)
-    except OSError:
-        return memoryview(head)
-    aligned = room(1, len(head))[0]
-    aligned[:] = np.frombuffer(head, np.uint8)
-    return memoryview(aligned)
+    views, done = [part.data for part in parts], 0
+    if not (at % PAGE or any((len(part) | part.ctypes.data) % PAGE for part in parts)):
+        with contextlib.suppress(OSError):  # a file system that cannot do that
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, _DIRECT)
+    while rest := _rest(views, done):
+        try:
+            if (moved := call(descriptor, rest, at + done)) == 0:
+                return
+            done += moved
+        except OSError as error:  # of a file system that takes O_DIRECT and cannot do it here
+            if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
 
 
 def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
@@ -224,32 +222,12 @@ class BlockFile:
         os.close(self._fd)
 
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
-        """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right.
-
-        What the page cache has is copied from there. The rest comes past it, without a copy, where all begins at pages.
-        """
+        """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right."""
         if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
             return [False] * len(rows)
-        views, at, done = [row.data for row in rows], self._start + first * self.row_bytes, 0
-        if _NO_WAIT:
-            done = self._try_to_fill(views, at, done, _NO_WAIT)
-        uncached = done < self.row_bytes * len(rows)
-        if uncached and not any((at | self.row_bytes | row.ctypes.data) % PAGE for row in rows):
-            with contextlib.suppress(OSError):  # a file system that cannot do that
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, _DIRECT)
-                done = self._try_to_fill(views, at, done // PAGE * PAGE)
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
-        while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done)) > 0:
-            done += got
+        _transfer(os.preadv, self._fd, rows, self._start + first * self.row_bytes)
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
-
-    def _try_to_fill(self, views: Sequence[memoryview], at: int, done: int, flags: int = 0) -> int:
-        """Go on after ``done`` bytes until a fault or the end; returns how many bytes are there."""
-        with contextlib.suppress(OSError):
-            while (rest := _rest(views, done)) and (got := os.preadv(self._fd, rest, at + done, flags)) > 0:
-                done += got
-        return done
 
 
 def check_file(root: Path, file: str) -> str:

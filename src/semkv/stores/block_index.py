@@ -17,6 +17,7 @@ the tables, and seconds everywhere else.
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import sqlite3
 import time
@@ -55,13 +56,13 @@ _FIND = """WITH RECURSIVE asked(at) AS (VALUES (0) UNION ALL SELECT at+1 FROM as
 SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner) || ' ' || places, ';') FROM (
   SELECT file, group_concat(at || ' ' || CAST(row AS INTEGER), ' ') AS places
   FROM asked CROSS JOIN blocks ON key = substr(:keys, at * :size + 1, :size) GROUP BY file
-) CROSS JOIN files ON number=file WHERE committed"""
+) CROSS JOIN files ON number=file"""
 # total() is exact below 2**53, and no sum of what is stored makes it fail.
 _TOTALS = "count(*), CAST(total(blocks) AS INTEGER), CAST(total(nbytes) AS INTEGER)"
 _AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEGER),
-CAST(coalesce(max(used), 0) AS INTEGER) FROM files WHERE committed=1 AND (owner IN (%s) OR ?) GROUP BY namespace"""  # noqa: S608
+CAST(coalesce(max(used), 0) AS INTEGER) FROM files
+WHERE committed=1 AND (?1 IS NULL OR CAST(owner AS TEXT) IN (SELECT value FROM json_each(?1))) GROUP BY namespace"""  # noqa: S608
 _MOST_PURGES = 1000  # records that are kept
-_PURGED = -1  # in ``committed``: purged while it is being written
 
 PENDING_S = 600.0
 """A reserved file that is not there after so long is given up: its writer died."""
@@ -108,12 +109,11 @@ def new_file_id() -> str:
 def _id(number: Any) -> str:
     if not isinstance(number, int):  # the text that declares the table may be damaged too
         raise sqlite3.DatabaseError("a file without a number")
-    return f"{number & (1 << 64) - 1:016x}"
+    return f"{number:016x}"
 
 
 def _number(file: str) -> int:
-    number = int(file, 16)
-    return number - (number >> 63 << 64)  # SQLite's are signed
+    return int(file, 16)
 
 
 def _us(seconds: float) -> int:
@@ -163,7 +163,7 @@ def purges_after(db: sqlite3.Connection, purge_id: int) -> list[Purge]:
     query = "SELECT id, owner, writer, namespace FROM purges WHERE id>=? ORDER BY id"
     rows = db.execute(query, (purge_id,)).fetchall()
     if not rows or rows[0][0] != purge_id:  # of an index before this one, or too long ago
-        return [Purge(rows[-1][0] if rows else 0)]
+        return [Purge(last_purge(db))]
     return [Purge(number, *(None if word is None else _text(word) for word in words)) for number, *words in rows[1:]]
 
 
@@ -182,8 +182,7 @@ def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
 
 def ages(db: sqlite3.Connection, owners: Sequence[str] | None) -> dict[str, tuple[int, int, int, float, float]]:
     """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants, or all."""
-    marks, tags = ",".join("?" * len(owners or ())), [owner.encode() for owner in owners or ()]
-    rows = db.execute(_AGES % marks, [*tags, owners is None])
+    rows = db.execute(_AGES, (None if owners is None else json.dumps(owners),))
     return {_text(row[0]): (*row[1:4], row[4] / 1e6, row[5] / 1e6) for row in rows}
 
 
@@ -196,16 +195,13 @@ def touch(file: str, at: float) -> tuple[str, int, int]:
 
 
 def reserve(
-    db: sqlite3.Connection, root: Path, new: NewFile, max_bytes: int, max_blocks: int, since: int | None
+    db: sqlite3.Connection, root: Path, new: NewFile, max_bytes: int, max_blocks: int
 ) -> tuple[int, int] | None:
     """Make room for a file and take it, in one step; `commit` or `delete` must follow.
 
-    Returns how many files and blocks went for it; None where there is no room, or the blocks were purged after the
-    purge ``since``. A bound of 0 is none.
+    Returns how many files and blocks went for it; None where there is no room. A bound of 0 is none.
     """
     if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
-        return None
-    if since is not None and _is_purged(db, new, since):
         return None
     _, blocks, nbytes = totals(db)
     over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
@@ -259,11 +255,12 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
     return gone
 
 
-def commit(db: sqlite3.Connection, root: Path, new: NewFile) -> bool:
-    """Name the blocks of a file that was reserved and is there now. False where none was new, it was purged meanwhile,
-    or the reservation is gone: then the file is deleted."""
+def commit(db: sqlite3.Connection, root: Path, new: NewFile, since: int) -> bool:
+    """Name the blocks of a file that was reserved and is there now. False where none was new, they were purged after
+    the purge ``since``, or the reservation is gone: then the file is deleted."""
     number, space = _number(new.file), _space(new.namespace)
-    kept = db.execute("UPDATE files SET committed=1 WHERE number=? AND committed=0", (number,)).rowcount
+    kept = not _is_purged(db, new, since)
+    kept = kept and db.execute("UPDATE files SET committed=1 WHERE number=?", (number,)).rowcount > 0
     rows = [(space + key, number, row) for row, key in enumerate(new.keys)]
     name = (  # what another file has stays, but for one that is not known
         "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
@@ -291,12 +288,11 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     A file that is being written keeps its room. Its writer deletes it when it comes to commit it.
     """
     where, values = _where(which)
-    query = f"SELECT number, committed=1 OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
+    query = f"SELECT number, committed OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
     rows = db.execute(query, [_us(time.time() - PENDING_S), *values]).fetchall()
     delete(db, root, [_id(number) for number, done in rows if done])
     for number, done in rows:
         if not done:
-            db.execute("UPDATE files SET committed=? WHERE number=?", (_PURGED, number))
             unlink(root, _id(number))
     words = [which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")]
     record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, NULL FROM purges"

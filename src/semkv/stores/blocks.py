@@ -43,7 +43,6 @@ BUSY_S = 10.0
 """How long a writer waits for another process's transaction."""
 
 _FLUSH_S = 1.0  # between two notes of what was read, unless something is written
-_OPEN_S = 60.0  # how long to wait at first for another process that opens the directory
 _WARN_S = 60.0
 _INDEX_FAULTS = (sqlite3.Error, ValueError, TypeError, ArithmeticError)
 
@@ -72,8 +71,7 @@ class BlockStore:
 
     Attributes:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
-            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds, or purged meanwhile);
-            ``errors``.
+            ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds); ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
     """
 
@@ -108,12 +106,12 @@ class BlockStore:
         first use that can. Only `Database.write` waits later on, for as long as its caller says."""
         file, schema = self.root / INDEX, block_index.SCHEMA
         try:
-            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=_OPEN_S)
+            self._index = Database(file, schema=schema, timeout_s=0.0)
         except StoreError as error:
             if (cause := error.__cause__) is None:
                 raise
             self._read_only = isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-            self._index = Database(file, schema=schema, timeout_s=0.0, open_s=None, replace=not self._read_only)
+            self._index = Database(file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only)
             self._ask(lambda db: None, None)  # which says what keeps it from being opened
             if self.on and self._read_only:
                 log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)
@@ -135,10 +133,10 @@ class BlockStore:
             return otherwise
 
     def _fail(self, error: BaseException) -> None:
-        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, or
-        a damaged index, which has begun anew, is not told."""
+        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, a
+        damaged index, which has begun anew, or a file that a purge took away, is not told."""
         self.counters["errors"] += 1
-        if is_transient(error) or is_useless(error):
+        if is_transient(error) or is_useless(error) or isinstance(error, FileNotFoundError):
             return
         if not self.on:
             self._warn("semkv: %s cannot be used (%s); requests go on without it", self.root, error)
@@ -263,11 +261,15 @@ class BlockStore:
         head = block_file.encode_head(about | {"owner": owner, "writer": self.writer}, list(new), list(new.values()))
         nbytes = len(head) + len(new) * len(rows[0])
         entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
-        if not self._reserve(entry, since):
+        since = self.last_purge() if since is None else since
+        if not self._reserve(entry):
             return None
-        kept = self._write_file(file, head, list(new.values())) and self._ask(
-            lambda db: block_index.commit(db, self.root, entry), False, write_s=BUSY_S
-        )
+        kept = False
+        try:
+            block_file.write_file(path_of(self.root, file), head, list(new.values()))
+            kept = self._ask(lambda db: block_index.commit(db, self.root, entry, since), False, write_s=BUSY_S)
+        except OSError as error:
+            self._fail(error)
         if not kept:
             self.drop([file])
             return None
@@ -282,14 +284,14 @@ class BlockStore:
             self._note_use(file)
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
 
-    def _reserve(self, new: NewFile, since: int | None) -> bool:
+    def _reserve(self, new: NewFile) -> bool:
         oldest = new.created - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
 
         def reserve(db: sqlite3.Connection) -> bool:
             if oldest:
                 block_index.expire(db, self.root, oldest)
             max_bytes, max_blocks = self.bounds.max_bytes, self.bounds.max_blocks
-            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks, since)
+            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks)
             if gone is None:
                 self.counters["rejected"] += 1
                 return False
@@ -298,16 +300,6 @@ class BlockStore:
             return True
 
         return self._ask(reserve, False, write_s=BUSY_S)
-
-    def _write_file(self, file: str, head: bytes, rows: Sequence[Bytes]) -> bool:
-        try:
-            block_file.write_file(path_of(self.root, file), head, rows)
-            return True
-        except FileNotFoundError:  # a purge took the file, or somebody the folder, away
-            self.counters["errors"] += 1
-        except OSError as error:
-            self._fail(error)
-        return False
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
@@ -356,7 +348,7 @@ class BlockStore:
     # -- looking after it -----------------------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        """Delete what is too old, and files that no index names; forget files that are gone. Returns how many went.
+        """Delete what is too old, and files that no index names. Returns how many went.
 
         A file is in the index before it is made, so one that is not there was left by a writer that died, or with an
         index that was lost.
@@ -366,15 +358,11 @@ class BlockStore:
             return 0
         oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
         gone = self._ask(lambda db: block_index.expire(db, self.root, oldest), 0, write_s=BUSY_S)
-        committed = self._ask(lambda db: block_index.file_ids(db, {}, committed=True), list[str]())
         try:
             there = [(path.name.partition(".")[0], path) for path in block_file.listed(self.root)]
         except OSError as error:
             self._cannot_read(error)
             return gone
-        if lost := set(committed).difference(file for file, _ in there):
-            self.counters["missing"] += len(lost)
-            self.drop(lost)
         known = self._ask(lambda db: set(block_index.file_ids(db, {})), None)
         unknown = [path for file, path in there if known is not None and file not in known]
         if left := delete_all(unknown):

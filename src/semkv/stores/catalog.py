@@ -296,14 +296,10 @@ class Catalog:
         )
         return [NamespaceUse(*row) for row in self.database.rows(statement, tenant)]
 
-    def media_of(self, tenant: str) -> set[str]:
-        """The media items that a tenant's entries have, also where another's have them too."""
-        statement = "SELECT DISTINCT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE tenant=?"
+    def media(self, tenant: str | None = None) -> set[str]:
+        """The media items that entries have, of all tenants or one."""
+        statement = "SELECT entry_media.media FROM entry_media JOIN entries ON id=entry WHERE ?1 IS NULL OR tenant=?1"
         return {str(media) for (media,) in self.database.rows(statement, tenant)}
-
-    def has_media(self, media_id: str) -> bool:
-        """Whether any entry has this image."""
-        return bool(self.database.rows("SELECT 1 FROM entry_media WHERE media=? LIMIT 1", media_id))
 
     # -- reading ------------------------------------------------------------------------------------------------
 

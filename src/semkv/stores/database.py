@@ -1,4 +1,4 @@
-"""The one way to a SQLite file: how it is opened, made, locked, emptied, and replaced when it is of no use.
+"""The one way to a SQLite file: how it is opened, made, locked, and replaced when it is of no use or purged.
 
 A commit is one system call to the write-ahead log: it survives the end of the process, however it ends. A power cut may
 cost the last moments, never an older row (``synchronous=NORMAL``). Deleted rows are overwritten with zeros. Only the
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,9 @@ CATALOG = "catalog.sqlite"
 FORMAT = 2
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
-_MARK = "semkv_format_"
 _POLL_S = 0.005
-_HEAD = 1 << 16  # bytes of a file in which the names of its tables are
 _LATER = 65_536  # statements that wait for the next write
-_LOCK_S = 60.0  # for other processes that open or replace the file
+_LOCK_S = 60.0  # for other processes that open or replace the file, the first time
 _BESIDE = ("-wal", "-shm")
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _TRANSIENT = (
@@ -102,15 +100,6 @@ _ADDED = (
     "DROP TABLE IF EXISTS contexts",
 )
 
-# An invalidation without a criterion is one of everything, and another mark says that entries went.
-_EMPTY = """
-DELETE FROM removals; INSERT INTO removals (criteria) SELECT '{}' FROM shared;
-DELETE FROM entry_keys; DELETE FROM vectors; DELETE FROM media_vectors; DELETE FROM entry_media; DELETE FROM tags;
-DELETE FROM entries; DELETE FROM responses; DELETE FROM invalidations;
-UPDATE purge SET mark=hex(randomblob(16));
-INSERT INTO invalidations (selector) VALUES ('{}')
-"""
-
 log = logging.getLogger("semkv")
 
 
@@ -125,8 +114,7 @@ class Schema:
         probes: queries that are made when the file is opened: a damaged page or table shows.
         added: statements that are made then where it can be written.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun, and returns a line for
-            each thing that cannot be deleted. A damaged file is
+        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
             deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
@@ -135,17 +123,16 @@ class Schema:
     probes: tuple[str, ...]
     added: tuple[str, ...] = ()
     prepare: Callable[[Path], object] | None = None
-    discard: Callable[[Path], list[str]] | None = None
-
-    @property
-    def mark(self) -> str:
-        """Name of a view that says whose and of which version a file is, as its header does, which may be damaged."""
-        return f"{_MARK}{self.version}"
+    discard: Callable[[Path], object] | None = None
 
 
 _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
 CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
 """Of `CATALOG`."""
+
+_PURGED = "INSERT INTO shared VALUES (''); INSERT INTO removals (criteria) VALUES ('{}');"
+EMPTIED = replace(CACHE, tables=_TABLES + _PURGED)
+"""Of one that takes the place of a file that shared entries: a removal without a criterion is one of everything."""
 
 
 class Database:
@@ -158,15 +145,16 @@ class Database:
         path: the file; made when missing, as is its folder.
         schema: what is in it; a cache's entries and responses unless another is given.
         timeout_s: how long to wait for another process's write.
-        open_s: how long to wait for another process that opens or replaces the file, the first time. None: the first
-            use opens it, and each later one where that failed.
+        lazy: the first use opens it, and each later one where that failed.
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
+        anew: delete the file that is there, and begin another. Processes that have it open hear of it and go on.
 
     Attributes:
         lock: held while the connection is used; reentrant.
         opened: how often the file was opened.
+        file: the one that was opened last; None where that failed.
 
     Raises:
         StoreError: the file cannot be opened, is another program's, or was written by another format version.
@@ -178,22 +166,23 @@ class Database:
         *,
         schema: Schema = CACHE,
         timeout_s: float = 2.0,
-        open_s: float | None = _LOCK_S,
+        lazy: bool = False,
         raises_store_error: bool = False,
         replace: bool = True,
+        anew: bool = False,
     ) -> None:
         self.path, self.lock, self._schema = path, threading.RLock(), schema
         self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
         self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
         self.opened, self._closed = 0, False
         self.connection: sqlite3.Connection
-        self._file: FileId | None = None  # the one that is open
+        self.file: FileId | None = None
         self._name = os.fspath(path)
         try:
             if replace:
                 make_folder(path.parent if schema.prepare is None else path.parent.parent)
-            if open_s is not None:
-                self._open(wait_s=open_s)
+            if not lazy:
+                self._open(wait_s=_LOCK_S, anew=anew)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"database {path}: {error}") from error
 
@@ -203,7 +192,7 @@ class Database:
         try:
             if self._closed:
                 raise sqlite3.ProgrammingError(f"{self.path} is closed")
-            if not self._is_current() and not (self._file and self.connection.in_transaction):
+            if not self._is_current() and not (self.file and self.connection.in_transaction):
                 self._open_anew()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -255,20 +244,15 @@ class Database:
 
     def _fail(self, error: BaseException) -> None:
         with suppress(sqlite3.Error):
-            if self._file and self.connection.in_transaction:  # some errors have rolled back already
+            if self.file and self.connection.in_transaction:  # some errors have rolled back already
                 self.connection.execute("ROLLBACK")
         # Of what can be computed again, anything that SQLite cannot do with it is damage.
         is_damaged = is_useless(error) if self._schema.discard else _code(error) in _DAMAGE
-        if is_damaged and self._replace and self._file:
+        if is_damaged and self._replace and self.file:
             with suppress(sqlite3.Error):  # the next use tries again
-                self._open_anew(damaged=self._file)
+                self._open_anew(damaged=self.file)
         if self._raises_store_error and isinstance(error, sqlite3.Error):
             raise StoreError(f"{self.path}: {error}") from error
-
-    @property
-    def file(self) -> FileId | None:
-        """The file that was opened last; None where that failed."""
-        return self._file
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows that a statement finds."""
@@ -297,21 +281,19 @@ class Database:
             read: of the rest of a row; raises a CorruptValue where that is damaged.
             delete: called with the connection and the numbers of damaged rows; None where they stay.
         """
-        after, number = -1, 0
-        while after < number:  # a damaged tree may lead back
-            with self as db:
-                row = db.execute(statement, (number,)).fetchone()
-            if row is None:
-                return
-            after, number, reason = number, row[0], ""
+        number = 0
+        # A damaged tree may lead back.
+        while (row := next(iter(self.rows(statement, number)), None)) is not None and row[0] > number:
+            reason = ""
             try:
                 read(*row[1:])
             except CorruptValue as error:
                 reason = str(error)
-            if delete and reason:
-                with self.write() as db:  # rare, so that other processes go on writing
-                    if db.execute(statement, (after,)).fetchone() == row:
-                        delete(db, [number])
+                if delete:
+                    with self.write() as db:  # rare, so that other processes go on writing
+                        if db.execute(statement, (number,)).fetchone() == row:
+                            delete(db, [row[0]])
+            number = row[0]
             yield reason
 
     def truncate_log(self) -> bool:
@@ -319,22 +301,6 @@ class Database:
         another process reads the database."""
         with self as db:
             return not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-
-    def empty(self) -> bool:
-        """Delete all entries and responses, and give their room back. Processes that share the file go on with it, and
-        hear of it. False where one of them reads it at the moment, so that deleted text may still be in the log."""
-        with self as db:
-            db.execute("PRAGMA secure_delete=OFF")  # what is deleted is not in the file after VACUUM: little is written
-        try:
-            with self.write() as db:
-                for statement in _EMPTY.split(";"):
-                    db.execute(statement)
-            with self as db:
-                db.execute("VACUUM")
-        finally:
-            with self as db:
-                db.execute("PRAGMA secure_delete=ON")
-        return self.truncate_log()
 
     def close(self) -> None:
         """Close the file; later uses raise `sqlite3.ProgrammingError`."""
@@ -345,7 +311,7 @@ class Database:
             if self.opened:
                 with suppress(sqlite3.Error):
                     self.connection.close()
-            self._closed, self._file = True, None
+            self._closed, self.file = True, None
 
     # -- the file -----------------------------------------------------------------------------------------------
 
@@ -354,13 +320,13 @@ class Database:
         try:
             status = os.stat(self._name)  # noqa: PTH116 (half the time of a path's)
         except FileNotFoundError:
-            return not self._replace and self._file is not None
+            return not self._replace and self.file is not None
         except OSError:  # a disk that does not answer has no other file
-            return self._file is not None
-        return (status.st_dev, status.st_ino) == self._file
+            return self.file is not None
+        return (status.st_dev, status.st_ino) == self.file
 
     def _open_anew(self, damaged: FileId | None = None) -> None:
-        self._file = None  # so that the next use tries again where this fails
+        self.file = None  # so that the next use tries again where this fails
         try:
             self._open(damaged, wait_s=self._timeout_s)
         except (OSError, sqlite3.Error, StoreError) as error:
@@ -369,27 +335,29 @@ class Database:
             fault.sqlite_errorcode = sqlite3.SQLITE_BUSY if is_busy else sqlite3.SQLITE_CANTOPEN
             raise fault from error
 
-    def _open(self, damaged: FileId | None = None, *, wait_s: float) -> None:
+    def _open(self, damaged: FileId | None = None, *, wait_s: float, anew: bool = False) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if self._replace and self._schema.prepare:
             self._schema.prepare(self.path.parent)
-        with opening(self.path, wait_s) if self._replace else nullcontext():
+        # One process at a time makes, replaces or deletes a database.
+        with lock(_beside(self.path, ".lock"), wait_s) if self._replace else nullcontext():
             if self.opened:
                 self.connection.close()
+            if anew:
+                self._delete()
             if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
             except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
                 is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
-                if not self._replace or not is_of_no_use or is_ours(self.path) is False:
+                ours = is_ours(self.path)  # None: only its name may tell
+                named = ours is None and (self.path.name == CATALOG or self._schema.discard is not None)
+                if not self._replace or not is_of_no_use or not (ours or named):
                     raise
-                ours = self.path.name == CATALOG or self._schema.discard
-                if not ours and _code(error) == sqlite3.SQLITE_NOTADB:
-                    raise StoreError(f"{self.path} is no database: delete it, or choose another file") from None
                 self._put_aside(str(error))
                 self.connection = self._connect(wait_s)
-            self._file = file_id(self.path)
+            self.file = file_id(self.path)
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
@@ -432,8 +400,6 @@ class Database:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
-        if db.execute("SELECT COUNT(*) FROM sqlite_master WHERE name=?", (self._schema.mark,)).fetchone()[0]:
-            raise sqlite3.DatabaseError("its header is damaged")
         if application != _APPLICATION:
             raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
         if self._schema.discard and version < self._schema.version:
@@ -452,9 +418,9 @@ class Database:
     def _begin(self, db: sqlite3.Connection) -> None:
         if self._schema.discard:
             self._schema.discard(self.path.parent)
-        tables = "; ".join((self._schema.tables.replace(":now", str(time.time_ns() // 1000)), *self._schema.added, ""))
+        tables = "; ".join((*self._schema.added, self._schema.tables.replace(":now", str(time.time_ns() // 1000))))
         identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
-        db.executescript(f"BEGIN IMMEDIATE; CREATE VIEW {self._schema.mark} AS SELECT 1; {tables} {identity} COMMIT")
+        db.executescript(f"BEGIN IMMEDIATE; {tables} {identity} COMMIT")
 
     def _put_aside(self, why: str) -> None:
         kept = "deleted" if self._schema.discard else "put aside"
@@ -462,7 +428,12 @@ class Database:
         aside = _beside(self.path, ".damaged")
         if not self._schema.discard and not aside.exists():  # the first one is kept
             self.path.replace(aside)
-        delete_files(self.path)
+        self._delete()
+
+    def _delete(self) -> None:
+        self.path.unlink(missing_ok=True)
+        for suffix in _BESIDE:  # lest they be read into the next
+            _beside(self.path, suffix).unlink(missing_ok=True)
 
 
 def _text(stored: bytes) -> str:
@@ -493,33 +464,19 @@ def _code(error: BaseException) -> int:
 
 
 def is_ours(path: Path) -> bool | None:
-    """Whether a database is semkv's, by the first pages of the file; None where there is none, or a damaged one.
+    """Whether a database is semkv's, by the header of the file; None where there is none, or a damaged one.
 
     Not of a file that this process has open: to close it takes SQLite's locks away.
     """
     try:
-        head = read_bytes(path, _HEAD)  # https://www.sqlite.org/fileformat.html#the_database_header
+        head = read_bytes(path, 100)  # https://www.sqlite.org/fileformat.html#the_database_header
     except (OSError, StoreError):
         return None
     if not head.startswith(b"SQLite format 3\0"):
         return None
-    return head[68:72] == _APPLICATION.to_bytes(4, "big") or (None if _MARK.encode() in head else False)
+    return head[68:72] == _APPLICATION.to_bytes(4, "big")
 
 
 def is_filled(path: Path) -> bool:
     """Whether a file has anything in it. An empty one may be another program's: to open it is to make it ours."""
     return path.exists() and path.stat().st_size > 0
-
-
-@contextmanager
-def opening(path: Path, wait_s: float = _LOCK_S) -> Iterator[None]:
-    """One process at a time makes, replaces or deletes a database. Raises as `files.lock`."""
-    with lock(path.with_name(f"{path.name}.lock"), wait_s):
-        yield
-
-
-def delete_files(path: Path) -> None:
-    """Delete a database with its write-ahead log and shared memory. Call it inside `opening`."""
-    path.unlink(missing_ok=True)
-    for suffix in _BESIDE:  # lest they be read into the next
-        _beside(path, suffix).unlink(missing_ok=True)

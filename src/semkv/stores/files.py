@@ -16,9 +16,6 @@ from typing import BinaryIO
 
 from semkv.errors import StoreError
 
-STRAY_S = 3600.0
-"""Age at which a temporary file is a dead writer's."""
-
 FileId = tuple[int, int]
 """Device and inode: two files that are there at the same time never have the same. One that is open is there."""
 
@@ -130,8 +127,8 @@ def lock(path: Path, wait_s: float) -> Iterator[None]:
 def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path``, in full, when the block ends without an exception.
 
-    Of several writers the last one's file stays. ``private``: only its owner can read it. ``durable``: it survives a
-    power cut.
+    Of several writers the last one's file stays. ``private``: only its owner can read it. ``durable``: after a power
+    cut too there is the old one or the new one.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -142,12 +139,6 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(path)
-        if durable:
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # the name
-            finally:
-                os.close(folder)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -167,10 +158,11 @@ def matching(root: Path, pattern: str) -> list[Path]:
 
 
 def described(paths: Iterable[Path]) -> list[tuple[Path, os.stat_result]]:
-    """The regular files among some paths, with the status of each, but for those that vanished meanwhile."""
+    """The regular files among some paths, with the status of each, but for those that vanished meanwhile or lie in a
+    folder that is closed to this user."""
     found = []
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if stat.S_ISREG((status := path.lstat()).st_mode):
                 found.append((path, status))
     return found
@@ -190,14 +182,3 @@ def delete_all(paths: Iterable[Path]) -> list[str]:
 def in_short(lines: Sequence[str]) -> str:
     """The first of some lines, and how many there are."""
     return lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more"
-
-
-def remove_strays(root: Path, pattern: str) -> int:
-    """Delete the temporary files of a form that dead writers left; how many that were."""
-    gone = 0
-    for path, status in described(matching(root, pattern)):
-        if time.time() - status.st_mtime > STRAY_S:
-            with contextlib.suppress(OSError):
-                path.unlink()
-                gone += 1
-    return gone

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from semkv.errors import CorruptValue
 from semkv.keys import digest
 from semkv.stores.block_file import Bytes, room
-from semkv.stores.block_index import BlockRef
 from semkv.stores.blocks import BlockStore, Bounds
 
 FUSION_MAX_BYTES = 8 << 30
@@ -76,16 +75,13 @@ class FusionStore:
         """
         return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
 
-    def _find(self, key: str) -> tuple[bytes, BlockRef | None]:
-        block = bytes.fromhex(digest("item", key))
-        return block, self.blocks.find(self.namespace, [block])[0]
-
     def __contains__(self, key: str) -> bool:
-        return self._find(key)[1] is not None
+        return self.blocks.find(self.namespace, [_block(key)])[0] is not None
 
     def load(self, key: str) -> FusionState | None:
         """Read and check a state; None when it is not stored or was damaged."""
-        block, ref = self._find(key)
+        block = _block(key)
+        (ref,) = self.blocks.find(self.namespace, [block])
         if ref is None:
             return None
         layout, row_bytes = self.blocks.layout(ref) or ("null", 0)
@@ -105,8 +101,12 @@ class FusionStore:
 
         ``owner``, ``since``: see `BlockStore.write`.
         """
-        block, layout = self._find(state.key)[0], {"shape": list(state.shape), "dtype": state.dtype}
-        return self.blocks.write(self.namespace, layout, [block], [state.data], owner=owner, since=since) is not None
+        block, layout = [_block(state.key)], {"shape": list(state.shape), "dtype": state.dtype}
+        return self.blocks.write(self.namespace, layout, block, [state.data], owner=owner, since=since) is not None
 
     def close(self) -> None:
         self.blocks.close()
+
+
+def _block(key: str) -> bytes:
+    return bytes.fromhex(digest("item", key))

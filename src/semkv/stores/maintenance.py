@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -24,8 +23,8 @@ from semkv.stores import block_index, database
 from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
-from semkv.stores.database import CACHE, CATALOG, Database, Schema
-from semkv.stores.files import delete_all, described, in_short, make_folder, matching, remove_strays
+from semkv.stores.database import CACHE, CATALOG, EMPTIED, Database, Schema
+from semkv.stores.files import delete_all, described, in_short, make_folder, matching
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
@@ -34,6 +33,7 @@ from semkv.stores.responses.sqlite import SqliteStore
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
 _ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
+_STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
     "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
@@ -131,7 +131,7 @@ def is_ours(root: Path) -> bool:
     found = database.is_ours(file)
     if found is None:
         found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()
-    return found or bool(_own_stores(root))
+    return found or bool(_block_stores(root))
 
 
 def _begin(cache_dir: Path, **counts: int) -> Report:
@@ -141,30 +141,19 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
         StoreError: nothing there was written by semkv.
     """
     try:
-        if not database.is_filled(cache_dir / CATALOG) and not is_ours(cache_dir):
+        if not is_ours(cache_dir):
             raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
     except OSError as error:
         raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in _folders(cache_dir) if not _is_open(folder)])
+    closed = [f for f in _folders(cache_dir) if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)]  # noqa: PTH112
+    return Report(counts, unread=[f"{folder} cannot be read" for folder in closed])
 
 
 def _folders(root: Path) -> list[Path]:
     return [folder for name in _FOLDERS for folder in matching(root, name)]
 
 
-def _is_open(folder: Path) -> bool:
-    """Whether a folder can be read; what is not there, or is none, has nothing to be read."""
-    try:
-        return not stat.S_ISDIR(folder.stat().st_mode) or os.access(folder, os.R_OK | os.X_OK)
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-
-
 # -- its stores, opened to look after them ----------------------------------------------------------------------------
-
-
-class _MissingError(Exception):
-    """There is no catalog."""
 
 
 @contextmanager
@@ -172,15 +161,14 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
     """A block over a database. A fault ends it, and becomes a line of ``found``."""
     try:
         yield
-    except _MissingError:
+    except FileNotFoundError:  # no catalog
         pass
     except (OSError, StoreError, sqlite3.Error, ValueError) as error:
         cause = error.__cause__ or error
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            remedy = "" if isinstance(cause, StoreError) else f"; {_REMEDY}"  # the former names its own
-            found.unread.append(f"{name}: {file} cannot be read ({error}){remedy}")
+            found.unread.append(f"{name}: {file} cannot be used ({error})" + f"; {_REMEDY}" * (not file.exists()))
 
 
 @contextmanager
@@ -189,7 +177,7 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
     the structure of the database is checked before."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
-        raise _MissingError
+        raise FileNotFoundError(file)
     with (
         closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
         closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
@@ -206,11 +194,6 @@ def _block_stores(root: Path) -> list[tuple[str, Path]]:
     that of one alone."""
     places = (("fusion", root), *((name, root / name) for name in _STORES))
     return [(name, folder) for name, folder in places if is_store(folder)]
-
-
-def _own_stores(root: Path) -> list[Path]:
-    """Their folders, but none behind a link."""
-    return [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
 
 
 @contextmanager
@@ -261,7 +244,7 @@ def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterab
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
-            theirs |= set() if tenant is None else catalog.media_of(tenant)
+            theirs |= catalog.media(tenant)
         for whom, count, nbytes, oldest, used in responses.by_tenant():
             if tenants is None or whom in tenants:
                 stores.append(StoreUse("answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used))
@@ -342,9 +325,10 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
         if max_age_s:
             found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
+        shown = opened[0].media()
         # The entry of a younger image may be about to be written.
-        old = [image for image, status in _images(cache_dir) if status.st_mtime < now - _DAY_S]
-        found.counts["media"] += _delete([image for image in old if not opened[0].has_media(image.name)], found)
+        loose = [i for i, status in _images(cache_dir) if status.st_mtime < now - _DAY_S and i.name not in shown]
+        found.counts["media"] += _delete(loose, found)
     return found
 
 
@@ -373,10 +357,7 @@ def purge(
     """
     found = _begin(cache_dir, entries=0, answers=0, files=0)
     if tenants is None and tag is None and salts is None:
-        try:
-            _purge_all(cache_dir, found, dry_run=dry_run)
-        except OSError as error:
-            raise StoreError(f"{error.filename or cache_dir} cannot be purged ({error.strerror or error})") from error
+        _purge_all(cache_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
         with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
             found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
@@ -406,6 +387,9 @@ def _purge_entries(
     dry_run: bool = False,
 ) -> int:
     """Delete entries and responses that meet all that is given, and the images that only they had; how many images."""
+    if not dry_run:
+        with suppress(sqlite3.OperationalError):
+            catalog.database.truncate_log()  # which makes room on a full disk
     # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
     if responses.usage()[0] or any(cache_dir.glob("ahead*")):
         for tenant in (None,) if tenants is None else tenants:
@@ -431,81 +415,49 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
-    if not is_ours(root):
-        raise StoreError(f"{root} is not known to be semkv's, and is not purged: its {CATALOG} cannot be read")
-    look = Report({})  # a catalog that cannot be read goes all the same
-    with _noting(look, "catalog", root / CATALOG), _entries(root) as (catalog, responses):
+    look, file, schema = Report({}), root / CATALOG, CACHE  # a catalog that cannot be read goes all the same
+    with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-    if database.is_ours(root / CATALOG) is False:
+        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
+    if database.is_ours(file) is False:
         found.unread += look.unread
-    stores = _own_stores(root)
-    files = _files(root, *_FORMS, *(f"{store.relative_to(root)}/{FILES}/??/*" for store in stores))
+    stores = [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
+    files = [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
     found.unread += [
         f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
         for link in filter(Path.is_symlink, _folders(root))
     ]
     if not dry_run:
-        found.unread += _empty_catalog(root / CATALOG)
+        ours = database.is_filled(file) and database.is_ours(file) is not False
+        if ours and (left := _begin_anew(file, schema)):
+            found.unread += left
+            found.counts |= {"entries": 0, "answers": 0}
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
             replay(folder, lambda response, since: True)
-        _delete(_files(root, *_FORMS), found)
-        files = [file for file in files if not os.path.lexists(file)]
-    found.counts["files"] = len(files)
+    found.counts["files"] = sum(len(some) if dry_run else _delete(some, found) for some in files)
 
 
-def purge_directory(root: Path, *, dry_run: bool = False) -> int:
-    """Delete what semkv wrote below ``root``, a cache directory or that of a block store alone; nothing where it is
-    empty.
-
-    Processes that have a database or a block store open hear of it and go on.
-
-    Returns:
-        How many files of images, KV, encoder outputs and so on went, or with ``dry_run`` would go.
+def purge_directory(root: Path) -> None:
+    """`purge` of everything below a directory; nothing where that is empty.
 
     Raises:
         StoreError: as `purge`, or not all could be deleted.
     """
-    if not root.is_dir() or (not is_ours(root) and _is_empty(root)):
-        return 0
-    found = purge(root, dry_run=dry_run)
-    if found.unread:
-        raise StoreError("; ".join(found.unread))
-    return found.counts["files"]
-
-
-def _empty_catalog(file: Path) -> list[str]:
-    """What is left, for people. Another program's stays. One that cannot be emptied, since it is damaged, of a newer
-    format, or the disk is full, goes as a whole: processes that have it open begin a new one."""
-    if not database.is_filled(file) or database.is_ours(file) is False:
-        return []
-    try:
-        with closing(Database(file, timeout_s=_WAIT_S)) as opened:
-            opened.truncate_log()  # which makes room on a full disk
-            if opened.empty():
-                return []
-        return [f"{file} is being read: its write-ahead log has what was deleted, purge again"]
-    except (StoreError, sqlite3.Error, UnicodeDecodeError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, OSError) or database.is_transient(cause) or not os.access(file, os.R_OK):
-            return [f"{file} cannot be emptied ({error}), purge again"]
-    return _begin_anew(file, CACHE)
+    if root.is_dir() and (is_ours(root) or not _is_empty(root)) and (left := purge(root).unread):
+        raise StoreError("; ".join(left))
 
 
 def _begin_anew(file: Path, schema: Schema) -> list[str]:
     """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
     everything for purged. Returns what is left, for people."""
-    left = list[str]()
     try:
-        with database.opening(file):
-            database.delete_files(file)
-            left = schema.discard(file.parent) if schema.discard else left
-        with suppress(StoreError):  # a full disk
-            Database(file, schema=schema).close()
-    except OSError as error:
-        left.append(f"{file} cannot be deleted ({error.strerror or error}), purge again")
-    return left
+        Database(file, schema=schema, anew=True).close()
+    except StoreError as error:
+        if file.exists() and file.stat().st_size:  # else the disk is full
+            return [f"{file} cannot be begun anew ({error}), purge again"]
+    return []
 
 
 # -- its files --------------------------------------------------------------------------------------------------------
@@ -517,7 +469,9 @@ def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
 
 def _drop_strays(cache_dir: Path) -> int:
     """Delete what crashed writers left under temporary names, but for block files; how many files that were."""
-    return sum(remove_strays(cache_dir, pattern) for pattern in _STRAYS)
+    found = described(path for form in _STRAYS for path in matching(cache_dir, form))
+    old = [path for path, status in found if time.time() - status.st_mtime > _STRAY_S]
+    return len(old) - len(delete_all(old))
 
 
 def _is_empty(root: Path) -> bool:
@@ -528,6 +482,7 @@ def _is_empty(root: Path) -> bool:
 
 def _files(root: Path, *patterns: str) -> list[Path]:
     """What is there of some forms, but nothing behind a link."""
-    found = {file for pattern in patterns for file in matching(root, pattern) if file.is_file() or file.is_symlink()}
+    there = {path for pattern in patterns for path in matching(root, pattern)}
+    found = [path for path in there if os.path.isfile(path) or os.path.islink(path)]  # noqa: PTH113, PTH114 (no error)
     within = len(root.parents) + 1
     return sorted(file for file in found if not any(part.is_symlink() for part in file.parents[:-within]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, remove_strays, replacing
+from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".tmp"  # ends the name of a file that is being written
@@ -29,6 +29,9 @@ class MediaStore:
         root: the directory; made when missing.
         max_bytes: bound on what is stored; a single larger item is not stored.
 
+    Attributes:
+        nbytes: stored or being written, as far as this process knows.
+
     Raises:
         StoreError: the directory cannot be made.
     """
@@ -38,15 +41,9 @@ class MediaStore:
         self._lock = threading.Lock()
         try:
             make_folder(root)
-            remove_strays(root, f"??/*{_NEW}")
-            self._bytes, self._written = sum(status.st_size for _, status in self._files()), 0
+            self.nbytes, self._written = sum(status.st_size for _, status in self._files()), 0
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes stored or being written, as far as this process knows."""
-        return self._bytes
 
     def _where(self, media_id: str) -> Path:
         if not _DIGEST.fullmatch(media_id):
@@ -67,10 +64,10 @@ class MediaStore:
         with replacing(target, private=True, durable=False) as file:
             file.write(data)
         with self._lock:
-            self._bytes += len(data)
+            self.nbytes += len(data)
             self._written += len(data)
-            if self._bytes > self.max_bytes or self._written > self.max_bytes // 16:
-                self._keep_bound(target)
+            if self.nbytes > self.max_bytes or self._written > self.max_bytes // 16:
+                self._keep_bound()
         return media_id
 
     def path(self, media_id: str) -> Path | None:
@@ -104,24 +101,23 @@ class MediaStore:
         except OSError:
             return
         with self._lock:
-            self._bytes -= size
+            self.nbytes -= size
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = described(matching(self.root, "??/*"))
         return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
 
-    def _keep_bound(self, new: Path | None = None) -> None:
+    def _keep_bound(self) -> None:
         """Count anew, with what other processes wrote, and bring what is over the bound down to nine tenths of it."""
-        remove_strays(self.root, f"??/*{_NEW}")
         found = self._files()
-        self._bytes, self._written = sum(status.st_size for _, status in found), 0
-        if self._bytes <= self.max_bytes:
+        self.nbytes, self._written = sum(status.st_size for _, status in found), 0
+        if self.nbytes <= self.max_bytes:
             return
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
-            if self._bytes <= self.max_bytes * 9 // 10:
+            if self.nbytes <= self.max_bytes * 9 // 10:
                 return
-            if file != new and not file.name.endswith(_NEW) and not delete_all([file]):
-                self._bytes -= status.st_size
+            if not delete_all([file]):
+                self.nbytes -= status.st_size
 
 
 def check_image(file: Path) -> str:

@@ -179,39 +179,31 @@ class ResponseStore(Protocol):
         Raises:
             CorruptValue: it failed its test and was deleted.
         """
-        ...
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         """Keep a response, in place of an older one under its key; durable when this returns. False where it was
         invalidated since the cursor ``since``, when it began to be computed, or is larger than the store.
         """
-        ...
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         """Delete what the selector names and log it, or with ``dry_run`` only count it, expired responses that are
         still there included."""
-        ...
 
     def news(self, cursor: str) -> News:
         """The invalidations since ``cursor``; an empty cursor asks for the present place alone."""
-        ...
 
     def refuse(self, name: str, *, refused: bool) -> None:
         """Note that the upstream refused somebody's credentials, by their digest, or that it accepts them again. The
         latest `REFUSALS` are held, for `REFUSED_S` seconds."""
-        ...
 
     def refused(self, name: str) -> bool:
         """Whether credentials were refused, and not accepted since."""
-        ...
 
     def usage(self) -> tuple[int, int]:
         """Entries and bytes held, entries that have run out but are not deleted yet included."""
-        ...
 
     def close(self) -> None:
         """Let go of files and connections. Every later call raises `StoreError`."""
-        ...
 
 
 class SteadyClock:

@@ -1,10 +1,10 @@
 """Answers in Redis, for several gateways.
 
-    {semkv:<name>}:a:<key>   hash: head and payload of an answer (`codec`), with Redis's own expiry
-    {semkv:<name>}:used      sorted set: keys by when they were last used
-    {semkv:<name>}:sizes     hash: bytes by key;  {semkv:<name>}:bytes: their sum
-    {semkv:<name>}:log       stream: the latest invalidations
-    {semkv:<name>}:refused   sorted set: digests of refused credentials by when they were refused
+    {semkv:<name>:1}:a:<key>   hash: head and payload of an answer (`encode`), with Redis's own expiry
+    {semkv:<name>:1}:used      sorted set: keys by when they were last used
+    {semkv:<name>:1}:sizes     hash: bytes by key;  {semkv:<name>:1}:bytes: their sum
+    {semkv:<name>:1}:log       stream: the latest invalidations
+    {semkv:<name>:1}:refused   sorted set: digests of refused credentials by when they were refused
 
 What changes several of these is one script, so that no client that dies half-way leaves them at odds. All names hold
 one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it, and

@@ -163,16 +163,14 @@ class SqliteStore(ResponseStore):
             return self._news(db, cursor)
 
     def _news(self, db: sqlite3.Connection, cursor: str) -> News:
-        # One by one: SQLite takes either from the end of the index, and reads all rows for both.
-        last = db.execute("SELECT coalesce(MAX(number), 0) FROM invalidations").fetchone()[0]
-        since = last if not cursor else int(cursor) if cursor.isdecimal() else 0  # another store's is none of ours
-        if since == last:
-            return News(str(last))
-        first = db.execute("SELECT coalesce(MIN(number), 0) FROM invalidations").fetchone()[0]
-        if not first <= since <= last:
-            return News(str(last), None)
-        rows = db.execute("SELECT selector FROM invalidations WHERE number>? ORDER BY number", (since,)).fetchall()
-        return News(str(last), read_selectors(row[0] for row in rows))
+        last = str(db.execute("SELECT coalesce(MAX(number), 0) FROM invalidations").fetchone()[0])
+        if cursor in ("", last):
+            return News(last)
+        later = "SELECT number, selector FROM invalidations WHERE number>=CAST(? AS INTEGER) ORDER BY number"
+        rows = db.execute(later, (cursor,)).fetchall()
+        if not rows or str(rows[0][0]) != cursor:  # another store's, or too old
+            return News(last, None)
+        return News(last, read_selectors(row[1] for row in rows[1:]))
 
     # -- credentials --------------------------------------------------------------------------------------------
 
