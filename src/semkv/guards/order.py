@@ -131,7 +131,7 @@ class _Order:
         one, other = stems
         told = self.language.movable.isdisjoint(stems)
         # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
-        return (told and one.isalpha() == other.isalpha()) or other in self.language.opposed.get(one, {})
+        return (told and one[0].isalpha() == other[0].isalpha()) or other in self.language.opposed.get(one, {})
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
