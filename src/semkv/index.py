@@ -17,7 +17,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -213,7 +213,6 @@ class VectorIndex:
         self._partitions: dict[str, Partition] = {}
         self._home: dict[str, str] = {}  # item -> partition
         self._worker = ThreadPoolExecutor(1, "semkv-index", _use_half_the_cores)
-        self._builds: list[Future[None]] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -283,13 +282,6 @@ class VectorIndex:
 
     # -- in the background --------------------------------------------------------------------------------------
 
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being built; False where something still is after ``timeout_s`` seconds."""
-        while running := [build for build in self._builds if not build.done()]:  # a build may begin another
-            if wait(running, timeout_s).not_done:
-                return False
-        return True
-
     def close(self) -> None:
         """Stop building, within a second or so; the index stays searchable."""
         self._closed = True
@@ -301,8 +293,7 @@ class VectorIndex:
             return
         if len(home.rows) >= self._flat or self._is_stale(home):
             home.building = True
-            self._builds = [build for build in self._builds if not build.done()]
-            self._builds.append(self._worker.submit(self._build, name, home))
+            self._worker.submit(self._build, name, home)
 
     def _is_stale(self, home: Partition) -> bool:
         return home.gone > max(self._flat // 4, _STALE * len(home.items))
