@@ -95,15 +95,11 @@ class Graph:
 
     def __init__(self, index: Any, items: Sequence[str | None]) -> None:
         faiss = faiss_module()
-        self.index, self.size = index, len(items)
+        self.index = index
         self._alive = np.packbits([item is not None for item in items], bitorder="little")
         self._selected = faiss.IDSelectorBitmap(self._alive)
-        self._breadth = round(_SEARCH_BREADTH * max(1.0, self.size / _MANY) ** 0.5)
-        self._params = self._with_breadth(self._breadth)
+        self._breadth = round(_SEARCH_BREADTH * max(1.0, len(items) / _MANY) ** 0.5)
         codes_of(index)[[row for row, item in enumerate(items) if item is None]] = 0
-
-    def _with_breadth(self, breadth: int) -> Any:
-        return faiss_module().SearchParametersHNSW(efSearch=breadth, sel=self._selected)
 
     def remove(self, row: int) -> None:
         """Overwrite a row. A search that reads it meanwhile drops it from its results."""
@@ -111,7 +107,7 @@ class Graph:
         codes_of(self.index)[row] = 0
 
     def search(self, query: Vector, k: int) -> list[tuple[float, int]]:
-        params = self._params if 2 * k <= self._breadth else self._with_breadth(2 * k)
+        params = faiss_module().SearchParametersHNSW(efSearch=max(self._breadth, 2 * k), sel=self._selected)
         scores, rows = self.index.search(query.reshape(1, -1), k, params=params)
         return [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
 
