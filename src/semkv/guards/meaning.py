@@ -40,8 +40,6 @@ def _denials(text: Text, only: Tokens, other: Text) -> tuple[int, int]:
 
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
-    if p.language.grouped.isdisjoint(p.words):
-        return None
     for name, group in p.language.groups.items():
         first, second = (sorted([group[t.word] for t in text.tokens if t.word in group]) for text in (p.a, p.b))
         if first != second:
