@@ -101,6 +101,12 @@ def times(act: Callable[[Any], object], values: Iterable[Any]) -> dict[str, floa
     }
 
 
+def settle(index: VectorIndex) -> None:
+    """Wait until nothing is being built: the one worker has done what was asked of it before."""
+    while index._worker.submit(int).result() or any(part.building for part in list(index._partitions.values())):
+        pass
+
+
 def measured(rows: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
     truth, index = nearest(rows, queries), VectorIndex(queries.shape[1])
 
@@ -113,7 +119,7 @@ def measured(rows: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
     for first in range(0, len(rows), PAGE):
         index.extend(Row(str(first + i), "p", vector) for i, vector in enumerate(rows[first : first + PAGE]))
     row: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2), "search_before_graph": searched()}
-    index.settle()
+    settle(index)
     row |= {"graph_ready_s": round(time.perf_counter() - start, 1), "processor_s": round(time.process_time(), 1)}
     row["bytes_per_entry"] = round((resident() - before) / len(rows))
     row["search"] = searched()

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from semkv.cache import CacheStats, SemanticCache
+    from semkv.cache import SemanticCache
     from semkv.config import CacheConfig
     from semkv.encoders import EmbeddingHook
     from semkv.encoders.text import TextEncoder
@@ -18,25 +18,16 @@ if TYPE_CHECKING:
     from semkv.errors import ConfigError, SemkvError, StoreError
     from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
-    from semkv.stores.fusion import FusionStore
     from semkv.stores.responses import ResponseStore
     from semkv.tiers import Tier
     from semkv.tiers.policies import Decider, Decision
     from semkv.types import (
-        CacheMode,
-        EmbeddingLayer,
         Entry,
-        Exactness,
         Match,
-        MatchPolicy,
         MediaSegment,
         Namespace,
-        Plan,
-        PolicyName,
         Request,
-        ReuseReport,
         Role,
-        Scope,
         Status,
         TextSegment,
     )
@@ -45,33 +36,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CacheConfig",
-    "CacheMode",
-    "CacheStats",
     "ConfigError",
     "Decider",
     "Decision",
     "EmbeddingHook",
-    "EmbeddingLayer",
     "Engine",
     "EnginePrompt",
     "EngineResult",
     "Entry",
-    "Exactness",
     "FusionEngine",
     "FusionProvider",
-    "FusionStore",
     "Index",
     "Match",
-    "MatchPolicy",
     "MediaSegment",
     "Namespace",
-    "Plan",
-    "PolicyName",
     "Request",
     "ResponseStore",
-    "ReuseReport",
     "Role",
-    "Scope",
     "SemanticCache",
     "SemkvError",
     "Status",
@@ -84,14 +65,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "cache": "CacheStats SemanticCache",
+    "cache": "SemanticCache",
     "config": "CacheConfig",
     "encoders": "EmbeddingHook",
     "encoders.text": "TextEncoder",
     "engines": "Engine EnginePrompt EngineResult FusionEngine FusionProvider",
     "errors": "ConfigError SemkvError StoreError",
     "keys": "media_id model_fingerprint",
-    "stores.fusion": "FusionStore",
     "stores.responses": "ResponseStore",
     "index": "Index",
     "tiers": "Tier",

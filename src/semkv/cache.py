@@ -56,13 +56,11 @@ class CacheStats:
     Attributes:
         lookups, lookup_s: calls of `SemanticCache.try_reuse` and the seconds they took.
         hits: by the status key of the tier that decided.
-        partial: hits that substituted only a leading part.
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
         vetoes: approximate matches that a guard turned down, by reason.
         barred: approximate matches turned down because the donor was found wrong for the same text before.
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
-        checked_beside: checks that the policy asked for in addition to the sample.
         reported_wrong: hits that a user reported.
         faults: things that went wrong inside the cache and became misses, by kind.
         entries, media_bytes: what is stored.
@@ -71,7 +69,6 @@ class CacheStats:
     lookups: int = 0
     lookup_s: float = 0.0
     hits: Mapping[str, int] = field(default_factory=dict)
-    partial: int = 0
     recorded: int = 0
     repeats: int = 0
     refused: int = 0
@@ -82,7 +79,6 @@ class CacheStats:
     barred: int = 0
     checked: int = 0
     checked_wrong: int = 0
-    checked_beside: int = 0
     reported_wrong: int = 0
 
     @property
@@ -224,7 +220,6 @@ class SemanticCache:
                 with self._tally.boundary("catalog"):
                     self._catalog.hit(plan.match.entry_id, time.time())
             self._tally.add(f"hit:{plan.match.tier}")
-            self._tally.add("partial", 0 if plan.full else 1)
             with self._tally.boundary("hit"):
                 hit_id = self._checking.open(request, plan.match, found.decision)
         return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)

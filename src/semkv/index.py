@@ -17,7 +17,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -95,15 +95,11 @@ class Graph:
 
     def __init__(self, index: Any, items: Sequence[str | None]) -> None:
         faiss = faiss_module()
-        self.index, self.size = index, len(items)
+        self.index = index
         self._alive = np.packbits([item is not None for item in items], bitorder="little")
         self._selected = faiss.IDSelectorBitmap(self._alive)
-        self._breadth = round(_SEARCH_BREADTH * max(1.0, self.size / _MANY) ** 0.5)
-        self._params = self._with_breadth(self._breadth)
+        self._breadth = round(_SEARCH_BREADTH * max(1.0, len(items) / _MANY) ** 0.5)
         codes_of(index)[[row for row, item in enumerate(items) if item is None]] = 0
-
-    def _with_breadth(self, breadth: int) -> Any:
-        return faiss_module().SearchParametersHNSW(efSearch=breadth, sel=self._selected)
 
     def remove(self, row: int) -> None:
         """Overwrite a row. A search that reads it meanwhile drops it from its results."""
@@ -111,7 +107,7 @@ class Graph:
         codes_of(self.index)[row] = 0
 
     def search(self, query: Vector, k: int) -> list[tuple[float, int]]:
-        params = self._params if 2 * k <= self._breadth else self._with_breadth(2 * k)
+        params = faiss_module().SearchParametersHNSW(efSearch=max(self._breadth, 2 * k), sel=self._selected)
         scores, rows = self.index.search(query.reshape(1, -1), k, params=params)
         return [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
 
@@ -213,7 +209,6 @@ class VectorIndex:
         self._partitions: dict[str, Partition] = {}
         self._home: dict[str, str] = {}  # item -> partition
         self._worker = ThreadPoolExecutor(1, "semkv-index", _use_half_the_cores)
-        self._builds: list[Future[None]] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -283,13 +278,6 @@ class VectorIndex:
 
     # -- in the background --------------------------------------------------------------------------------------
 
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being built; False where something still is after ``timeout_s`` seconds."""
-        while running := [build for build in self._builds if not build.done()]:  # a build may begin another
-            if wait(running, timeout_s).not_done:
-                return False
-        return True
-
     def close(self) -> None:
         """Stop building, within a second or so; the index stays searchable."""
         self._closed = True
@@ -301,8 +289,7 @@ class VectorIndex:
             return
         if len(home.rows) >= self._flat or self._is_stale(home):
             home.building = True
-            self._builds = [build for build in self._builds if not build.done()]
-            self._builds.append(self._worker.submit(self._build, name, home))
+            self._worker.submit(self._build, name, home)
 
     def _is_stale(self, home: Partition) -> bool:
         return home.gone > max(self._flat // 4, _STALE * len(home.items))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from semkv.encoders.text import few_threads, load_sentence_transformer
+from semkv.encoders.text import at_unit_length, few_threads, load_sentence_transformer
 from semkv.errors import ConfigError
 from semkv.keys import digest, weights_digest
 
@@ -132,13 +132,6 @@ def open_picture(data: bytes) -> Any:
     return image if image.width == image.height else image.resize((side, side))
 
 
-def _unit(vector: Vector) -> Vector:
-    length = float(np.linalg.norm(vector))
-    if not np.isfinite(length) or length == 0.0:
-        raise ValueError("an image without features")
-    return (vector / length).astype(np.float32)
-
-
 class ClipEncoder:
     """The image half of a CLIP model packed for sentence-transformers, such as ``clip-ViT-B-32`` (512 numbers), by
     directory or hub id."""
@@ -156,7 +149,8 @@ class ClipEncoder:
             return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
 
     def encode(self, data: bytes) -> Vector:
-        return _unit(self._run(open_picture(data)))
+        unit: Vector = at_unit_length(self._run(open_picture(data))[None])[0]
+        return unit
 
 
 class TowerEncoder:
@@ -203,7 +197,8 @@ class TowerEncoder:
             states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[_LAYER]
         patches = states[0, 1:].reshape(self._side, self._side, -1).permute(2, 0, 1)[None]
         cells = torch.nn.functional.adaptive_avg_pool2d(patches, _GRID)[0].flatten(1).T  # [cells, hidden]
-        return _unit((cells - cells.mean(dim=0, keepdim=True)).flatten().numpy())
+        unit: Vector = at_unit_length((cells - cells.mean(dim=0, keepdim=True)).flatten()[None].numpy())[0]
+        return unit
 
 
 def _vision_config(directory: Path) -> dict[str, Any]:

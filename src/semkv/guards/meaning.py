@@ -40,8 +40,6 @@ def _denials(text: Text, only: Tokens, other: Text) -> tuple[int, int]:
 
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
-    if p.language.grouped.isdisjoint(p.words):
-        return None
     for name, group in p.language.groups.items():
         first, second = (sorted([group[t.word] for t in text.tokens if t.word in group]) for text in (p.a, p.b))
         if first != second:
@@ -71,7 +69,7 @@ def opposites(p: Pair) -> str | None:
     """A word and its opposite, by table, degree or prefix. Where one text has both ("pros and cons") they prove
     nothing."""
     only_a, only_b = p.only
-    if not only_a or not only_b or p.converse:
+    if p.converse:
         return None
     measured: frozenset[str] = frozenset()
     quantities = [text.quantities for text in (p.a, p.b)]
@@ -230,8 +228,6 @@ def _another_question(p: Pair) -> bool:
 def _asked(text: Text) -> frozenset[str]:
     """What a text asks for; empty where that is open."""
     language = text.language
-    if language.questions.keys().isdisjoint(text.words):
-        return frozenset()
     tokens = text.tokens[:_QUESTION]
     known, leads = language.questions, language.leads
     i = next((i for i, t in enumerate(tokens) if t.word in known or t.word not in leads), len(tokens))
@@ -295,8 +291,6 @@ def _mood(text: Text) -> str:
 def _bound(text: Text) -> str:
     """Whether a text forbids ("must not") or excuses ("need not", "not have to")."""
     language = text.language
-    if language.bound.isdisjoint(text.words):
-        return ""
     for before, token, after in triples((END, *text.tokens, END)):
         if token.word in language.bound and before.word in language.negations:
             return "excuses"
@@ -336,8 +330,6 @@ def person(p: Pair) -> str | None:
 def particle(p: Pair) -> str | None:
     """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
     particles = p.language.after
-    if particles.keys().isdisjoint(p.shared):
-        return None
     for mine, only, other, _ in p.views:
         missing = {t.word for t in only}
         for x, y in itertools.pairwise(mine.tokens) if missing else ():
@@ -349,18 +341,25 @@ def particle(p: Pair) -> str | None:
 
 
 def relation(p: Pair) -> str | None:
-    """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"; or
-    the other way to or from the same: "leave for Rome", "leave from Rome"."""
+    """Another relation where all else is the same: "in the box", "on the box", where no question word asks for more
+    than what "is in the box"; or the other way to or from the same: "leave for Rome", "leave from Rome"."""
     first, second = _ways(p.a, p.only[0]), _ways(p.b, p.only[1])
     if any(first[where] != second[where] for where in first.keys() & second.keys()):
         return "relation"
-    if [len(only) for only in p.only] != [1, 1] or not p.language.questions.keys().isdisjoint(p.words):
+    if [len(only) for only in p.only] != [1, 1]:
         return None
     (x,), (y,) = p.only
+    placed = all(_follows_being(text, token) for text, token in ((p.a, x), (p.b, y)))
+    if not placed and not p.language.questions.keys().isdisjoint(p.words):
+        return None
     choices = p.language.choices
     tied = {x.stem, y.stem} <= p.language.ties
     joined = {x.stem, y.stem} <= p.language.joined and (x.word in choices) != (y.word in choices)
     return "relation" if (tied or joined) and not p.akin(x, y) and p.neighbours(x, y) else None
+
+
+def _follows_being(text: Text, token: Token) -> bool:
+    return any(y is token and x.stem in text.language.being for x, y in itertools.pairwise(text.spine))
 
 
 def _ways(text: Text, only: Tokens) -> dict[str, str]:
@@ -380,8 +379,6 @@ def substitution(p: Pair) -> str | None:
     names = [any(t.name for t in own) for own in (left, right)]
     if all(names) or (len(left) + len(right) == 1 and any(names)):
         return "entity"
-    if not only_a or not only_b:
-        return None
     # Content words that the other text has as well, but not as often, stand for others too.
     mine = left + [t for t in p.content[0] if t.stem in p.b.stems]
     other = right + [t for t in p.content[1] if t.stem in p.a.stems]

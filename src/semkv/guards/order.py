@@ -35,8 +35,6 @@ def bonds(p: Pair) -> str | None:
 def _described(text: Text) -> Bonds:
     """A color, size or the like with its noun: "a green ball and a ring"."""
     language = text.language
-    if language.grouped.isdisjoint(text.words):
-        return {}
     return {
         x.word: {y.stem}
         for x, y in itertools.pairwise(text.spine)
@@ -48,8 +46,6 @@ def _followed(text: Text) -> Bonds:
     """A side, a "than", or the "that" of a noun with the next word of content: "birds that eat owls"."""
     found: dict[str, set[str]] = {}
     language = text.language
-    if language.around.isdisjoint(text.words) and language.relatives.isdisjoint(text.words):
-        return found
     for i, token in enumerate(text.tokens):
         noun = i > 0 and text.tokens[i - 1].word not in language.function
         if token.word in language.around or (token.word in language.relatives and noun):
@@ -69,8 +65,6 @@ def _focused(text: Text) -> Bonds:
     """An "only" with the next word and what follows its preposition ("only open in summer"), or with the last word of
     its clause."""
     language, found = text.language, dict[str, set[str]]()
-    if language.focusing.isdisjoint(text.words):
-        return found
     articles = {y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles}
     for i in [i for i, t in enumerate(text.spine) if t.word in language.focusing]:
         after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
@@ -131,7 +125,7 @@ class _Order:
         one, other = stems
         told = self.language.movable.isdisjoint(stems)
         # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
-        return (told and one.isalpha() == other.isalpha()) or other in self.language.opposed.get(one, {})
+        return (told and one[0].isalpha() == other[0].isalpha()) or other in self.language.opposed.get(one, {})
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""

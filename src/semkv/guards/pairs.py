@@ -125,8 +125,6 @@ class Pair:
         return first, second
 
     def _without_kin(self, own: list[Token], other: Text, short: set[Token]) -> list[Token]:
-        if not own:
-            return own
         function, related = self.language.function, self.language.related
         others = [t for t in other.tokens if t.word not in function]
         left = []

@@ -196,8 +196,6 @@ def _nine_figures(value: float) -> float:
 
 def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool = False) -> str | None:
     """``number`` or ``unit`` where two texts measure different things; ``converse``: they do so from the other side."""
-    if a == b:
-        return None
     first, second = (Counter(map(_measure, x.found)) for x in (a, b))
     if first != second:
         left, right = _without(a.found, Counter(second), _measure), _without(b.found, first, _measure)

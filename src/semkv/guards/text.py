@@ -110,8 +110,7 @@ def read(text: str, language: Language) -> Text:
         chunks.append(chunk)
         capitals += [len(tokens) + i for i in chunk.capitals]
         tokens += chunk.tokens
-    if capitals:
-        _tell_letters(tokens, capitals, language)
+    _tell_letters(tokens, capitals, language)
     final = _phrased(tokens, language)
     words = frozenset([t.word for t in final])
     odd = " ".join([chunk.odd for chunk in chunks if chunk.odd])
@@ -300,7 +299,10 @@ def _titled(pieces: Sequence[str]) -> bool:
 
 
 def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
-    """Tell the letter from the article where letters stand for things: "if A implies B"."""
+    """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
+    for i, (x, after) in enumerate(itertools.pairwise((*tokens, END))):
+        if len(x.word) == 1 and x.word in language.articles and (after.word in STOPS or after.stem in language.ties):
+            tokens[i] = token_of(f"{x.word}_", True, language)
     if any(t.name and len(t.word) == 1 for t in tokens):
         for i in capitals:
             word, before = tokens[i].word, tokens[i - 1].word if i else ""

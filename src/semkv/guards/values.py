@@ -75,8 +75,6 @@ def symbol(p: Pair) -> str | None:
 
 def quote(p: Pair) -> str | None:
     """Quoted words that the other text does not have, where it has other words instead."""
-    if p.a.quotes == p.b.quotes:
-        return None
     wild = [{quoted for quoted in text.quotes if not _WILD.isdisjoint(quoted)} for text in (p.a, p.b)]
     if all(wild) and wild[0] != wild[1]:
         return "quote"

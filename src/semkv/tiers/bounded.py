@@ -36,7 +36,8 @@ from random import SystemRandom
 from typing import Any
 
 from semkv.keys import digest
-from semkv.tiers.policies import Calibration, Decider, Decision, ServedTexts, chance
+from semkv.tiers import Latest
+from semkv.tiers.policies import Calibration, Decider, Decision, chance
 from semkv.types import Entry, Match, Request, Score
 
 FLOOR = 0.6
@@ -56,6 +57,7 @@ _WINDOW = 20_000.0  # requests after which those of the past count half
 _MEMORY = 4000.0  # observations of a band after which its past counts half
 _RECENT = 100.0  # the same for its recent past
 _RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
+_TEXTS = 65_536  # that are remembered
 _REVIEW = 50  # requests between two reviews of what is open
 
 ArmKey = tuple[str, str, bool]
@@ -146,7 +148,7 @@ class Bounded(Decider):
         self._share = min(1.0, 2.0 * -math.expm1(-self._steepness))  # of hits that are checked then
         self._until_review = 0
         self._latest: Request | None = None  # whose first match was counted; with several threads some count twice
-        self._texts = ServedTexts()
+        self._texts: Latest[str, None] = Latest(_TEXTS)  # that a hit has answered
         self._random = SystemRandom()  # of no fixed seed: after a restart, too, each draw is new
         self._lock = threading.Lock()
 
@@ -173,13 +175,21 @@ class Bounded(Decider):
             if self._free() < 1.0:
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
             share = 1.0
-            if not self._texts.again(request) and self._left >= 2.0 * self._rate * _RESERVE:
+            if not self._served_before(request) and self._left >= 2.0 * self._rate * _RESERVE:
                 share, self._sampling = self._share, True
             if self._random.random() >= share:
                 return Decision(True, f"risk {risk:.4f}", risk)
             stake = self._stake(share)
             self._left -= stake
             return Decision(True, f"risk {risk:.4f}", risk, 1.0, stake)
+
+    def _served_before(self, request: Request) -> bool:
+        """Whether a text was served before; remembers that it is now."""
+        media = (segment.media_id for segment in request.media)
+        text = digest("text", request.namespace.tenant, request.namespace.model, request.chunk_text, *media)
+        before = text in self._texts
+        self._texts[text] = None
+        return before
 
     def _free(self) -> float:
         """Wrong answers that may still be given."""

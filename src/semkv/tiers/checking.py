@@ -174,8 +174,6 @@ class Checking:
         if hit.sampled:
             self._tally.add("checked")
             self._tally.add("checked wrong", 0 if correct else 1)
-        else:
-            self._tally.add("checked beside")
         if hit.match.exactness is Exactness.APPROXIMATE:
             if not correct:
                 self._block(hit)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,8 +22,6 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.guards import MOST_UNMATCHED, Wording
-from semkv.keys import digest
-from semkv.tiers import Latest
 from semkv.types import Entry, Match, PolicyName, Request
 
 FORMAT = 3  # of calibrations
@@ -32,7 +29,6 @@ FLOOR = 0.5  # cosines below match nothing
 FEATURES = ("cosine", "closeness", *Wording._fields)
 _GAP = 0.005  # keeps the closeness of a cosine of 1 finite
 _STEPS = 30  # of a bisection
-_TEXTS = 65_536
 _PROMPT_HOOKS = ("prompt", "prompt_vision")  # whose prompt layer is the text encoder's
 
 
@@ -89,24 +85,6 @@ class Decider(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up a kept state. Raises `ValueError` for one that is damaged."""
         return
-
-
-class ServedTexts:
-    """The texts that an approximate hit has answered: one that comes again is worth a check, since after it the text
-    has an answer of its own. Bounded; any thread may call."""
-
-    def __init__(self) -> None:
-        self._texts: Latest[str, None] = Latest(_TEXTS)
-        self._lock = threading.Lock()
-
-    def again(self, request: Request) -> bool:
-        """Whether a text was served before; remembers that it is now."""
-        media = (segment.media_id for segment in request.media)
-        text = digest("text", request.namespace.tenant, request.namespace.model, request.chunk_text, *media)
-        with self._lock:
-            again = text in self._texts
-            self._texts[text] = None
-        return again
 
 
 class FixedThreshold(Decider):
@@ -214,7 +192,6 @@ class Calibrated(Decider):
     def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
         self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
         self.floor = calibration.least
-        self._texts = ServedTexts()
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         own = [score.cosine for score in match.scores if match.whole and score.tier in self._tiers]
@@ -226,9 +203,7 @@ class Calibrated(Decider):
                 return decision
         risk = self._calibration.risk(min(own), match.wording)
         reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
-        if risk > self._calibration.limit:
-            return Decision(False, reason, risk)
-        return Decision(True, reason, risk, 1.0 if self._texts.again(request) else 0.0)
+        return Decision(risk <= self._calibration.limit, reason, risk)
 
 
 def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
