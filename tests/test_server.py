@@ -152,6 +152,7 @@ def test_a_client_that_wants_a_stored_answer_or_none_gets_none(pair: Pair) -> No
             assert (answer.status_code, kind(answer)) == (504, "pass" if text == 5 else "miss")
     assert pair.upstream.total == asked + 1
     assert kind(pair.post("not stored yet", headers=only)) == "hit"
+    assert 'status="504"' not in httpx.get(f"{pair.url}/metrics").text, "an alert looks at what failed"
 
 
 def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from semkv.server.sse import usage_of
 
 log = logging.getLogger(__name__)
 
+ONLY = "only-if-cached"  # the reason of a 504 that the client asked for
+
 _REQUEST_ID = b"x-request-id"
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
@@ -209,7 +211,7 @@ class Tracing:
                 if operation is not None:
                     span.update_name(f"{operation} {seen.model}".rstrip())
                 span.set_attributes(seen.attributes())
-                if seen.status >= 500:
+                if seen.status >= 500 and not seen.cache.endswith(ONLY):
                     span.set_status(self._trace.StatusCode.ERROR)
             span.end()
         except Exception:

@@ -196,7 +196,7 @@ class Metrics:
         self._faults.labels(part).inc()
 
     def figures(self) -> dict[str, Any]:
-        """For the dashboard: ``gauges``, ``events``, and as ``totals`` requests by tier and why some went upstream,
+        """For the dashboard: ``gauges``, and as ``totals`` requests by tier and why some went upstream,
         joins, tokens and seconds saved, faults. Blocks."""
         self.refresh()
         found: dict[str, list[Sample]] = {}
@@ -213,7 +213,6 @@ class Metrics:
         names = {"joins": "single_flight_joins", "tokens_saved": "tokens_saved", "seconds_saved": "seconds_saved"}
         return {
             "gauges": {name: found[name][0].value for name in self._gauges if name in found},
-            "events": by("cache_events", "event"),
             "totals": {
                 "tiers": by("requests", "tier"),
                 "faults": by("faults", "part"),

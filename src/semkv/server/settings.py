@@ -158,6 +158,11 @@ def _make_secret(file: Path) -> None:
         Path(temporary).unlink()
 
 
+def without_login(url: str) -> str:
+    """A URL without its user's name and password, which stay out of logs."""
+    return re.sub("//.*@", "//", url)
+
+
 def admin_key(environment: Mapping[str, str]) -> str:
     """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed."""
     return _given("SEMKV_ADMIN_KEY", environment)
