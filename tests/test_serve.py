@@ -153,7 +153,7 @@ class TestWorkers:
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
         assert not Path(figures).exists()
 
-    def test_one_that_is_killed_is_started_again_and_nothing_is_lost(self, started: tuple[Started, Scripted]) -> None:
+    def test_one_that_is_killed_or_replaced_takes_nothing_along(self, started: tuple[Started, Scripted]) -> None:
         running, _ = started
         whole: list[str] = []
         stop = threading.Event()
@@ -174,6 +174,10 @@ class TestWorkers:
             os.kill(before[0], signal.SIGKILL)
             wait_until(lambda before=before: len(set(workers_of(running)) - set(before)) == 1)
         wait_until(lambda: running.log.read_text().count("startup complete") == 4)
+        before = workers_of(running)
+        os.kill(running.pid, signal.SIGHUP)  # a reload: one after the other is replaced
+        wait_until(lambda: len(workers_of(running)) == 2 and not {*workers_of(running)} & {*before})
+        wait_until(lambda: figure(running, "semkv_memory_limit_bytes") == 2 * (256 << 20))  # those that run
         stop.set()
         asking.join()
         wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))

@@ -128,6 +128,7 @@ class App:
 
     async def _close(self) -> None:
         await self.gateway.aclose()
+        self.gateway.metrics.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
@@ -149,12 +150,10 @@ class App:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(http.error_answer(400, "no such path"))
+            if scope["path"] in SALTED and http.header(scope, b"content-encoding").lower() not in ("", "identity"):
+                raise Refused(http.error_answer(415, "a content encoding is not read: send the body as it is"))
             body = await http.read_body(scope, receive, self._limit, self._room)
-            with self._room.lease() as take:
-                if scope["path"] in SALTED and http.is_packed(scope):
-                    scope, body = await http.unpacked(scope, body, self._limit)
-                    take(len(body))
-                answer = await self._answer(Call(scope, body), receive)
+            answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
             if answer.status == 503:

@@ -5,6 +5,7 @@ Events are counters and durations histograms; only sizes are gauges. Labels have
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -16,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.samples import Sample
 
 from semkv.server.sse import text_of, usage_of
@@ -220,6 +221,11 @@ class Metrics:
                 **{ours: sum(sample.value for sample in found.get(name, ())) for ours, name in names.items()},
             },
         }
+
+    def close(self) -> None:
+        """Let other workers no longer count this one's sizes."""
+        if self.workers > 1:
+            mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
 
     def text(self) -> bytes:
         """The Prometheus text format. Blocks."""

@@ -37,6 +37,7 @@ from semkv.server.settings import ServerSettings, admin_key, secret_of, without_
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
+_START_S = 120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
 _HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
 _FILES = 256  # open in addition to those of connections
@@ -206,6 +207,7 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
         backlog=4096,
         timeout_keep_alive=_HEAD_S,
         timeout_graceful_shutdown=_DRAIN_S,
+        timeout_worker_healthcheck=_START_S,
         **more,
     )
 
