@@ -148,7 +148,7 @@ class TestFile:
         )
 
     def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
-        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rules = ["model:a=a"]\n')}
+        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rule = ["model:a=a"]\n')}
         variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
         found = parse(ServerSettings, ["--ttl=3"], Environment(variables))
         assert found == ServerSettings(ttl=3, stale=2, store_mib=1, tag_rules=("model:a=a",))

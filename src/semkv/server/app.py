@@ -342,10 +342,8 @@ class Operations:
         about = {"version": __version__, "workers": metrics.workers}
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 
-    async def hits(self, request: Request) -> Response:
-        given = request.query_params.get("limit", "50")
-        limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
-        recent = self._gateway.recent_hits.recent(limit)
+    async def hits(self, _: Request) -> Response:
+        recent = self._gateway.recent_hits.recent()
         # An answer may hold half a character, which only escaped JSON can say.
         shown = await asyncio.to_thread(lambda: json.dumps({"hits": [hit.view() for hit in recent]}))
         return Response(shown, media_type="application/json")

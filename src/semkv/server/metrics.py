@@ -34,7 +34,7 @@ _WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of
 _BINS = 100  # of each
 _LATENCIES = 1024  # of each tier
 _NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; characters of a name
-_SHOWN = 200
+_SHOWN = 100  # latest hits, and as many approximate ones
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
 _TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
@@ -303,13 +303,13 @@ class RecentHits:
         self._metrics.tokens.inc(tokens)
         self._metrics.saved.inc(max(0.0, self._mean_s - seconds))
 
-    def recent(self, most: int) -> list[Hit]:
+    def recent(self) -> list[Hit]:
         """The latest hits, newest first."""
-        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)[:most]
+        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)
 
     def find(self, number: str) -> Hit | None:
         """A hit by its id, if it is still known."""
-        return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
+        return next((hit for hit in self.recent() if hit.number == number), None)
 
 
 def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:
