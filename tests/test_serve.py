@@ -103,7 +103,8 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
         (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
-        (["--upstream", "http://me:secret@a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without"),
+        (["--upstream", "http://me:secret@a"], "--upstream: 'http://a' is not allowed; expected a URL without"),
+        (["--upstream", "http://a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without"),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2

@@ -15,6 +15,7 @@ import hmac
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -39,7 +40,7 @@ from semkv.server.http import Answer, Application, Call, Message, Receive, Refus
 from semkv.server.logs import Seen, Tracing, begin
 from semkv.server.metrics import Metrics
 from semkv.server.routes import ROUTES
-from semkv.server.settings import ServerSettings, admin_key, secret_of, without_login
+from semkv.server.settings import ServerSettings, admin_key, secret_of
 from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import Selector, SteadyClock, open_store
@@ -231,7 +232,7 @@ def gateway_of(
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
-    where = without_login(settings.store) or settings.cache_dir / CATALOG
+    where = re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG  # without a password
     log.info("starting semkv %s: responses are kept in %s", __version__, where)
     clock = SteadyClock()
     store = open_store(

@@ -32,7 +32,7 @@ from semkv.server.app import FULL, App, app_of
 from semkv.server.http import busy_answer
 from semkv.server.logs import set_up_logs
 from semkv.server.metrics import FOLDER
-from semkv.server.settings import ServerSettings, admin_key, secret_of, without_login
+from semkv.server.settings import ServerSettings, admin_key, secret_of
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +153,9 @@ def listening(host: str, port: int) -> socket.socket:
 def described(settings: ServerSettings, address: str) -> str:
     """One line of what was started."""
     near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
-    upstream = without_login(settings.upstream)
     dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
     return (
-        f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
+        f"semkv {__version__} on http://{address}: upstream {settings.upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
     )
 

@@ -37,16 +37,16 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 
 def _is_url(text: str) -> bool:
-    """Whether a request's path can go behind it."""
+    """Whether a request's path can go behind it, and the client's own credentials with it."""
     try:
         url = urlsplit(text)
-        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and url.username is None
     except ValueError:
         return False
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed("a URL without /v1, such as http://127.0.0.1:8000", _is_url)
+URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -153,11 +153,6 @@ def _make_secret(file: Path) -> None:
         pass
     finally:
         Path(temporary).unlink()
-
-
-def without_login(url: str) -> str:
-    """A URL without its user's name and password, which stay out of logs."""
-    return re.sub("//.*@", "//", url)
 
 
 def admin_key(environment: Mapping[str, str]) -> str:
