@@ -252,7 +252,9 @@ class InFlight:
             flights.unshare(self)
             flights.on_unkept("too large")
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
-            self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
+            # Without readers all goes: a cancellation may have been lost, as in `asyncio.wait_for` of Python 3.11.
+            whole = self._first + len(self._chunks)
+            self._drop_chunks(min((reader.position for reader in self.readers), default=whole) - self._first)
             if self._held_bytes > _WINDOW_BYTES:
                 await self._change.wait()
 
