@@ -98,7 +98,9 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         assert re.fullmatch(
             r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n", out.stderr
         )
+    own = free_port()
     for flags, named in (
+        (["--port", str(own), "--upstream", f"http://localhost:{own}/"], "--upstream: 'http://localhost:"),
         (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),

@@ -18,6 +18,7 @@ from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 import uvicorn
@@ -74,6 +75,10 @@ class Protocol(HttpToolsProtocol):
             transport.close()
         else:
             self.timeout_keep_alive_task = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._loose_bytes += len(data)
@@ -170,7 +175,12 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
-    said = described(settings, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+    if urlsplit(settings.upstream).netloc in (address.replace("0.0.0.0", "127.0.0.1"), f"localhost:{bound}"):  # noqa: S104
+        raise ConfigError(
+            "--upstream", settings.upstream, "another server than this one: every request would come back"
+        )
+    said = described(settings, address)
     if workers == 1:
         app = _load(settings)
         log.info(said)
