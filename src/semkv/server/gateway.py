@@ -173,7 +173,7 @@ class Gateway:
                     if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
                         if (answer := await self._without_asking(request, found, [*shared, *earlier])) is not None:
-                            self._give_up(request)
+                            request.leave()
                             return answer
                 earlier = shared = []  # none of them stays in memory as long as this request
             if request.controls.only:
@@ -195,7 +195,7 @@ class Gateway:
         if (answer := self._hit(request, found)) is not None:
             return answer
         if found.canonical.key != request.canonical.key:
-            self._give_up(request)  # the donor's prompt is asked for
+            request.leave()  # the donor's prompt is asked for
         if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
             return answer
         if not request.shared or (request.reader is not None and request.reader.joined):
@@ -204,12 +204,6 @@ class Gateway:
         if near is not None and (answer := await self._near(request, near)) is not None:
             return answer
         return self._join_or_memory(request, found) if request.reader is None else None
-
-    def _give_up(self, request: GatewayRequest) -> None:
-        """Something better than the upstream answer that the request waits for was found."""
-        if request.reader is not None and request.reader.is_last:
-            self.metrics.cut.inc()
-        request.leave()
 
     # -- credentials --------------------------------------------------------------------------------------------
 

@@ -144,10 +144,6 @@ class Metrics:
         )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
-        self.cut = self._counter(
-            "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
-        )
-        self.left_out = self._counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self._children = lru_cache(256)(self._labelled)
         self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")

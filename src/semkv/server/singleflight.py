@@ -274,11 +274,6 @@ class Reader:
     def __init__(self, flight: InFlight, joined: bool) -> None:
         self.flight, self.joined, self.position = flight, joined, 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the upstream request would be canceled if this reader left."""
-        return not self.flight.done and self.flight.readers == {self}
-
     def leave(self) -> None:
         """Hang up; the upstream request is canceled when no reader is left."""
         if self in self.flight.readers:
