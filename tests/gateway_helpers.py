@@ -52,7 +52,7 @@ class Served:
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app, log_level="critical", loop="uvloop", http=Protocol, access_log=False, proxy_headers=False,
+            app, log_level="critical", loop="uvloop", http=Protocol, ws="none", access_log=False, proxy_headers=False,
             timeout_graceful_shutdown=2,
         )  # fmt: skip
         self.server = uvicorn.Server(config)

@@ -59,6 +59,8 @@ def test_a_variable_is_a_flag() -> None:
     settings = parse(ServerSettings, ["--mode", "dry-run"], Environment(given))
     assert settings == ServerSettings(mode=CacheMode.DRY_RUN)
     assert parse(ServerSettings, [], Environment(given)) == ServerSettings(mode=CacheMode.OFF)
+    with pytest.raises(ConfigError, match=r"SEMKV_CACHE_MODE.*one name for --cache-mode, which SEMKV_MODE gives"):
+        parse(ServerSettings, [], Environment({"SEMKV_MODE": "off", "SEMKV_CACHE_MODE": "live"}))
     layers = {"SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512", "SEMKV_EMBEDDING_HOOK": "prompt_vision"}
     assert len(parse(CacheConfig, [], Environment(layers)).embedding_layers) == 2
 
@@ -146,7 +148,7 @@ class TestFile:
         )
 
     def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
-        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rules = ["model:a=a"]\n')}
+        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rule = ["model:a=a"]\n')}
         variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
         found = parse(ServerSettings, ["--ttl=3"], Environment(variables))
         assert found == ServerSettings(ttl=3, stale=2, store_mib=1, tag_rules=("model:a=a",))

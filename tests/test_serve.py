@@ -98,12 +98,15 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
         assert re.fullmatch(
             r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n", out.stderr
         )
+    own = free_port()
     for flags, named in (
+        (["--port", str(own), "--upstream", f"http://localhost:{own}/"], "--upstream: 'http://localhost:"),
         (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
         (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
-        (["--upstream", "http://me:secret@a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without"),
+        (["--upstream", "http://me:secret@a"], "--upstream: 'http://a' is not allowed; expected a URL without"),
+        (["--upstream", "http://a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without"),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2
@@ -153,7 +156,7 @@ class TestWorkers:
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
         assert not Path(figures).exists()
 
-    def test_one_that_is_killed_is_started_again_and_nothing_is_lost(self, started: tuple[Started, Scripted]) -> None:
+    def test_one_that_is_killed_or_replaced_takes_nothing_along(self, started: tuple[Started, Scripted]) -> None:
         running, _ = started
         whole: list[str] = []
         stop = threading.Event()
@@ -174,6 +177,10 @@ class TestWorkers:
             os.kill(before[0], signal.SIGKILL)
             wait_until(lambda before=before: len(set(workers_of(running)) - set(before)) == 1)
         wait_until(lambda: running.log.read_text().count("startup complete") == 4)
+        before = workers_of(running)
+        os.kill(running.pid, signal.SIGHUP)  # a reload: one after the other is replaced
+        wait_until(lambda: len(workers_of(running)) == 2 and not {*workers_of(running)} & {*before})
+        wait_until(lambda: figure(running, "semkv_memory_limit_bytes") == 2 * (256 << 20))  # those that run
         stop.set()
         asking.join()
         wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))

@@ -7,9 +7,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import fastapi
 import httpx
@@ -19,7 +21,7 @@ import pytest
 from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, beside, chat, kind, said, wait_until
 from semkv.server import Middleware
 from semkv.server.singleflight import InFlight, SingleFlight
-from semkv.server.sse import Assembler
+from semkv.server.sse import Assembler, Recorder
 from test_server_attacks import Line, request
 
 
@@ -152,6 +154,7 @@ def test_a_client_that_wants_a_stored_answer_or_none_gets_none(pair: Pair) -> No
             assert (answer.status_code, kind(answer)) == (504, "pass" if text == 5 else "miss")
     assert pair.upstream.total == asked + 1
     assert kind(pair.post("not stored yet", headers=only)) == "hit"
+    assert 'status="504"' not in httpx.get(f"{pair.url}/metrics").text, "an alert looks at what failed"
 
 
 def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:
@@ -275,6 +278,33 @@ def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
             await flight.until(lambda: False)
             await flight.task
         assert not flights.running
+
+    asyncio.run(story())
+
+
+def test_a_flight_that_goes_on_without_readers_has_an_end() -> None:
+    """As where it is canceled at the moment in which the store has its answer, and Python 3.11 forgets that."""
+
+    class Reply:
+        status, headers, aclose = 200, [(b"content-type", b"text/event-stream")], AsyncMock()
+
+        async def pieces(self) -> AsyncIterator[bytes]:
+            yield b'data: {"type": "end"}\n\n'
+            yield b"data: " + b"x" * 300_000 + b"\n\n"
+
+    async def story() -> None:
+        async def leave(flight: InFlight) -> None:
+            reader.leave()
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+        flights = SingleFlight(print, print)
+        send: Any = AsyncMock(return_value=Reply())
+        flight = InFlight(flights, "key", send, lambda *_: "", leave, Recorder("end"))
+        reader = flights.start(flight)
+        async with asyncio.timeout(60):
+            await asyncio.wait((flight.task,))
+        assert (flights.running, flights.held_bytes) == (set(), 0)
 
     asyncio.run(story())
 

@@ -30,23 +30,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 class TestAdminRoutes:
-    def test_they_need_the_key_and_guesses_are_limited(self, tmp_path: Path) -> None:
-        with Pair(tmp_path) as pair:
-            assert pair.admin("stats").status_code == 200
-            for _ in range(20):
-                assert httpx.get(f"{pair.url}/semkv/api/stats").status_code == 401, "no key is no guess"
-            for path in ("invalidate", "wrong"):
-                assert httpx.post(f"{pair.url}/semkv/api/{path}", json={}).status_code == 401
-            keys = ("x", ADMIN + "x", "ä", *map(str, range(9)))
-            guesses = [
-                httpx.post(f"{pair.url}/semkv/api/wrong", headers={"Authorization": f"Bearer {key}".encode()})
-                for key in keys
-            ]
-            assert [answer.status_code for answer in guesses] == 10 * [401] + 2 * [429]
-            assert guesses[0].json()["error"]["type"] == "authentication_error"
-            assert 0 < int(guesses[-1].headers["retry-after"]) <= 60
-            assert pair.admin("stats").status_code == 429, "else the right key would be told from a wrong one"
-            assert httpx.get(f"{pair.url}/metrics").status_code == 200
+    def test_they_need_the_key(self, pair: Pair, tmp_path: Path) -> None:
+        assert pair.admin("stats").status_code == 200
+        for path in ("invalidate", "wrong"):
+            assert httpx.post(f"{pair.url}/semkv/api/{path}", json={}).status_code == 401
+        for key in ("x", ADMIN + "x", "ä"):
+            answer = httpx.get(f"{pair.url}/semkv/api/stats", headers={"Authorization": f"Bearer {key}".encode()})
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
         with Pair(tmp_path, environment={"SEMKV_SECRET": "x" * 16}) as closed:
             assert closed.admin("stats").status_code == 403
 
@@ -76,20 +66,6 @@ class TestAdminRoutes:
         assert pair.admin("wrong", {"id": hit["id"]}).json() == {"removed": 1}
         assert pair.post(donor).headers["x-semkv"] == "miss"
         assert pair.admin("wrong", {"id": "unknown"}).status_code == 404
-
-    def test_metrics(self, pair: Pair) -> None:
-        for _ in range(2):
-            pair.post("a private matter")
-        text = httpx.get(f"{pair.url}/metrics").text
-        for name in (
-            'semkv_requests_total{status="200",tier="exact"}',
-            "semkv_request_seconds_bucket",
-            "semkv_response_bytes",
-            "semkv_flights",
-            "semkv_tokens_saved_total",
-        ):
-            assert name in text
-        assert "private" not in text, "no prompt is shown to whoever reads metrics"
 
 
 def near_repeat(pair: Pair, first: str, second: str) -> None:

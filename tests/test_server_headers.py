@@ -78,6 +78,8 @@ class TestWhatTheUpstreamSays:
             ("vary", "*", "vary"),
             ("Cache-Control", "max-age=0, No-Store", "no-store"),
             ("cache-control", 'private="x-a"', "private"),
+            ("cache-control", "No-Cache", "revalidate"),
+            ("cache-control", "public, max-age=0", "revalidate"),
         ],
     )
     @pytest.mark.parametrize("stream", [False, True])
@@ -171,11 +173,12 @@ class TestSpans:
             for more in ({}, {}, {"stream": True}, {"temperature": 1}):
                 pair.post("a prompt for spans", **more, headers={"X-Request-Id": "mine"})
             httpx.get(f"{pair.url}/v1/models")
+            pair.post("not there", headers={"Cache-Control": "only-if-cached"})
             pair.behind.stop()
             assert pair.post("nobody there").status_code == 502
         spans = exported.get_finished_spans()
-        assert [span.name for span in spans] == ["chat scripted"] * 4 + ["GET", "chat scripted"]
-        assert [span.status.is_ok for span in spans] == [True] * 5 + [False]
+        assert [span.name for span in spans] == ["chat scripted"] * 4 + ["GET", "chat scripted", "chat scripted"]
+        assert [span.status.is_ok for span in spans] == [True] * 6 + [False]
         said = [dict(span.attributes or {}) for span in spans]
         tokens = len("You said: a prompt for spans")
         own = ("http.request.method", "url.path", "http.response.status_code", "semkv.tenant")

@@ -174,7 +174,7 @@ class Environment:
                     continue
                 raise ConfigError("environment", name, {*known, *_OTHERS})
             words = text.split(",") if get_origin(known[name].hint) is tuple else [text]
-            _give(known[name], [word.strip() for word in words if word.strip()], name, name)
+            _give(known[name], [word.strip() for word in words if word.strip()], name, "environment")
         key, file = "SEMKV_CONFIG", self._variables.get("SEMKV_CONFIG", "")
         if own and own.tokens:
             key, file = "--config", own.tokens[-1].value
@@ -190,10 +190,12 @@ class Environment:
 
 
 def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str) -> None:
-    """Give a flag what it has from no other source."""
-    if not argument.tokens:
-        for index, word in enumerate(words):
-            argument.append(Token(keyword=keyword, value=word, source=source, index=index))
+    """Give a flag what it has from no other source. Raises `ConfigError` where one source gives it by two names."""
+    given = argument.tokens[0] if argument.tokens else None
+    if given is not None and given.source == source:
+        raise ConfigError(source, keyword, f"one name for {argument.name}, which {given.keyword} gives already")
+    for index, word in enumerate(words if given is None else ()):
+        argument.append(Token(keyword=keyword, value=word, source=source, index=index))
 
 
 def _name_sources(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:

@@ -14,14 +14,12 @@ import asyncio
 import hmac
 import json
 import logging
-import math
 import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,6 @@ from semkv.server.tenancy import SALTED, parse_tag_rule
 from semkv.stores.database import CATALOG
 from semkv.stores.responses import Selector, SteadyClock, open_store
 from semkv.stores.responses.ahead import folder_of
-from semkv.tiers import Latest
 from semkv.tiers.response import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv.tiers.sharing import open_entry_log
 
@@ -61,8 +58,6 @@ _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
 _EXPOSED = ("X-Semkv", "X-Request-Id")  # what pages may read of an answer's headers
-_GUESSES, _GUESSED_S = 10, 60  # wrong admin keys from one address, and for how long they count after the latest
-_ADDRESSES = 10_000
 _SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -92,6 +87,7 @@ class App:
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
         self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
         self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
+        self._otherwise = self._proxy  # answers what the gateway has no route for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = http.route_path(scope) if scope["type"] == "http" else ""
@@ -133,15 +129,9 @@ class App:
 
     async def _close(self) -> None:
         await self.gateway.aclose()
+        self.gateway.metrics.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-
-    async def _otherwise(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what the gateway has no route for."""
-        if scope["type"] == "http":
-            await self._proxy(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1000})
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         seen, tracing = begin(scope), self._tracing
@@ -161,12 +151,10 @@ class App:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(http.error_answer(400, "no such path"))
+            if scope["path"] in SALTED and http.header(scope, b"content-encoding").lower() not in ("", "identity"):
+                raise Refused(http.error_answer(415, "a content encoding is not read: send the body as it is"))
             body = await http.read_body(scope, receive, self._limit, self._room)
-            with self._room.lease() as take:
-                if scope["path"] in SALTED and http.is_packed(scope):
-                    scope, body = await http.unpacked(scope, body, self._limit)
-                    take(len(body))
-                answer = await self._answer(Call(scope, body), receive)
+            answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
             if answer.status == 503:
@@ -217,7 +205,7 @@ class Middleware(App):
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Environment(os.environ))
         super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
-        self._otherwise = app  # type: ignore[assignment]
+        self._otherwise = app
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Close the stores when the application has stopped."""
@@ -244,7 +232,8 @@ def gateway_of(
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
-    log.info("starting semkv %s: responses are kept in %s", __version__, _named(settings))
+    where = re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG  # without a password
+    log.info("starting semkv %s: responses are kept in %s", __version__, where)
     clock = SteadyClock()
     store = open_store(
         settings.store,
@@ -278,13 +267,6 @@ def gateway_of(
     return gateway
 
 
-def _named(settings: ServerSettings) -> str:
-    """The store, without names and passwords in its URL."""
-    if settings.store == "memory":
-        return "memory only"
-    return re.sub("//.*@", "//", settings.store) or str(settings.cache_dir / CATALOG)
-
-
 # -- operators ----------------------------------------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -295,37 +277,11 @@ def _error(status: int, message: str) -> JSONResponse:
     return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
 
 
-class WrongKeys:
-    """Wrong admin keys by address: after `_GUESSES` there is a minute in which no key is looked at."""
-
-    def __init__(self) -> None:
-        self._latest: Latest[str, tuple[int, float]] = Latest(_ADDRESSES)  # how many, and until when they count
-
-    def wait_s(self, address: str) -> int:
-        """How long the next key from an address has to wait; 0 where it may come now."""
-        many, until = self._latest.get(_network(address), (0, 0.0))
-        return max(0, math.ceil(until - time.monotonic())) if many >= _GUESSES else 0
-
-    def add(self, address: str) -> None:
-        """A wrong key has come."""
-        name, now = _network(address), time.monotonic()
-        many, until = self._latest.get(name, (0, 0.0))
-        many = many + 1 if now < until else 1
-        self._latest[name] = many, now + _GUESSED_S
-        if many == _GUESSES:
-            log.warning("%d wrong admin keys from %s: it has to wait for %d s", many, name, _GUESSED_S)
-
-
-def _network(address: str) -> str:
-    """The address, or of IPv6 the network that one client may have for itself."""
-    return address if ":" not in address else str(ip_network(f"{address.partition('%')[0]}/64", strict=False))
-
-
 class Operations:
     """The routes' handlers."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
-        self._gateway, self._key, self._wrong_keys = gateway, key.encode(), WrongKeys()
+        self._gateway, self._key = gateway, key.encode()
 
     def application(self) -> Starlette:
         """The Starlette application."""
@@ -347,14 +303,7 @@ class Operations:
         if not self._key:
             return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-        address = "" if request.client is None else request.client.host
-        if given and (wait_s := self._wrong_keys.wait_s(address)):
-            refused = _error(429, f"too many wrong admin keys: try again in {wait_s} seconds")
-            refused.headers["retry-after"] = str(wait_s)
-            return refused
         if not hmac.compare_digest(given, self._key):
-            if given:
-                self._wrong_keys.add(address)
             return _error(401, "wrong admin key")
         response = await handler(request)
         response.headers.update(_SECURITY)
@@ -394,10 +343,8 @@ class Operations:
         about = {"version": __version__, "workers": metrics.workers}
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 
-    async def hits(self, request: Request) -> Response:
-        given = request.query_params.get("limit", "50")
-        limit = min(int(given), 200) if given.isascii() and given.isdecimal() and len(given) < 6 else 50
-        recent = self._gateway.recent_hits.recent(limit)
+    async def hits(self, _: Request) -> Response:
+        recent = self._gateway.recent_hits.recent()
         # An answer may hold half a character, which only escaped JSON can say.
         shown = await asyncio.to_thread(lambda: json.dumps({"hits": [hit.view() for hit in recent]}))
         return Response(shown, media_type="application/json")

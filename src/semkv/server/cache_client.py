@@ -145,7 +145,6 @@ class CacheClient:
             self._count(found=found is not None)
             return Lookup(canonical, found)
         if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
-            self._metrics.left_out.inc()
             return Lookup(canonical)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)

@@ -22,7 +22,7 @@ from typing import Any
 from semkv.server import http
 from semkv.server.cache_client import EXACT, CacheClient, Lookup
 from semkv.server.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
-from semkv.server.logs import current
+from semkv.server.logs import ONLY, current
 from semkv.server.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv.server.routes import Unkeyable
@@ -173,11 +173,11 @@ class Gateway:
                     if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
                         found = looked
                         if (answer := await self._without_asking(request, found, [*shared, *earlier])) is not None:
-                            self._give_up(request)
+                            request.leave()
                             return answer
                 earlier = shared = []  # none of them stays in memory as long as this request
             if request.controls.only:
-                raise _only_if_cached()
+                return self._none_stored(MISS)
             if request.reader is None:
                 self._start(request, found.canonical, looking)
             return await self._serve(request, found, looking)
@@ -195,7 +195,7 @@ class Gateway:
         if (answer := self._hit(request, found)) is not None:
             return answer
         if found.canonical.key != request.canonical.key:
-            self._give_up(request)  # the donor's prompt is asked for
+            request.leave()  # the donor's prompt is asked for
         if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
             return answer
         if not request.shared or (request.reader is not None and request.reader.joined):
@@ -204,12 +204,6 @@ class Gateway:
         if near is not None and (answer := await self._near(request, near)) is not None:
             return answer
         return self._join_or_memory(request, found) if request.reader is None else None
-
-    def _give_up(self, request: GatewayRequest) -> None:
-        """Something better than the upstream answer that the request waits for was found."""
-        if request.reader is not None and request.reader.is_last:
-            self.metrics.cut.inc()
-        request.leave()
 
     # -- credentials --------------------------------------------------------------------------------------------
 
@@ -442,17 +436,23 @@ class Gateway:
         self.metrics.request(tier, error.status, time.perf_counter() - start)
         return http.error_answer(error.status, str(error), "upstream_error", header)
 
+    def _none_stored(self, tier: str) -> Answer:
+        """For a client that wants a stored answer or none. No request has failed, so none is counted."""
+        self.metrics.unkept(ONLY)
+        said = f"no stored answer will do, and the client wants no other ({ONLY})"
+        return http.error_answer(504, said, headers=self._cache_header(f"{tier} reason={ONLY}"))
+
     # -- passing on ---------------------------------------------------------------------------------------------
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start, client = time.perf_counter(), self._tenants.client(call.scope)
         current().tenant = client.tenant[:_TAG]
+        if controls_of(call.scope).only:
+            return self._none_stored("pass")
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.unkept(reason)
         try:
-            if controls_of(call.scope).only:
-                raise _only_if_cached()
             reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
@@ -586,10 +586,6 @@ def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
 
 
 _read_again = lru_cache(_KNOWN)(_read)
-
-
-def _only_if_cached() -> UpstreamError:
-    return UpstreamError("no stored answer will do, and the client wants no other (only-if-cached)", 504)
 
 
 def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:

@@ -10,9 +10,7 @@ import asyncio
 import json
 import re
 import time
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -32,7 +30,6 @@ EVENTS: tuple[bytes, bytes] = (b"content-type", b"text/event-stream; charset=utf
 _T = TypeVar("_T")
 _BODY_S = 60.0  # for a body to come, and what its bytes take at the least rate
 _LEAST_RATE = 16 << 10  # bytes a second; slower bodies hold a connection that others wait for
-_ENCODING = b"content-encoding"
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -109,28 +106,12 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
+@dataclass(slots=True)
 class Room:
-    """Bounds the bytes of bodies that are coming in or were compressed."""
+    """Bounds the bytes of bodies that are coming in."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.used = most, 0
-
-    @contextmanager
-    def lease(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes so many bytes until the block ends. It raises `Refused` where there is no room."""
-        held = 0
-
-        def take(count: int) -> None:
-            nonlocal held
-            held += count
-            self.used += count
-            if self.used > self.most:
-                raise Refused(busy_answer("bytes of unfinished bodies"))
-
-        try:
-            yield take
-        finally:
-            self.used -= held
+    most: int
+    used: int = 0
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> bytes:
@@ -139,55 +120,30 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    pieces, size, more = [], 0, True
+    pieces, size, held, more = [], 0, 0, True
     try:
-        with room.lease() as take:
-            async with asyncio.timeout(_BODY_S) as timer:
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Vanished
-                    piece, more = message.get("body", b""), message.get("more_body", False)
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > limit:
-                        raise _too_large(limit)
-                    if more:  # one that is there in one piece needs no room
-                        take(len(piece))
-                        timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
+        async with asyncio.timeout(_BODY_S) as timer:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Vanished
+                piece, more = message.get("body", b""), message.get("more_body", False)
+                pieces.append(piece)
+                size += len(piece)
+                if size > limit:
+                    raise _too_large(limit)
+                if more:  # one that is there in one piece needs no room
+                    held += len(piece)
+                    room.used += len(piece)
+                    if room.used > room.most:
+                        raise Refused(busy_answer("bytes of unfinished bodies"))
+                    timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
     except TimeoutError:
         slow = f"the request came too slowly: it has {_BODY_S:g} seconds, and one for every 16 KiB"
         raise Refused(error_answer(408, slow, headers=[(b"connection", b"close")])) from None
+    finally:
+        room.used -= held
     return b"".join(pieces)
-
-
-def is_packed(scope: Scope) -> bool:
-    """The body came in an encoding."""
-    return header(scope, _ENCODING).strip().lower() not in ("", "identity")
-
-
-async def unpacked(scope: Scope, body: bytes, limit: int) -> tuple[Scope, bytes]:
-    """A request whose body `is_packed`, as it would have come without. Raises `Refused` where the encoding is not gzip,
-    or the body is no whole gzip stream or holds more than ``limit`` bytes."""
-    encoding = header(scope, _ENCODING).strip().lower()
-    if encoding not in ("gzip", "x-gzip"):
-        said = f"the content encoding {encoding[:40]!r} is not read: send the body with gzip, or as it is"
-        raise Refused(error_answer(415, said, headers=[(b"accept-encoding", b"gzip")]))
-    plain = await asyncio.to_thread(_gunzip, body, limit)
-    return {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _ENCODING]}, plain
-
-
-def _gunzip(body: bytes, limit: int) -> bytes:
-    packed = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: with gzip's head
-    try:
-        plain = packed.decompress(body, limit + 1)
-    except zlib.error:
-        plain = b""
-    if len(plain) > limit:
-        raise _too_large(limit)
-    if not packed.eof or packed.unused_data:
-        raise Refused(error_answer(400, "the body is not one whole gzip stream"))
-    return plain
 
 
 def _too_large(limit: int) -> Refused:

@@ -5,6 +5,7 @@ Events are counters and durations histograms; only sizes are gauges. Labels have
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -16,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.samples import Sample
 
 from semkv.server.sse import text_of, usage_of
@@ -33,7 +34,7 @@ _WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of
 _BINS = 100  # of each
 _LATENCIES = 1024  # of each tier
 _NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; characters of a name
-_SHOWN = 200
+_SHOWN = 100  # latest hits, and as many approximate ones
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
 _TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
@@ -143,10 +144,6 @@ class Metrics:
         )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
-        self.cut = self._counter(
-            "overlap_cut", "Requests that were sent during the lookup, and given up for what it found."
-        )
-        self.left_out = self._counter("overlap_left_out", "Lookups not made, since many waited and few find anything.")
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self._children = lru_cache(256)(self._labelled)
         self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
@@ -196,7 +193,7 @@ class Metrics:
         self._faults.labels(part).inc()
 
     def figures(self) -> dict[str, Any]:
-        """For the dashboard: ``gauges``, ``events``, and as ``totals`` requests by tier and why some went upstream,
+        """For the dashboard: ``gauges``, and as ``totals`` requests by tier and why some went upstream,
         joins, tokens and seconds saved, faults. Blocks."""
         self.refresh()
         found: dict[str, list[Sample]] = {}
@@ -213,7 +210,6 @@ class Metrics:
         names = {"joins": "single_flight_joins", "tokens_saved": "tokens_saved", "seconds_saved": "seconds_saved"}
         return {
             "gauges": {name: found[name][0].value for name in self._gauges if name in found},
-            "events": by("cache_events", "event"),
             "totals": {
                 "tiers": by("requests", "tier"),
                 "faults": by("faults", "part"),
@@ -221,6 +217,11 @@ class Metrics:
                 **{ours: sum(sample.value for sample in found.get(name, ())) for ours, name in names.items()},
             },
         }
+
+    def close(self) -> None:
+        """Let other workers no longer count this one's sizes."""
+        if self.workers > 1:
+            mark_process_dead(os.getpid())  # type: ignore[no-untyped-call]
 
     def text(self) -> bytes:
         """The Prometheus text format. Blocks."""
@@ -298,13 +299,13 @@ class RecentHits:
         self._metrics.tokens.inc(tokens)
         self._metrics.saved.inc(max(0.0, self._mean_s - seconds))
 
-    def recent(self, most: int) -> list[Hit]:
+    def recent(self) -> list[Hit]:
         """The latest hits, newest first."""
-        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)[:most]
+        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)
 
     def find(self, number: str) -> Hit | None:
         """A hit by its id, if it is still known."""
-        return next((hit for hit in self.recent(2 * _SHOWN) if hit.number == number), None)
+        return next((hit for hit in self.recent() if hit.number == number), None)
 
 
 def _parts(segments: Sequence[Segment]) -> list[dict[str, str]]:

@@ -7,7 +7,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -19,6 +18,7 @@ from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 import uvicorn
@@ -38,7 +38,8 @@ from semkv.server.settings import ServerSettings, admin_key, secret_of
 log = logging.getLogger(__name__)
 
 _DRAIN_S = 20  # how long open requests may go on after a signal to stop
-_HEAD_BYTES = 64 * 1024  # of a request's line and headers, in addition to the first piece that comes in
+_START_S = 120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
+_HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
@@ -53,7 +54,7 @@ _TURNED_AWAY = (
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, and on connections. A wish for HTTP/2, as Java's client has, costs a request nothing.
+    wait without end, and on connections. A wish for another protocol, as Java's client has, costs a request nothing.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
@@ -63,9 +64,7 @@ class Protocol(HttpToolsProtocol):
     most = sys.maxsize
     turned_away: Callable[[], None] = staticmethod(lambda: None)
     _beyond = False
-    _in_head, _head_bytes = False, 0
-    _data, _again = b"", b""  # what came last; what of it is to be read again
-    _declined = False  # its head asks for a protocol that is not spoken here
+    _loose_bytes = 0  # that came since a request began, or since its body went on
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,54 +77,55 @@ class Protocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super()._unset_keepalive_if_required()
+        self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
         super().connection_lost(exc)
 
-    def _unset_keepalive_if_required(self) -> None:
-        """uvicorn's wait for the next request ends with its first byte; this one only with a whole head."""
-
     def data_received(self, data: bytes) -> None:
-        goes_on, self._again = self._in_head, data
-        while self._again:
-            self._data, self._again = self._again, b""
-            super().data_received(self._data)
-        self._data = b""
-        if goes_on and self._in_head and self.parser is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES:
+        self._loose_bytes += len(data)
+        try:
+            while data:
+                data = self._read(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        else:
+            if self._loose_bytes > _HEAD_BYTES:
                 self.send_400_response("The head of the request is too large.")
 
+    def _read(self, data: bytes) -> bytes:
+        """Let httptools read; what it has to read next. Of a request for another protocol it reads no body, so such a
+        head is read again without that wish."""
+        parser = self.parser
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if parser.get_method() == b"CONNECT":  # this is no proxy
+                raise httptools.HttpParserError from None
+            first = b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())
+            self.parser = httptools.HttpRequestParser(self)  # after ``Connection: close`` that one reads no more
+            lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            return b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]])
+        return b""
+
     def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._loose_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._declined = self.parser.should_upgrade() and not self._should_upgrade()
-        if self._declined:
+        if self.parser.should_upgrade():
             return
-        super()._unset_keepalive_if_required()
+        self._unset_keepalive_if_required()
         if self._beyond and len(self.connections) > self.most:
             self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()
+        self.headers = []  # what comes behind the body is no header of this request
+
+    def on_body(self, body: bytes) -> None:
+        self._loose_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._declined:
+        if not self.parser.should_upgrade():
             super().on_message_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn calls it where a request is for another protocol. httptools reads no body of such a request, so its
-        head is read again without that wish."""
-        upgrade = sys.exc_info()[1]
-        assert isinstance(upgrade, httptools.HttpParserUpgrade)
-        if self.parser.get_method() == b"CONNECT":
-            self.send_400_response("This is no proxy.")
-            return
-        rest, version = self._data[upgrade.args[0] :], self.parser.get_http_version().encode()
-        lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)
-        self.parser = httptools.HttpRequestParser(self)
-        self._again = b"\r\n".join([first, *lines, b"", rest])
 
 
 def raise_file_limit() -> int:
@@ -158,10 +158,9 @@ def listening(host: str, port: int) -> socket.socket:
 def described(settings: ServerSettings, address: str) -> str:
     """One line of what was started."""
     near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
-    upstream = re.sub("//[^/]*@", "//", settings.upstream)  # names and passwords stay out of logs
     dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
     return (
-        f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
+        f"semkv {__version__} on http://{address}: upstream {settings.upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
     )
 
@@ -176,7 +175,12 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
         raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
-    said = described(settings, f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}")
+    address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+    if urlsplit(settings.upstream).netloc in (address.replace("0.0.0.0", "127.0.0.1"), f"localhost:{bound}"):  # noqa: S104
+        raise ConfigError(
+            "--upstream", settings.upstream, "another server than this one: every request would come back"
+        )
+    said = described(settings, address)
     if workers == 1:
         app = _load(settings)
         log.info(said)
@@ -203,6 +207,7 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
         app,
         loop="uvloop",
         http=Protocol,
+        ws="none",
         access_log=False,
         log_config=None,
         proxy_headers=False,  # the client's address decides whose tenant header is believed
@@ -211,6 +216,7 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
         backlog=4096,
         timeout_keep_alive=_HEAD_S,
         timeout_graceful_shutdown=_DRAIN_S,
+        timeout_worker_healthcheck=_START_S,
         **more,
     )
 

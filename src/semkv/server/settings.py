@@ -37,16 +37,16 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 
 def _is_url(text: str) -> bool:
-    """Whether a request's path can go behind it."""
+    """Whether a request's path can go behind it, and the client's own credentials with it."""
     try:
         url = urlsplit(text)
-        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and url.username is None
     except ValueError:
         return False
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed("a URL without /v1, such as http://127.0.0.1:8000", _is_url)
+URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -55,7 +55,6 @@ ORIGIN = Allowed(
 )
 NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch, True)
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
-MANY = Parameter(negative="")
 LIFE = Parameter(group="Lifetimes and labels")
 TENANTS = Parameter(group="Tenants")
 
@@ -91,8 +90,8 @@ class ServerSettings(LookupConfig):
     upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
     store: str = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
-    ttl_rules: Annotated[tuple[str, ...], Parameter(name=("--ttl-rule", "--ttl-rules")), MANY, LIFE] = ()
-    tag_rules: Annotated[tuple[str, ...], Parameter(name=("--tag-rule", "--tag-rules")), MANY, LIFE] = ()
+    ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
+    tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
     stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
     memory_mib: Annotated[int, POSITIVE, BOUNDS] = 256
     store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
@@ -100,15 +99,13 @@ class ServerSettings(LookupConfig):
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
     overlap: bool = True
-    trusted_proxies: Annotated[
-        tuple[str, ...], Parameter(name=("--trusted-proxy", "--trusted-proxies")), MANY, TENANTS, NETWORK
-    ] = ()
+    trusted_proxies: Annotated[tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     access_log: bool = False
     otel: bool = False
-    cors_origins: Annotated[tuple[str, ...], Parameter(name=("--cors-origin", "--cors-origins")), MANY, ORIGIN] = ()
-    vary_headers: Annotated[tuple[str, ...], Parameter(name=("--vary-header", "--vary-headers")), MANY, NAME] = ()
+    cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()
+    vary_headers: Annotated[tuple[str, ...], Parameter(name="--vary-header"), NAME] = ()
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
 

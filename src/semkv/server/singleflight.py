@@ -252,7 +252,9 @@ class InFlight:
             flights.unshare(self)
             flights.on_unkept("too large")
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
-            self._drop_chunks(min((reader.position for reader in self.readers), default=0) - self._first)
+            # Without readers all goes: a cancellation may have been lost, as in `asyncio.wait_for` of Python 3.11.
+            whole = self._first + len(self._chunks)
+            self._drop_chunks(min((reader.position for reader in self.readers), default=whole) - self._first)
             if self._held_bytes > _WINDOW_BYTES:
                 await self._change.wait()
 
@@ -271,11 +273,6 @@ class Reader:
 
     def __init__(self, flight: InFlight, joined: bool) -> None:
         self.flight, self.joined, self.position = flight, joined, 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the upstream request would be canceled if this reader left."""
-        return not self.flight.done and self.flight.readers == {self}
 
     def leave(self) -> None:
         """Hang up; the upstream request is canceled when no reader is left."""

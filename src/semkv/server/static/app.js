@@ -292,7 +292,7 @@ async function remove() {
 
 async function refresh() {
   try {
-    const [stats, recent] = await Promise.all([call("stats"), call("hits?limit=200")]);
+    const [stats, recent] = await Promise.all([call("stats"), call("hits")]);
     hits = recent.hits;
     $("door").hidden = true;
     $("board").hidden = false;
