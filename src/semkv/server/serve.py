@@ -176,7 +176,8 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
     address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
-    if urlsplit(settings.upstream).netloc in (address.replace("0.0.0.0", "127.0.0.1"), f"localhost:{bound}"):  # noqa: S104
+    own = ("127.0.0.1", "localhost") if name in ("127.0.0.1", "0.0.0.0") else (address.rpartition(":")[0],)  # noqa: S104
+    if urlsplit(settings.upstream).netloc in [f"{host}:{bound}" for host in own]:
         raise ConfigError(
             "--upstream", settings.upstream, "another server than this one: every request would come back"
         )
