@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sqlite3
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +154,8 @@ class TestEngine:
         assert engine.from_disk(prompt)[1].loaded_tokens
         engine.settle()
         monkeypatch.setattr(shared.store, "_ask", lambda what, otherwise, **_: otherwise)
+        assert engine.from_host(prompt)[1].sources.get("host"), "a fault of the index is no purge"
+        engine.settle()
         engine.llm.sleep(level=1)  # though nothing can be deleted
         engine.llm.wake_up()
         monkeypatch.undo()
@@ -387,6 +391,45 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
         tokens, outcome = small.one(small.prompt("long " * 120))
     assert tokens == answer(cold)
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
+
+
+def test_kv_events_tell_what_is_on_the_disk(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored, evicted and purged by another process."""
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
+
+    monkeypatch.setattr("semkv.connectors.tier._LOOK_S", 0.0)
+    monkeypatch.setattr("semkv.connectors.tier._LOOKS", 1)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with CachedEngine(checkpoint("opt"), tmp_path, {"max_blocks": 4}, kv_events_config=events) as engine:
+        told, take = set[Any](), engine.connector.take_events
+
+        def listen() -> list[Any]:
+            taken = list(take())
+            for event in taken:
+                if event.medium == MEDIUM_STORAGE and isinstance(event, BlockRemoved):
+                    told.difference_update(event.block_hashes)
+                elif event.medium == MEDIUM_STORAGE:
+                    assert event.token_ids
+                    told.update(event.block_hashes)
+            return taken
+
+        def after(text: str) -> set[Any]:
+            engine.store(engine.prompt(text))
+            listen()
+            with closing(sqlite3.connect(tmp_path / "kv" / "index.sqlite")) as index:
+                assert len(told) == index.execute("SELECT count(*) FROM blocks").fetchone()[0]
+            return set(told)
+
+        monkeypatch.setattr(engine.connector, "take_events", listen)
+        first, second = after("first"), after("second")
+        assert first - second, "evicted"
+        purge(tmp_path)
+        third = after("third")
+        assert third
+        assert not second & third
 
 
 def test_another_tier_tells_weights_apart(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:

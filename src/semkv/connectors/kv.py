@@ -290,6 +290,7 @@ def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
         "secondary_tiers": settings.tiers(),
         "offload_prompt_only": not settings.capture_decode,
         "blocks_per_chunk": 1,
+        "self_describing_kv_events": True,  # where vLLM's KV events are on
     }
     return config, settings
 

@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from semkv.connectors.shared import KVShared, request_fact
+from semkv.stores.block_index import Purge
 
 log = logging.getLogger("semkv.connectors")
 
@@ -138,8 +139,11 @@ class SemKVManager(TieringOffloadingManager):
         shared = self._shared
         if shared.store is None or shared.store.last_purge() == shared.heard:
             return
+        purges = shared.store.purges_after(shared.heard)
+        if purges == [Purge()] and shared.store.root.exists():  # the index cannot be read at this moment
+            return
         shared.stamp = object()
-        for purge in shared.store.purges_after(shared.heard):
+        for purge in purges:
             shared.heard = max(shared.heard, purge.id)
             if purge.namespace in (None, *shared.used()):
                 self._doomed.update(key for key, (owner, _) in shared.records.items() if purge.owner in (None, owner))
