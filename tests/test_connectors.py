@@ -237,9 +237,9 @@ class TestEngine:
     ) -> None:
         from semkv.connectors import kv
 
-        def agreed(*args: Any) -> int:
+        def agreed(*args: Any) -> tuple[int, bool]:
             if "fewer" in why:
-                return 1 << 12
+                return 1 << 12, True
             raise PermissionError("not yours")
 
         monkeypatch.setattr(kv, "agreed_host_bytes", agreed)
@@ -477,6 +477,8 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
     from vllm import LLM, SamplingParams
 
+    from semkv.connectors.spec import region_of
+
     llm = LLM(
         model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
         limit_mm_per_prompt={"image": 1, "video": 0},
@@ -501,14 +503,10 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
         "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
         "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
         "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
-        "shared": shared_memory(name),
+        "shared": region_of(digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]).exists(),
     }
     llm.llm_engine.engine_core.shutdown()
     return found
-
-
-def shared_memory(name: str) -> list[str]:
-    return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
 
 
 def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
@@ -522,7 +520,6 @@ def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, 
     assert warm[1]["semkv"]["loaded_tokens"] >= 96
     assert fused[1:] == [nothing, {"semkv": {"loaded": 1, "encoded": 0}}]
     assert not found["shared"], "a name that is there while the engine runs stays when it is killed"
-    assert not shared_memory(name)
 
 
 # ---------------------------------------------------------------------- the parts
@@ -543,11 +540,10 @@ def test_an_older_vllm_is_named_with_the_floor(
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:
     from semkv.connectors.spec import agreed_host_bytes
 
-    first = agreed_host_bytes("engine", 1 << 20, tmp_path)
-    assert first == 1 << 20
-    assert agreed_host_bytes("engine", 1 << 30, tmp_path) == first
-    assert agreed_host_bytes("other", 1 << 60, tmp_path) < 1 << 60
-    assert len(list(tmp_path.iterdir())) == 2
+    assert agreed_host_bytes("engine", 1 << 20, tmp_path) == (1 << 20, True)
+    assert agreed_host_bytes("engine", 1 << 30, tmp_path) == (1 << 20, False)
+    second, third = (agreed_host_bytes(name, 1 << 60, tmp_path)[0] for name in ("other", "third"))
+    assert third < second / 2, "which the other has not filled yet"
 
 
 def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:
