@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sqlite3
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -419,8 +417,8 @@ def test_kv_events_tell_what_is_on_the_disk(
         def after(text: str) -> set[Any]:
             engine.store(engine.prompt(text))
             listen()
-            with closing(sqlite3.connect(tmp_path / "kv" / "index.sqlite")) as index:
-                assert len(told) == index.execute("SELECT count(*) FROM blocks").fetchone()[0]
+            count = "SELECT count(*) FROM blocks"
+            assert len(told) == engine.connector.shared.store._ask(lambda db: db.execute(count).fetchone()[0], None)
             return set(told)
 
         monkeypatch.setattr(engine.connector, "take_events", listen)

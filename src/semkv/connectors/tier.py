@@ -158,16 +158,19 @@ class SemKVTier(SecondaryTierManager):
             self._shared.counters["dropped"] += len(keys)
             return False
         each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
-        namespace = self._namespace(job.req_context)
-        about = {"namespace": namespace, "layout": self._shared.layout, "since": self._shared.heard}
-        about["owner"] = request_fact(job.req_context.kv_transfer_params, "owner")
+        owner = request_fact(job.req_context.kv_transfer_params, "owner")
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
-        transfer, self._waiting_bytes = _Transfer(job, namespace, len(parts), nbytes), self._waiting_bytes + nbytes
+        transfer = _Transfer(job, self._namespace(job.req_context), len(parts), nbytes)
+        self._waiting_bytes += nbytes
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]
-            number = self._disk.submit(keys=keys[part], chunks=chunks, **about)
-            self._parts[number] = transfer, keys[part]
+            self._hand_over(transfer, keys[part], chunks=chunks, owner=owner, since=self._shared.heard)
         return True
+
+    def _hand_over(self, transfer: _Transfer, keys: list[bytes], **job: Any) -> None:
+        assert self._disk is not None
+        about = {"namespace": transfer.namespace, "layout": self._shared.layout}
+        self._parts[self._disk.submit(keys=keys, **about, **job)] = transfer, keys
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         try:
@@ -188,13 +191,10 @@ class SemKVTier(SecondaryTierManager):
                 self._shared.records[key] = (ref.owner, ref.created)
         if self._disk is None or not files:
             return False
-        namespace = self._namespace(job.req_context)
-        about = {"namespace": namespace, "layout": self._shared.layout}
-        transfer = _Transfer(job, namespace, len(files), 0)
+        transfer = _Transfer(job, self._namespace(job.req_context), len(files), 0)
         for (file, owner), part in files.items():
             places, keys, chunks = map(list, zip(*sorted(part), strict=True))
-            number = self._disk.submit(file=file, owner=owner, places=places, keys=keys, chunks=chunks, **about)
-            self._parts[number] = transfer, keys
+            self._hand_over(transfer, keys, chunks=chunks, file=file, owner=owner, places=places)
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -211,14 +211,14 @@ class SemKVTier(SecondaryTierManager):
         if transfer is None:
             return
         good = list(itertools.compress(keys, done.good))
-        if self._tells and (new := [key for key in good if key not in self._told]):
-            self._told.update(dict.fromkeys(new, transfer.namespace))
-            self._tell(new, removed=False)
         transfer.good += good
         transfer.parts -= 1
         self._shared.counters.update(done.counters)
         if transfer.parts == 0:
             self._end(transfer)
+        if self._tells and (new := [key for key in good if key not in self._told]):  # last: a fault costs no request
+            self._told.update(dict.fromkeys(new, transfer.namespace))
+            self._tell(new, removed=False)
 
     def _end(self, transfer: _Transfer) -> None:
         """All of a job is done. What did not come of a load is a miss from now on, or the request would ask for it for
@@ -272,7 +272,7 @@ class SemKVTier(SecondaryTierManager):
             self._tell(gone, removed=True)
 
     def _tell(self, keys: list[Any], *, removed: bool) -> None:
-        self._events.append(OffloadingEvent(keys, self.medium, removed, self.locality))
+        self._events.append(OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality))
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
