@@ -232,19 +232,17 @@ class SemKVSpec(TieringOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if current_platform.is_cuda_alike() or current_platform.is_xpu():
+            return super().get_worker(kv_caches)
         if self._worker is None:
-            if current_platform.is_cuda_alike() or current_platform.is_xpu():
-                self._worker = self.create_worker(kv_caches)
-            else:
-                rank = 0 if self.replicated_layout else self.config.parallel.rank
-                region = SharedOffloadRegion(
-                    engine_id=self._engine_id,
-                    num_chunks=self.num_chunks,
-                    rank=rank,
-                    kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                    cpu_page_size=self.cpu_page_size_per_worker,
-                )
-                self._worker = CPUWorker(kv_caches, region)
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CPUWorker(kv_caches, region)
         return self._worker
 
 
