@@ -7,6 +7,7 @@ each through a pipe. One that does not answer in time, or ends, is stopped with 
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import importlib.metadata
@@ -168,6 +169,22 @@ def serve(text: str, work: Callable[[dict[str, Any], Answer], None]) -> None:
         traceback.print_exc()
         answer({"error": f"{type(error).__name__}: {str(error)[:400]}"})
         sys.exit(1)
+
+
+def options_of(parser: argparse.ArgumentParser, work: Callable[[dict[str, Any], Answer], None]) -> argparse.Namespace:
+    """The options of a bench: its own, where the result and the logs go. In a `Child`, do the work and end."""
+    name = Path(sys.argv[0]).stem.replace("_", "-")
+    parser.add_argument("--out", type=Path, default=Path(f"{name}.json"))
+    parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    options = parser.parse_args()
+    if options.child:
+        serve(options.child, work)
+        sys.exit()
+    options.logs = options.logs or options.out.parent / "logs"
+    stop_on_signals()
+    return options
 
 
 def log_tail(log: Path) -> str:

@@ -5,7 +5,6 @@
     python bench/kv.py --repeats 0 --tp 2 --rate 10 --out ...                   (two GPUs)
     python bench/kv.py --tiny --engines none,semkv,semkv-disk --out /tmp/kv.json    (on a CPU, to see that it runs)
     python bench/kv.py --table bench/results/h100/kv.json
-    python bench/kv.py --lookups --out bench/results/cpu/kv-lookups.json    (of the index only; no vLLM)
 
 Random tokens through Qwen2.5-7B's shape with dummy weights. An engine is an AsyncLLM in a process of its own, with
 vLLM's engine core in another below it, as in a server. All are started at once, stay up and take turns, so that they
@@ -25,11 +24,10 @@ plain reads of the same files give (O_DIRECT, by one thread and by eight).
 
 In a chat every user has a document of 6,000 to 9,000 tokens behind a system text that all share. A round appends a
 question of 50 tokens and an answer of 64. Requests start at ``--rate``, each round in another order of users; a user's
-next question waits for the last answer. ``digest`` is of all answers: with dummy weights two tokens may tie, so unequal
+next question waits for the last answer. At 6 a second the first round asks for about what a GPU computes, and p95 (the
+tenth slowest of 192 later requests) is of what comes while its queue is worked off: so each chat also tells p50 and p95
+by round, and its slowest requests. ``digest`` is of all answers: with dummy weights two tokens may tie, so unequal
 ones are reported, no more.
-
-``--lookups`` asks the index of 40,000 blocks, as the engine's thread does, for the blocks of one prompt, while no, one
-or two threads of the process compute: then the interpreter may be theirs for 5 ms each time that SQLite lets go of it.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,8 +56,7 @@ from common import (
     files_of,
     folder_bytes,
     machine,
-    serve,
-    stop_on_signals,
+    options_of,
     write_json,
 )
 
@@ -88,7 +84,7 @@ WARM, DECODING, FILLED = 1000, 2000, 3000  # repeats whose prompts no other meas
 START_LIMIT_S, LIMIT_S = 300, 180  # of a start and of one command
 QUIET_S = 0.5  # a store whose files have not grown for so long has ended
 READ_BYTES, READ_S = 4 << 20, 4.0  # of one plain reading; for one rate
-LOOKUPS = 200  # of each kind
+SLOWEST = 10  # requests of a chat that are told one by one
 
 
 def base(name: str) -> str:
@@ -283,11 +279,17 @@ def texts(load: Mapping[str, Any]) -> tuple[list[list[int]], list[list[list[int]
 
 def summary(found: Mapping[tuple[int, int], Request], wall_s: float) -> dict[str, Any]:
     """One chat's figures, from its requests by user and round."""
-    every = list(found.values())
+    every, numbers = list(found.values()), sorted({number for _, number in found})
     text = json.dumps([[*key, found[key].tokens] for key in sorted(found)])
+    began, slowest = min(each.start for each in every), sorted(found, key=lambda key: -found[key].ttft_ms)[:SLOWEST]
     return {
         "later_ms": percentiles(each.ttft_ms for (_, number), each in found.items() if number),
-        "first_ms": percentiles(each.ttft_ms for (_, number), each in found.items() if not number),
+        "rounds_ms": [percentiles(each.ttft_ms for (_, n), each in found.items() if n == number) for number in numbers],
+        "slowest": [
+            {"round": key[1], "user": key[0], "at_s": round(found[key].start - began, 2), "cached": found[key].cached,
+             "ms": round(found[key].ttft_ms, 2), "sources": found[key].report.get("sources", {})}
+            for key in slowest
+        ],
         "wall_s": round(wall_s, 2),
         "requests": len(every),
         "prompt_tokens": sum(each.prompt for each in every),
@@ -296,7 +298,7 @@ def summary(found: Mapping[tuple[int, int], Request], wall_s: float) -> dict[str
         "decoded_per_s": round(sum(len(each.tokens) for each in every) / wall_s, 1),
         "sources": sources(every),
         "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
-    }
+    }  # fmt: skip
 
 
 def sources(found: Iterable[Request]) -> dict[str, int]:
@@ -481,47 +483,6 @@ def read_rate(folder: Path, threads: int) -> float:
     return round(total / (time.perf_counter() - start) / 1e9, 2)
 
 
-# ------------------------------------------------------------------ lookups in the index
-
-
-def lookups() -> list[dict[str, Any]]:
-    """Milliseconds of `BlockStore.find`, by busy threads and by how many blocks are asked for; all are there."""
-    import numpy as np
-
-    from semkv.stores.blocks import BlockStore
-
-    rows, done, random = [], threading.Event(), np.random.default_rng(0)
-
-    def compute() -> None:
-        while not done.is_set():
-            sum(range(1000))
-
-    with tempfile.TemporaryDirectory() as folder:
-        store, keys = BlockStore(Path(folder, "kv"), "kv"), [random.bytes(36) for _ in range(40_000)]
-        for start in range(0, len(keys), 100):
-            store.write("bench", {}, keys[start : start + 100], [np.zeros(64, np.uint8)] * 100)
-        for busy in (0, 1, 2):
-            done.clear()
-            threads = [threading.Thread(target=compute) for _ in range(busy)]
-            for thread in threads:
-                thread.start()
-            for count in (1, 4, 32, 512):
-                taken = []
-                for start in random.integers(len(keys) - count, size=LOOKUPS):
-                    began = time.perf_counter()
-                    found = store.find("bench", keys[start : start + count])
-                    taken.append((time.perf_counter() - began) * 1e3)
-                    assert all(found)
-                    time.sleep(0.001)
-                rows.append({"busy_threads": busy, "blocks": count, "ms": percentiles(taken, 3)})
-                print(rows[-1], flush=True)
-            done.set()
-            for thread in threads:
-                thread.join()
-        store.close()
-    return rows
-
-
 # ------------------------------------------------------------------ tables
 
 
@@ -548,12 +509,14 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-CHAT_COLUMNS = "engine run p50 p95 p99 mean first-p50 wall-s computed hits tokens/s loaded".split()
+CHAT_COLUMNS = "engine run p50 p95 p99 mean p50-by-round p95-by-round wall-s computed hits tokens/s loaded".split()
 
 
 def chat_line(row: Mapping[str, Any]) -> str:
     later = [row["later_ms"][key] for key in ("p50", "p95", "p99", "mean")]
-    cells = [row["engine"], row["run"], *later, row["first_ms"]["p50"], row["wall_s"], row["computed_tokens"]]
+    rounds = row.get("rounds_ms", [row.get("first_ms")])  # earlier results have the first only
+    by_round = [" ".join(f"{each[p]:.0f}" for each in rounds) for p in ("p50", "p95")]
+    cells = [row["engine"], row["run"], *later, *by_round, row["wall_s"], row["computed_tokens"]]
     cells += [row["hit_tokens"], row["decoded_per_s"], json.dumps(row["sources"])]
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -570,7 +533,7 @@ def main() -> None:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", default="none,offload,semkv,semkv-disk", help="see above")
     parser.add_argument("--lengths", type=numbers, default=[512, 8192], help="tokens")
     parser.add_argument("--many", type=int, default=16, help="requests at once")
@@ -585,32 +548,21 @@ def main() -> None:
     parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the folders of the stores go")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to see that all of it runs")
-    parser.add_argument("--out", type=Path, default=Path("kv.json"))
-    parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
     parser.add_argument("--table", type=Path, help="print the table of a result instead")
-    parser.add_argument("--lookups", action="store_true", help="measure the index of blocks instead")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.set_defaults(max_model_len=16384)
-    options = parser.parse_args()
-    if options.child:
-        serve(options.child, obey)
-        return
+    options = options_of(parser, obey)
     if options.table:
         print(table(json.loads(options.table.read_text())))
-        return
-    if options.lookups:
-        write_json(options.out, {"machine": machine("numpy"), "lookups": lookups()})
         return
     options.engines = options.engines.split(",")
     if unknown := {*options.engines}.difference(NAMES):
         parser.error(f"unknown engines {', '.join(unknown)}: choose from {', '.join(NAMES)}")
     if "semkv-disk" in options.engines and "semkv" not in options.engines:
         parser.error("semkv-disk needs semkv, which fills its folder")
-    options.logs, options.shape = options.logs or options.out.parent / "logs", QWEN_7B
+    options.shape = QWEN_7B
     if options.tiny:
         vars(options).update(TINY_OPTIONS, shape=QWEN_7B | TINY)
         options.engine_args = {"block_size": 32, "enforce_eager": True} | options.engine_args
-    stop_on_signals()
     with tempfile.TemporaryDirectory(dir=options.scratch, ignore_cleanup_errors=True) as root:
         run = Run(options, Path(root))
         try:

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Answer, machine, run_child, serve, stop_on_signals, write_json
+from common import ROOT, Answer, machine, options_of, run_child, write_json
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
@@ -55,24 +55,18 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--answers", type=int, default=2000, help="how many answers are compared, over all loads")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(LOADS), help=f"loads, of {', '.join(LOADS)}")
-    parser.add_argument("--out", type=Path, default=Path("kv-stress.json"))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        serve(options.child, one)
-        return
+    options = options_of(parser, one)
     names = options.only.split(",")
     if unknown := set(names) - set(LOADS):
         parser.error(f"unknown loads: {', '.join(sorted(unknown))}")
-    stop_on_signals()
     shares, total, loads = sum(LOADS[name][0] for name in names), Counter[str](), {}
     for name in names:
         spec = {"name": name, "answers": -(-options.answers * LOADS[name][0] // shares), "seed": options.seed}
-        log = options.out.parent / "logs" / f"kv-stress-{name}.log"
+        log = options.logs / f"kv-stress-{name}.log"
         found = loads[name] = run_child(name, spec, log, LIMIT_S, {})
         total.update({key: value for key, value in found.items() if isinstance(value, int)})
         total["bad loads"] += bool(found.get("wrong")) or found.get("left") != NOTHING

@@ -63,7 +63,7 @@ def exchange_ours() -> None:
     from semkv.connectors import KVSettings
     from semkv.connectors.kv import SemKVConnector
     from semkv.connectors.shared import KVShared
-    from semkv.connectors.spec import SemKVManager, SemKVSpec
+    from semkv.connectors.spec import SemKVManager, SemKVSpec, region_of
 
     def shared() -> KVShared:
         return KVShared(KVSettings(Path(tempfile.mkdtemp())), None, None, dict)
@@ -101,6 +101,7 @@ def exchange_ours() -> None:
                 super().__init__(translated(config), role, kv_cache_config)
             finally:
                 offloading.build_offloading_config = build
+                region_of(self._engine).unlink(missing_ok=True)  # a mock of a worker never fills it
 
         def _reported(self, request: Any, wait: bool, params: Any) -> Any:
             return wait, params  # vLLM's tests compare a request's parameters as a whole

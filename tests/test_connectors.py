@@ -152,6 +152,8 @@ class TestEngine:
         assert engine.from_disk(prompt)[1].loaded_tokens
         engine.settle()
         monkeypatch.setattr(shared.store, "_ask", lambda what, otherwise, **_: otherwise)
+        assert engine.from_host(prompt)[1].sources.get("host"), "a fault of the index is no purge"
+        engine.settle()
         engine.llm.sleep(level=1)  # though nothing can be deleted
         engine.llm.wake_up()
         monkeypatch.undo()
@@ -233,9 +235,9 @@ class TestEngine:
     ) -> None:
         from semkv.connectors import kv
 
-        def agreed(*args: Any) -> int:
+        def agreed(*args: Any) -> tuple[int, bool]:
             if "fewer" in why:
-                return 1 << 12
+                return 1 << 12, True
             raise PermissionError("not yours")
 
         monkeypatch.setattr(kv, "agreed_host_bytes", agreed)
@@ -389,6 +391,45 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
 
 
+def test_kv_events_tell_what_is_on_the_disk(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored, evicted and purged by another process."""
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
+
+    monkeypatch.setattr("semkv.connectors.tier._LOOK_S", 0.0)
+    monkeypatch.setattr("semkv.connectors.tier._LOOKS", 1)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with CachedEngine(checkpoint("opt"), tmp_path, {"max_blocks": 4}, kv_events_config=events) as engine:
+        told, take = set[Any](), engine.connector.take_events
+
+        def listen() -> list[Any]:
+            taken = list(take())
+            for event in taken:
+                if event.medium == MEDIUM_STORAGE and isinstance(event, BlockRemoved):
+                    told.difference_update(event.block_hashes)
+                elif event.medium == MEDIUM_STORAGE:
+                    assert event.token_ids
+                    told.update(event.block_hashes)
+            return taken
+
+        def after(text: str) -> set[Any]:
+            engine.store(engine.prompt(text))
+            listen()
+            count = "SELECT count(*) FROM blocks"
+            assert len(told) == engine.connector.shared.store._ask(lambda db: db.execute(count).fetchone()[0], None)
+            return set(told)
+
+        monkeypatch.setattr(engine.connector, "take_events", listen)
+        first, second = after("first"), after("second")
+        assert first - second, "evicted"
+        purge(tmp_path)
+        third = after("third")
+        assert third
+        assert not second & third
+
+
 def test_another_tier_tells_weights_apart(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
     """It goes by the model's name, which is the same for other weights in the same folder."""
     model, folders = shutil.copytree(checkpoint("opt"), tmp_path / "opt"), []
@@ -434,6 +475,8 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
     from vllm import LLM, SamplingParams
 
+    from semkv.connectors.spec import region_of
+
     llm = LLM(
         model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
         limit_mm_per_prompt={"image": 1, "video": 0},
@@ -458,14 +501,10 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
         "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
         "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
         "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
-        "shared": shared_memory(name),
+        "shared": region_of(digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]).exists(),
     }
     llm.llm_engine.engine_core.shutdown()
     return found
-
-
-def shared_memory(name: str) -> list[str]:
-    return [path.name for path in Path("/dev/shm").iterdir() if name in path.name]
 
 
 def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
@@ -479,7 +518,6 @@ def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, 
     assert warm[1]["semkv"]["loaded_tokens"] >= 96
     assert fused[1:] == [nothing, {"semkv": {"loaded": 1, "encoded": 0}}]
     assert not found["shared"], "a name that is there while the engine runs stays when it is killed"
-    assert not shared_memory(name)
 
 
 # ---------------------------------------------------------------------- the parts
@@ -500,11 +538,10 @@ def test_an_older_vllm_is_named_with_the_floor(
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:
     from semkv.connectors.spec import agreed_host_bytes
 
-    first = agreed_host_bytes("engine", 1 << 20, tmp_path)
-    assert first == 1 << 20
-    assert agreed_host_bytes("engine", 1 << 30, tmp_path) == first
-    assert agreed_host_bytes("other", 1 << 60, tmp_path) < 1 << 60
-    assert len(list(tmp_path.iterdir())) == 2
+    assert agreed_host_bytes("engine", 1 << 20, tmp_path) == (1 << 20, True)
+    assert agreed_host_bytes("engine", 1 << 30, tmp_path) == (1 << 20, False)
+    second, third = (agreed_host_bytes(name, 1 << 60, tmp_path)[0] for name in ("other", "third"))
+    assert third < second / 2, "which the other has not filled yet"
 
 
 def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:

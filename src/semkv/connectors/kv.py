@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from semkv.connectors import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, read_settings, register, wants_skip
 from semkv.connectors.identity import Adapters
 from semkv.connectors.shared import BreakEven, KVShared
-from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes
+from semkv.connectors.spec import SHM, SemKVManager, agreed_host_bytes, region_of
 from semkv.errors import StoreError
 from semkv.keys import digest
 from semkv.stores.block_file import tenant_tag
@@ -43,27 +43,15 @@ _MADE: Counter[tuple[str, Any]] = Counter()  # connectors of an engine and a rol
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     """Stands in where an engine cannot be served: it stores and loads nothing, and the engine runs as without it."""
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
+    requires_kv_delivery = False
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _nothing(self, *args: Any, **fields: Any) -> None:
         return
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        return
-
-    def wait_for_save(self) -> None:
-        return
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        return
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
@@ -106,7 +94,8 @@ class SemKVConnector(OffloadingConnector):
             names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
             self._engine = digest("engine", *names)[:24]
             try:
-                self._host_bytes = agreed_host_bytes(self._engine, settings.host_bytes or default_host_bytes())
+                wanted = settings.host_bytes or default_host_bytes()
+                self._host_bytes, self._first = agreed_host_bytes(self._engine, wanted)
                 reason = too_small(config, kv_cache_config, self._host_bytes)
             except OSError as error:
                 reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
@@ -130,6 +119,8 @@ class SemKVConnector(OffloadingConnector):
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             self.connector_scheduler.__class__ = SemKVScheduler
+            if not self._first:  # the scheduler is the last to map the memory, which goes with its last process now
+                region_of(self._engine).unlink(missing_ok=True)
         self._adapters = Adapters(settings.cache_dir)
         self._outcomes: dict[str, dict[str, Any]] = {}
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -290,6 +281,7 @@ def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
         "secondary_tiers": settings.tiers(),
         "offload_prompt_only": not settings.capture_decode,
         "blocks_per_chunk": 1,
+        "self_describing_kv_events": True,  # where vLLM's KV events are on
     }
     return config, settings
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import logging
 import os
-import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -35,6 +35,8 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from semkv.connectors.shared import KVShared, request_fact
+from semkv.stores.block_index import Purge
+from semkv.stores.files import described
 
 log = logging.getLogger("semkv.connectors")
 
@@ -42,27 +44,30 @@ SHM = Path("/dev/shm")  # noqa: S108  where vLLM puts the host memory that its p
 _SHARE = 0.8  # of the room there that an engine takes at most
 
 
-def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> int:
+def region_of(engine: str, shm: Path = SHM) -> Path:
+    """Where vLLM's `SharedOffloadRegion` lies; it takes a file that is there already."""
+    return shm / f"vllm_offload_{engine}.mmap"
+
+
+def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> tuple[int, bool]:
     """How much host memory an engine gets: what is ``wanted``, or four fifths of the room that there is.
 
-    All processes of an engine must come to the same answer, so the first one leaves its own for the others; the
-    scheduler, which comes last, takes the note away (`SemKVSpec.get_manager`).
+    All processes of an engine must come to the same answer: the first one makes the file, whose length says it.
+
+    Returns:
+        Bytes, and whether this process is the first one.
     """
-    note = shm / f"semkv_{engine}"
-    status = os.statvfs(shm)
-    mine = min(wanted, int(_SHARE * status.f_bavail * status.f_frsize))
-    draft = shm / f"semkv_{engine}.{secrets.token_hex(4)}"
-    fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(str(mine))
-    try:
-        note.hardlink_to(draft)
-        atexit.register(note.unlink, missing_ok=True)  # where no scheduler comes
-    except FileExistsError:
-        mine = int(note.read_text())
-    finally:
-        draft.unlink()
-    return mine
+    with os.fdopen(os.open(region_of(engine, shm), os.O_CREAT | os.O_RDWR, 0o600)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if size := os.fstat(file.fileno()).st_size:
+            return size, False
+        atexit.register(region_of(engine, shm).unlink, missing_ok=True)  # where no scheduler comes
+        status, regions = os.statvfs(shm), described(shm.glob(region_of("*").name))
+        # What other engines that start at this moment have not filled yet is not free.
+        filling = sum(max(0, found.st_size - found.st_blocks * 512) for _, found in regions)
+        size = min(wanted, int(_SHARE * max(0, status.f_bavail * status.f_frsize - filling)))
+        os.ftruncate(file.fileno(), size)
+        return size, True
 
 
 class SemKVManager(TieringOffloadingManager):
@@ -138,8 +143,11 @@ class SemKVManager(TieringOffloadingManager):
         shared = self._shared
         if shared.store is None or shared.store.last_purge() == shared.heard:
             return
+        purges = shared.store.purges_after(shared.heard)
+        if purges == [Purge()] and shared.store.root.exists():  # the index cannot be read at this moment
+            return
         shared.stamp = object()
-        for purge in shared.store.purges_after(shared.heard):
+        for purge in purges:
             shared.heard = max(shared.heard, purge.id)
             if purge.namespace in (None, *shared.used()):
                 self._doomed.update(key for key, (owner, _) in shared.records.items() if purge.owner in (None, owner))
@@ -221,35 +229,20 @@ class SemKVSpec(TieringOffloadingSpec):
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):
             self._manager = SemKVManager.of(super().get_manager(), self.extra_config["semkv"])
-            self._unlink()
         return self._manager
 
-    def _unlink(self) -> None:
-        """Take the shared memory's names away: the scheduler is the last to map it, so from now on the kernel frees
-        it with the engine's last process, however that ends."""
-        region = self._scheduler_mmap
-        if region is not None and not region._creator:  # else a worker is still to come
-            Path(region.mmap_path).unlink(missing_ok=True)
-        (SHM / f"semkv_{self._engine_id}").unlink(missing_ok=True)
-
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        if current_platform.is_cuda_alike() or current_platform.is_xpu():
+            return super().get_worker(kv_caches)
         if self._worker is None:
-            if current_platform.is_cuda_alike() or current_platform.is_xpu():
-                self._worker = self.create_worker(kv_caches)
-                region = self._worker._mmap_region
-            else:
-                rank = 0 if self.replicated_layout else self.config.parallel.rank
-                region = SharedOffloadRegion(
-                    engine_id=self._engine_id,
-                    num_chunks=self.num_chunks,
-                    rank=rank,
-                    kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                    cpu_page_size=self.cpu_page_size_per_worker,
-                )
-                self._worker = CPUWorker(kv_caches, region)
-            if region is not None and region._creator:
-                region._creator = False  # the scheduler unlinks it; where none ever comes, this does
-                atexit.register(Path(region.mmap_path).unlink, missing_ok=True)
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CPUWorker(kv_caches, region)
         return self._worker
 
 

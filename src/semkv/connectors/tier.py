@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
@@ -37,6 +38,7 @@ FILE_BYTES = 64 << 20
 
 _QUEUE_BYTES = 2 << 30  # that may wait for the disk; what comes on top stays in host memory only, and is counted
 _MOST = 512  # keys asked for at once, and blocks of one file
+_LOOK_S, _LOOKS = 1.0, 30  # with KV events: once a second the index is asked for a thirtieth of what was told
 
 
 @dataclass
@@ -56,6 +58,7 @@ class _Transfer:
     """A job of vLLM's, cut into files that are copied side by side."""
 
     job: TransferJob
+    namespace: str
     parts: int
     waiting_bytes: int
     good: list[bytes] = field(default_factory=list)
@@ -90,6 +93,9 @@ class SemKVTier(SecondaryTierManager):
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
+        self._tells: bool = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._told = dict[bytes, str]()  # namespaces of blocks told to be on disk; looked at longest ago first
+        self._events, self._looked = list[OffloadingEvent](), 0.0
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -152,15 +158,19 @@ class SemKVTier(SecondaryTierManager):
             self._shared.counters["dropped"] += len(keys)
             return False
         each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
-        about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
-        about |= {"owner": request_fact(job.req_context.kv_transfer_params, "owner"), "since": self._shared.heard}
+        owner = request_fact(job.req_context.kv_transfer_params, "owner")
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
-        transfer, self._waiting_bytes = _Transfer(job, len(parts), nbytes), self._waiting_bytes + nbytes
+        transfer = _Transfer(job, self._namespace(job.req_context), len(parts), nbytes)
+        self._waiting_bytes += nbytes
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]
-            number = self._disk.submit(keys=keys[part], chunks=chunks, **about)
-            self._parts[number] = transfer, keys[part]
+            self._hand_over(transfer, keys[part], chunks=chunks, owner=owner, since=self._shared.heard)
         return True
+
+    def _hand_over(self, transfer: _Transfer, keys: list[bytes], **job: Any) -> None:
+        assert self._disk is not None
+        about = {"namespace": transfer.namespace, "layout": self._shared.layout}
+        self._parts[self._disk.submit(keys=keys, **about, **job)] = transfer, keys
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         try:
@@ -168,7 +178,7 @@ class SemKVTier(SecondaryTierManager):
                 return
         except Exception:
             self._shared.fault("a load")
-        self._end(_Transfer(job_metadata, 0, 0))
+        self._end(_Transfer(job_metadata, "", 0, 0))
 
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
@@ -181,12 +191,10 @@ class SemKVTier(SecondaryTierManager):
                 self._shared.records[key] = (ref.owner, ref.created)
         if self._disk is None or not files:
             return False
-        about = {"namespace": self._namespace(job.req_context), "layout": self._shared.layout}
-        transfer = _Transfer(job, len(files), 0)
+        transfer = _Transfer(job, self._namespace(job.req_context), len(files), 0)
         for (file, owner), part in files.items():
             places, keys, chunks = map(list, zip(*sorted(part), strict=True))
-            number = self._disk.submit(file=file, owner=owner, places=places, keys=keys, chunks=chunks, **about)
-            self._parts[number] = transfer, keys
+            self._hand_over(transfer, keys, chunks=chunks, file=file, owner=owner, places=places)
         return True
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -202,11 +210,15 @@ class SemKVTier(SecondaryTierManager):
         transfer, keys = self._parts.pop(done.number, (None, []))
         if transfer is None:
             return
-        transfer.good += itertools.compress(keys, done.good)
+        good = list(itertools.compress(keys, done.good))
+        transfer.good += good
         transfer.parts -= 1
         self._shared.counters.update(done.counters)
         if transfer.parts == 0:
             self._end(transfer)
+        if self._tells and (new := [key for key in good if key not in self._told]):  # last: a fault costs no request
+            self._told.update(dict.fromkeys(new, transfer.namespace))
+            self._tell(new, removed=False)
 
     def _end(self, transfer: _Transfer) -> None:
         """All of a job is done. What did not come of a load is a miss from now on, or the request would ask for it for
@@ -232,7 +244,35 @@ class SemKVTier(SecondaryTierManager):
             self._disk.close()
         self._primary_kv_view = None
 
-    # ------------------------------------------------------------------ metrics
+    # ------------------------------------------------------------------ events and metrics
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What this engine wrote or read, and what of it is gone, whoever deleted it."""
+        try:
+            if self._told and time.monotonic() - self._looked > _LOOK_S:
+                self._look()
+        except Exception:
+            self._shared.fault("an event")
+        events, self._events = self._events, []
+        return events
+
+    def _look(self) -> None:
+        """Ask the index whether the next blocks are still there."""
+        self._looked, store = time.monotonic(), self._shared.store
+        if store is None or not store.last_purge():  # while it cannot be read, nothing is known to be gone
+            return
+        namespace, count = next(iter(self._told.values())), len(self._told) // _LOOKS + 1
+        keys = list(itertools.islice((key for key, own in self._told.items() if own == namespace), count))
+        there = [ref is not None for ref in store.find(namespace, keys)]
+        for key, is_there in zip(keys, there, strict=True):
+            del self._told[key]
+            if is_there:
+                self._told[key] = namespace
+        if gone := [key for key in keys if key not in self._told]:
+            self._tell(gone, removed=True)
+
+    def _tell(self, keys: list[Any], *, removed: bool) -> None:
+        self._events.append(OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality))
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
