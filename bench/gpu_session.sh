@@ -5,7 +5,7 @@
 #   check      memory; a tiny engine with and one without the connector, versions in its result
 #   kv         kv: hits in memory, decoding, then from disk
 #   kv-6       kv: chats at 6 requests a second       kv-20   at 20, 80 users       kv-tp2   at 10 on two GPUs
-#   fusion     identity: encoder outputs and their times
+#   fusion     fusion_load: encoder outputs
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
@@ -71,8 +71,7 @@ kv) kv kv --rounds-of-chats 0 "$@" ;;
 kv-6) kv kv-6 --repeats 0 --rounds-of-chats 1 --engines none,offload,semkv "$@" ;;
 kv-20) kv kv-20 --repeats 0 --engines offload,semkv --users 80 --rate 20 --engine-args '{"max_num_seqs": 128}' "$@" ;;
 kv-tp2) kv kv-tp2 --repeats 0 --engines offload,semkv --tp 2 --rate 10 "$@" ;;
-fusion) bench fusion identity.py --models qwen3-vl-2b --samples 48 --sides 256,512,768,1024 \
-    --out "$out/fusion-load.json" "$@" ;;
+fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;
 families) bench families identity.py --models families --out "$out/families.json" --jobs 8 --limit 170 "$@" ;;
 families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3 --ranks 2 --jobs 3 --limit 200 \
     --out "$out/families-tp2.json" "$@" ;;

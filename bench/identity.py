@@ -15,8 +15,6 @@ Three engines a model run one after the other, each in a process of its own, one
                                 warm            as hot
                                 loaded          vLLM's caches emptied: KV comes from host memory
                                 fusion          of a picture: the same, KV skipped: encoder outputs come from the store
-                                fusion_gpu      the same, from vLLM's own encoder cache
-                                fusion_disk     the same, from the store with a cold page cache
                                 sibling_loaded  the common beginning's KV comes from the store
     restarted   both            restarted       a new process finds what the other stored, on disk
 
@@ -24,34 +22,27 @@ Passes that do the same arithmetic on the same shapes must agree to the last bit
 against cold computes the tail of a prompt in another shape, and hybrid models begin where a state was kept: there the
 tokens are compared with those of computed passes.
 
-The file has a report for every model, with the median time to first token of every pass by the width of the pictures:
-with ``--sides 256,512,768,1024`` it tells what an encoder output costs that is computed, or comes from somewhere.
-
-The exit status is 1 when a pass that must agree does not, when the stores were not used, or when an engine failed; the
-next model goes on.
+The file has a report for every model. The exit status is 1 when a pass that must agree does not, when the stores were
+not used, or when an engine failed; the next model goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, drop_pages, options_of, run_child, write_json
+from common import folder_bytes, options_of, run_child, write_json
+from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPE, draw_picture, register_loader, write_family, write_shape
 
 from semkv.config import get_preset
-from semkv_lab.local_engine import LocalEngine
-
-sys.path.insert(0, str(ROOT / "tests"))
 
 QUESTIONS = (
     "What color is the largest shape in this picture?",
@@ -60,19 +51,13 @@ QUESTIONS = (
     "Which shape is closest to the bottom of the picture?",
     "Are there more circles than squares in the picture?",
 )
-FUSION = ("fusion", "fusion_gpu", "fusion_disk")
-EXACT = {
-    "first": "cold",
-    **dict.fromkeys(FUSION, "cold"),
-    "loaded": "hot",
-    "restarted": "hot",
-    "sibling_loaded": "sibling_hot",
-}
+EXACT = {"first": "cold", "fusion": "cold", "loaded": "hot", "restarted": "hot", "sibling_loaded": "sibling_hot"}
 CLOSE = (
     ("hot", "cold"), ("warm", "hot"), ("loaded", "warm"), ("loaded", "cold"), ("restarted", "warm"),
     ("restarted", "cold"), ("sibling_loaded", "sibling_cold"),
 )  # fmt: skip
 COMPUTED = {"loaded": ("warm", "hot", "cold"), "restarted": ("warm", "hot", "cold")}
+PICTURE = (500, 375)  # pixels
 TOKENS = (1500, 300)  # of a text prompt: common with its sibling, and its own
 BOUND = 0.12  # of the weights: small models need larger ones for answers that depend on the context
 SKIP_KV = {"kv_transfer_params": {"semkv": {"skip": True}}}
@@ -91,11 +76,12 @@ def flush(_worker: Any) -> None:
         get_ec_transfer().worker_half.flush()
 
 
-class Runner(LocalEngine):
+class Runner:
     """One vLLM engine, asked one prompt at a time."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        from vllm.config import ECTransferConfig
+        from vllm import LLM
+        from vllm.config import ECTransferConfig, KVTransferConfig
         from vllm.platforms import current_platform
 
         from semkv.connectors import register
@@ -103,18 +89,22 @@ class Runner(LocalEngine):
         register()  # installed, vLLM finds the connectors by itself
         register_loader()
         self.spec, self.text, cpu = spec, spec["name"] in FAMILIES, current_platform.is_cpu()
-        model, kv = Path(spec["model"]), None
+        model = Path(spec["model"])
         if spec["made"] and not (model / "config.json").exists():
             model.mkdir(exist_ok=True)
-            (write_family if self.text else write_shape)(spec["name"], model)
-        arguments: dict[str, Any] = {
-            "dtype": "bfloat16", "tensor_parallel_size": spec["ranks"], "enforce_eager": cpu or self.text,
-            "load_format": LOAD_FORMAT if spec["made"] else None, "block_size": 32 if cpu else None,
-        }  # fmt: skip
+            if self.text:
+                write_family(spec["name"], model)
+            else:
+                write_shape(model)
+        arguments: dict[str, Any] = {"enforce_eager": cpu or self.text}
+        if spec["made"]:
+            arguments["load_format"] = LOAD_FORMAT
         if spec["cache_dir"]:
             extra = {"cache_dir": spec["cache_dir"]}
-            own = {"break_even": False, "host_bytes": 1 << 30} if self.text else {}
-            kv = {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra | own}
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="SemKVConnector", kv_role="kv_both",
+                kv_connector_extra_config=extra | ({"break_even": False, "host_bytes": 1 << 30} if self.text else {}),
+            )  # fmt: skip
             if not self.text:
                 arguments["ec_transfer_config"] = ECTransferConfig(
                     ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
@@ -122,33 +112,34 @@ class Runner(LocalEngine):
         if self.text:
             arguments |= {
                 "model_loader_extra_config": {"bound": BOUND}, "max_model_len": 4096, "max_num_seqs": 4,
-                "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 28,
-                "gpu_memory_utilization": None if cpu else 0.05,
+                "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 28, "seed": 0,
             }  # fmt: skip
+            arguments |= {"block_size": 32} if cpu else {"gpu_memory_utilization": 0.05}
         else:
             positions = json.loads((model / "config.json").read_text()).get("text_config", {})
-            arguments |= {
-                "max_model_len": min(8192, positions.get("max_position_embeddings", 8192)), "max_num_seqs": None,
-                "limit_mm_per_prompt": {"image": 1, "video": 0}, "kv_cache_memory_bytes": 1 << 30 if cpu else None,
-                "gpu_memory_utilization": None if cpu else 0.6,
-            }  # fmt: skip
-        super().__init__(model, kv, **(arguments | spec["engine_args"]))
+            arguments["max_model_len"] = min(8192, positions.get("max_position_embeddings", 8192))
+            arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
+            room = {"kv_cache_memory_bytes": 1 << 30, "block_size": 32} if cpu else {"gpu_memory_utilization": 0.6}
+            arguments |= room
+        self.llm: Any = LLM(
+            str(model), dtype="bfloat16", tensor_parallel_size=spec["ranks"], enable_prefix_caching=True,
+            disable_log_stats=False,  # or vLLM does not say where loaded tokens came from
+            **(arguments | spec["engine_args"]),
+        )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
         import torch
         import vllm
 
+        config = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
         kinds = [
             f"{len(group.layer_names)} {type(group.kv_cache_spec).__name__} of {group.kv_cache_spec.block_size}"
-            for group in self.scheduler.kv_cache_config.kv_cache_groups
+            for group in config.kv_cache_groups
         ]
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return {"vllm": vllm.__version__, "torch": torch.__version__, "device": device, "groups": kinds}
 
-    def side(self, sample: int) -> int:
-        return int(self.spec["sides"][sample % len(self.spec["sides"])])
-
-    def answer(self, sample: int, sibling: bool, skip_kv: bool) -> Answer:
+    def ask(self, sample: int, sibling: bool, skip_kv: bool) -> Answer:
         from vllm import SamplingParams
 
         from semkv.connectors import read_outcome
@@ -161,17 +152,14 @@ class Runner(LocalEngine):
             prompt = text_prompt(sample, sibling, 4 if self.spec["tiny"] else 1)
             (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         else:
-            side = self.side(sample)
             content = [
-                {"type": "image_pil", "image_pil": draw_picture(sample, side, side * 3 // 4)},
+                {"type": "image_pil", "image_pil": draw_picture(sample, *PICTURE)},
                 {"type": "text", "text": QUESTIONS[(sample + sibling) % len(QUESTIONS)]},
             ]
             (output,) = self.llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
         outcome = read_outcome(output)
         return {
             "prompt_tokens": len(output.prompt_token_ids),
-            "ttft_ms": output.metrics.first_token_latency * 1e3,
-            "side": 0 if self.text else self.side(sample),
             "tokens": list(output.outputs[0].token_ids),
             "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs],
             "cached_tokens": outcome.cached_tokens,
@@ -180,14 +168,24 @@ class Runner(LocalEngine):
             "fusion_loaded": outcome.fusion_loaded,
         }
 
-    def forget(self, *, encoder: bool = True) -> None:
+    def forget(self) -> None:
         """Wait for the stores, then empty vLLM's own caches."""
-        self.settle()
-        self.llm.collective_rpc(flush)
+        if self.spec["cache_dir"]:
+            self.settle(Path(self.spec["cache_dir"]))
+            self.llm.collective_rpc(flush)
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache")
-        if encoder:
-            self.llm.llm_engine.reset_encoder_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def settle(self, folder: Path) -> None:
+        """Until the files have not grown for a while: this LLM steps only while it has requests, so this steps it."""
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 60
+        size = -1
+        while size != (size := folder_bytes(folder)) and time.monotonic() < deadline:
+            for _ in range(50):
+                if core.scheduler.has_requests():
+                    core.step_fn()
+                time.sleep(0.005)
 
     def run(self) -> dict[str, list[Answer]]:
         passes: dict[str, list[Answer]] = {}
@@ -195,10 +193,8 @@ class Runner(LocalEngine):
         def one(name: str, *, forget: bool = True, skip_kv: bool = False) -> None:
             results = passes.setdefault(name, [])
             if forget:
-                self.forget(encoder=name != "fusion_gpu")
-            if name == "fusion_disk":
-                drop_pages(Path(self.spec["cache_dir"]))
-            results.append(self.answer(len(results), name.startswith("sibling"), skip_kv))
+                self.forget()
+            results.append(self.ask(len(results), name.startswith("sibling"), skip_kv))
 
         for _ in range(self.spec["samples"]):
             if self.spec["role"] == "plain":
@@ -210,8 +206,8 @@ class Runner(LocalEngine):
                 one("first")
                 one("warm", forget=False)
                 one("loaded")
-                for name in () if self.text else FUSION:
-                    one(name, skip_kv=True)
+                if not self.text:
+                    one("fusion", skip_kv=True)
                 one("sibling_loaded")
             else:
                 one("restarted")
@@ -235,149 +231,8 @@ def run_here(spec: dict[str, Any]) -> dict[str, Any]:
     ready = time.perf_counter()
     found = {"facts": runner.facts(), "passes": runner.run(), "start_s": round(ready - start, 1)}
     found["run_s"] = round(time.perf_counter() - ready, 1)
-    runner.close()
+    runner.llm.llm_engine.engine_core.shutdown()
     return found
-
-
-# ------------------------------------------------------------------ models, made with random weights
-
-COMMON = {
-    "vocab_size": 1024, "max_position_embeddings": 8192, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_d_conv": 4,
-    "mamba_expand": 2, "mamba_chunk_size": 128,
-}  # fmt: skip
-MLA = {
-    "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 128,
-    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_interleave": True,
-    "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-LINEAR = {
-    "head_dim": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-}  # fmt: skip
-SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
-
-# family: architecture, model type of transformers, configuration
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", "llama", {"num_hidden_layers": 4, "head_dim": 64}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3", MLA),
-    "gpt_oss": ("GptOssForCausalLM", "gpt_oss", {
-        "num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 256, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text", {
-        "num_hidden_layers": 6, "head_dim": 64, "sliding_window": 128, "query_pre_attn_scalar": 64,
-        "layer_types": SLIDING,
-    }),
-    "granite4": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", MAMBA | {
-        "num_hidden_layers": 4, "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 0,
-        "num_experts_per_tok": 0, "shared_intermediate_size": 512, "position_embedding_type": "rope",
-        "attention_multiplier": 0.1, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-    }),
-    "qwen3_next": ("Qwen3NextForCausalLM", "qwen3_next", LINEAR | {
-        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4,
-        "num_experts_per_tok": 2, "decoder_sparse_step": 1,
-    }),
-    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", {
-        "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5, "head_dim": 64, "mamba_num_heads": 8,
-        "mamba_head_dim": 64, "n_groups": 1, "ssm_state_size": 64, "conv_kernel": 4, "expand": 2, "chunk_size": 128,
-    }),
-    "falcon_h1": ("FalconH1ForCausalLM", "falcon_h1", MAMBA | {"num_hidden_layers": 3, "mamba_d_ssm": 512}),
-}  # fmt: skip
-
-
-def write_family(family: str, directory: Path) -> None:
-    """The configuration as transformers writes it."""
-    from transformers import CONFIG_MAPPING
-
-    architecture, kind, more = FAMILIES[family]
-    config = CONFIG_MAPPING[kind](**(COMMON | more), architectures=[architecture], dtype="bfloat16")
-    config.save_pretrained(directory)
-
-
-SHAPE = "qwen3-vl-2b"
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
-MOST_PIXELS = 1280 * 32 * 32  # its own 16.8 million make vLLM's profiling encode 16,384 tokens
-
-
-def write_shape(_name: str, directory: Path) -> None:
-    """https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json"""
-    import tiny_models
-
-    text = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-        "tie_word_embeddings": True, "rope": {"rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-    }  # fmt: skip
-    vision = {
-        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
-        "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
-    }  # fmt: skip
-    config = tiny_models.qwen3_vl_config(directory, text, vision, (65536, MOST_PIXELS), TEMPLATE)
-    more = {"tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen3VLForConditionalGeneration"]}
-    config.update(more)
-    config.save_pretrained(directory)
-
-
-def draw_picture(seed: int, width: int, height: int) -> Any:
-    """A few colored shapes on noise; every seed another."""
-    import numpy as np
-    from PIL import Image, ImageDraw
-
-    rng = np.random.default_rng(seed)
-    picture = Image.fromarray(rng.integers(0, 90, (height, width, 3), dtype=np.uint8))
-    pen = ImageDraw.Draw(picture)
-    for _ in range(6):
-        x, y = int(rng.integers(0, width * 3 // 4)), int(rng.integers(0, height * 3 // 4))
-        box = [x, y, x + int(rng.integers(width // 10, width // 4)), y + int(rng.integers(height // 10, height // 4))]
-        color = tuple(int(c) for c in rng.integers(0, 256, 3))
-        (pen.ellipse if rng.random() < 0.5 else pen.rectangle)(box, fill=color)
-    return picture
-
-
-LOAD_FORMAT = "dummy_drawn"  # our connectors tell weights of a format called dummy apart by configuration and seed
-
-
-def draw_weights(model: Any, bound: float = 0.04) -> None:
-    """A usual initialization: matrices uniform within 0.04 (standard deviation 0.023), biases within half of that.
-
-    Norms are 1, the ``A`` of a state space model -1: its states decay.
-
-    Every tensor has the seed of its name. vLLM's own dummy weights will not do: norms are about zero, tensors of one
-    shape are equal, and all is so small that no answer depends on the KV cache.
-    """
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # tied ones come once
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            within = bound if parameter.ndim >= 2 else bound / 2
-            if parameter.ndim >= 2 or name.endswith("bias"):
-                parameter.uniform_(-within, within, generator=generator)
-            else:
-                parameter.fill_(-1.0 if name.endswith(".A") else 1.0)
-
-
-def register_loader() -> None:
-    """Have vLLM know `LOAD_FORMAT`."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    class DrawnLoader(BaseModelLoader):  # type: ignore[misc]
-        """Weights by `draw_weights`, before vLLM packs them for its kernels."""
-
-        def download_model(self, model_config: Any) -> None:
-            return
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            draw_weights(model, **(self.load_config.model_loader_extra_config or {}))
-
-    register_model_loader(LOAD_FORMAT)(DrawnLoader)
 
 
 # ------------------------------------------------------------------ comparing
@@ -425,9 +280,9 @@ def judge(passes: Passes, *, exact: bool) -> dict[str, Any]:
                   if c["bit_exact"] < c["samples"]]  # fmt: skip
         # Another shape may turn a near-tie: no worse than vLLM's own prefix cache does.
         wrong += [f"{name} vs cold: other tokens" for name in COMPUTED if lost(f"{name} vs cold") > lost("hot vs cold")]
-        for name in ("fusion", "fusion_disk"):
-            missed = [i for i, answer in enumerate(passes.get(name, [])) if answer["fusion_loaded"] != 1]
-            wrong += [f"{name}, sample {i}: not loaded" for i in missed]
+        wrong += [
+            f"fusion, sample {i}: not loaded" for i, r in enumerate(passes.get("fusion", [])) if r["fusion_loaded"] != 1
+        ]
     for name, computed in COMPUTED.items():
         known = [f"{name} vs {other}" for other in computed if f"{name} vs {other}" in pairs]
         if not exact and known and all(lost(pair) for pair in known):
@@ -444,9 +299,7 @@ def count(results: list[Answer]) -> dict[str, Any]:
     sources = Counter[str]()
     for result in results:
         sources.update(result["sources"])
-    totals: dict[str, Any] = {key: sum(int(r[key] or 0) for r in results) for key in keys}
-    times = {side: [r["ttft_ms"] for r in results if r["side"] == side] for side in {r["side"] for r in results}}
-    totals["ttft_ms"] = {side: round(statistics.median(times[side]), 2) for side in sorted(times)}
+    totals = {key: sum(int(r[key] or 0) for r in results) for key in keys}
     return totals | {"kv_hits": sum(bool(r["loaded_tokens"]) for r in results), "sources": dict(sources)}
 
 
@@ -459,7 +312,7 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"model": name, "weights": "drawn" if made else "real", "ranks": options.ranks}
     passes: dict[str, list[Answer]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        keep = ("samples", "sides", "ranks", "engine_args", "tiny")
+        keep = ("samples", "ranks", "engine_args", "tiny")
         spec = {key: getattr(options, key) for key in keep} | {"name": name, "made": made}
         spec["model"] = f"{folder}/model" if made else name if Path(name).is_dir() else get_preset(name).model
         environment = {
@@ -502,8 +355,6 @@ def main() -> int:
     parser.add_argument("--models", default="minigqa", help=f"comma-separated: families, {', '.join(FAMILIES)}; "
                         f"{SHAPE}, with random weights; presets; checkpoint directories")  # fmt: skip
     parser.add_argument("--samples", type=int, default=3)
-    parser.add_argument("--sides", type=lambda text: [int(n) for n in text.split(",")], default=[500],
-                        help="widths of the pictures, in turns")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of one engine")

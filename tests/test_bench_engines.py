@@ -91,7 +91,6 @@ def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[st
     """A pass over one sample."""
     logprobs = [{str(token): logprob} for token in tokens]
     fields = {"prompt_tokens": 9, "cached_tokens": loaded, "loaded_tokens": loaded, "sources": {}, "fusion_loaded": 1}
-    fields |= {"ttft_ms": 1.0, "side": 0}
     return [{"tokens": list(tokens), "logprobs": logprobs, **fields}]
 
 
