@@ -107,6 +107,19 @@ class TestEngine:
         again, outcome = engine.from_disk(mine)
         assert (again, set(outcome.sources)) == (cold, {"disk"})
 
+    def test_what_is_on_its_way_during_a_purge_is_not_kept(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from semkv.connectors.spec import CPUWorker
+
+        prompt = engine.prompt("on its way", picture=9, salt="leaves")
+        with monkeypatch.context() as patch:
+            patch.setattr(CPUWorker, "get_finished", lambda _: [])
+            cold, _ = engine.one(prompt)
+            purge_from_here(engine.cache_dir, salts=["leaves"])
+            engine.one(engine.prompt("hears of it", picture=9), extra=SKIP)
+        assert engine.from_host(prompt) == (cold, disk(0, fusion=(0, 1)))
+
     @pytest.mark.parametrize(("damage", "counted"), [("flip", "corrupt"), ("swap", "corrupt"), ("gone", "missing")])
     def test_damage_is_a_miss_with_the_same_answer(self, engine: CachedEngine, damage: str, counted: str) -> None:
         engine.store(engine.prompt("another file", picture=19))

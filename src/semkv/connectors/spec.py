@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,13 @@ class SemKVManager(TieringOffloadingManager):
 
     _shared: KVShared
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
+    _under_way: dict[bytes, str]  # to host memory, each with its tenant's tag
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
-        manager._doomed, manager._spoiled, manager._shared = set(), set(), shared
+        manager._doomed, manager._spoiled, manager._under_way, manager._shared = set(), set(), {}, shared
         shared.heard = 0 if shared.store is None else shared.store.last_purge()
         manager.__class__ = cls
         assert isinstance(manager, cls)
@@ -148,18 +149,24 @@ class SemKVManager(TieringOffloadingManager):
             return
         shared.stamp = object()
         for purge in purges:
-            shared.heard = max(shared.heard, purge.id)
+            shared.heard = purge.id
             if purge.namespace in (None, *shared.used()):
                 self._doomed.update(key for key, (owner, _) in shared.records.items() if purge.owner in (None, owner))
+                self.spoil(key for key, owner in self._under_way.items() if purge.owner in (None, owner))
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
         # vLLM takes a limit of 0 for none where it stores the tail of a block.
         if not self._shared.storing or (req_context.kv_transfer_params or {}).get("max_offload_tokens") == 0:
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         self._forget_doomed()  # vLLM takes what is there for stored
-        return super().prepare_store(keys, req_context)
+        if (prepared := super().prepare_store(keys, req_context)) is not None:
+            owner = request_fact(req_context.kv_transfer_params, "owner")
+            self._under_way.update(dict.fromkeys(prepared.keys_to_store, owner))
+        return prepared
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        for key in keys:
+            self._under_way.pop(key, None)
         if not self._spoiled.isdisjoint(keys):
             self._shared.counters["spoiled_blocks"] += len(keys)
             self._spoiled.difference_update(keys)
@@ -169,7 +176,7 @@ class SemKVManager(TieringOffloadingManager):
             self._shared.records.update(dict.fromkeys(keys, record))
         super().complete_store(keys, req_context, success)
 
-    def spoil(self, keys: Collection[bytes]) -> None:
+    def spoil(self, keys: Iterable[bytes]) -> None:
         """Throw away what is being stored under these keys."""
         self._spoiled.update(keys)
 
@@ -212,6 +219,7 @@ class SemKVManager(TieringOffloadingManager):
         super().reset_cache()
         self._doomed.clear()
         self._spoiled.clear()
+        self._under_way.clear()
         self._shared.records.clear()
 
 
