@@ -49,7 +49,8 @@ def jpeg(color: str) -> bytes:
 
 
 def write_lines(path: Path, *rows: object) -> Path:
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n", encoding="utf-8")
+    lines = (r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows)
+    path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
 
@@ -104,6 +105,8 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
         ({"question": "x", "id": "1"}, "another line has the id '1'"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
         ('{"question": "\\uD800?"}', "question: Input should be a valid string"),
+        (b'{"question": "caf\xe9"}', "not valid JSON ('utf-8'"),
+        ('{"question": "q", "answer": NaN, "id": Infinity, "group": []}', "group: Input"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:

@@ -352,11 +352,9 @@ def execute(
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
         make = partial(make_engine, samples=samples, verbose=verbose)
-        records, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
-        if summary["interrupted"]:
-            listener.rewrite(records)
-        else:
-            listener.write()
+        _, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
+        if not summary["interrupted"]:
+            listener.write()  # of a run without records, too
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         with writing(SUMMARY_OUT, settings.summary_out):

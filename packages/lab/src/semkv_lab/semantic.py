@@ -362,7 +362,7 @@ def streams_part(bench: Bench) -> Found:
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
-        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
+        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50", "p99", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
     return found, tables
 

@@ -31,15 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.stores.files import replace_text
 from semkv.stores.maintenance import prepare
-from semkv_lab.console import keep_apart, progress_bar, writing
+from semkv_lab.console import keep_apart, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
+from semkv_lab.settings import RunSettings, SweepFlags, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -106,8 +107,8 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
             raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
     try:
         return Experiment(name, notes, given, resolve(given))
-    except ConfigError as error:
-        raise ConfigError(f"experiment {name}: {error.key}", error.value, error.allowed) from error
+    except SemkvError as error:
+        raise SemkvError(f"experiment {name}: {error}") from error
 
 
 # -- the log ------------------------------------------------------------
@@ -189,7 +190,8 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         for path in (path for e in left for path in (e.samples, e.summary)):
             if path.exists() and not flags.resume:  # another sweep's; what this one left has no row yet, and may go
                 raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
-        with progress_bar(console) as bar:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
 
             def ready(e: Experiment) -> Experiment:
@@ -230,7 +232,6 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         samples, summary = flags.samples_dir / f"{e.name}.jsonl", flags.samples_dir / f"{e.name}.json"
         purge = flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
-        check_files(settings)
         keep_apart({f"the {path.name} of {e.name}": path for path in (samples, summary)}, read)
         planned.append(replace(e, settings=settings))
     return planned
