@@ -88,9 +88,9 @@ def test_a_wrong_spec_names_experiment_key_and_what_is_allowed(
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experiments": []}', '{"runs": []}', '{"a":' * 99_999])
-def test_a_file_that_is_no_spec_is_a_config_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_spec_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"x\.json"):
+    with pytest.raises(SemkvError, match=r"x\.json"):
         read_spec(tmp_path / "x.json")
 
 

@@ -59,8 +59,7 @@ class Listener:
         """The samples, while a bar shows how many are done."""
         return track(samples, description, console=self.console, transient=True, disable=not self.console.is_terminal)
 
-    def record(self, record: SampleRecord) -> None:
-        self.write(record)
+    def show(self, record: SampleRecord) -> None:
         if not self._quiet:
             self.say(sample_line(record))
 
@@ -80,8 +79,7 @@ class Listener:
 
     def close(self) -> None:
         if self._file is not None:
-            with writing(SAMPLES_OUT, Path(self._file.name)):
-                self._file.close()
+            self._file.close()
 
 
 def sample_line(record: SampleRecord) -> str:

@@ -26,10 +26,11 @@ import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -39,7 +40,7 @@ from semkv.stores.files import replace_text
 from semkv.stores.maintenance import prepare
 from semkv_lab.console import keep_apart, writing
 from semkv_lab.results import flatten
-from semkv_lab.samples import read_jsonl
+from semkv_lab.samples import as_row, read_jsonl
 from semkv_lab.settings import RunSettings, SweepFlags, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
@@ -74,6 +75,16 @@ class Experiment:
         return self.settings.summary_out
 
 
+@dataclass(frozen=True)
+class _Spec:
+    """A file of experiments: flags of all, and those of each with its name."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    experiments: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
 def read_spec(path: Path) -> list[Experiment]:
     """The experiments of a file."""
     try:
@@ -81,21 +92,14 @@ def read_spec(path: Path) -> list[Experiment]:
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
-    document = document if isinstance(document, dict) else {}
-    defaults, rows = document.pop("defaults", {}), document.pop("experiments", None)
-    lists = isinstance(defaults, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not lists or not rows or document:
-        allowed = "an object of defaults (an object of flags) and experiments (a list with at least one object)"
-        other = f", and nothing else ({', '.join(map(repr, document))})" if document else ""
-        raise ConfigError("--specs", str(path), allowed + other)
-    found: dict[str, Experiment] = {}
-    for number, row in enumerate(rows, 1):
+    spec, found = as_row(document, _Spec, str(path)), dict[str, Experiment]()
+    for number, row in enumerate(spec.experiments, 1):
         name, key = row.get("name"), f"{path.name}: name of experiment {number}"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(key, name, "up to 100 letters, digits and . _ = + -, beginning with a letter or digit")
         if name in found:
             raise ConfigError(key, name, "a name that no other experiment has")
-        found[name] = _experiment(name, {**defaults, **row})
+        found[name] = _experiment(name, {**spec.defaults, **row})
     return list(found.values())
 
 
