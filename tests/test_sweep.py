@@ -73,7 +73,7 @@ def table(folder: Path) -> list[dict[str, str]]:
         ({"name": "a", "similarity-treshold": 0.5}, ("experiment a", "similarity-treshold", "similarity-threshold")),
         ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
         ({"name": "a", "max-samples": [5]}, ("experiment a", "--max-samples", "[5]", "a number")),
-        ({"name": "a", "samples-out": "x"}, ("experiment a", "samples-out")),
+        ({"name": "a", "samples-out": "x"}, ("experiment a", "samples_out")),
         ({"name": "../a"}, ("name of experiment 2", "letters")),
         ({"preset": "minigqa"}, ("name of experiment 2", "None")),
         ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),

@@ -46,33 +46,27 @@ from semkv_lab.settings import RunSettings, SweepFlags, resolve
 # -- the file of experiments ------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-_OURS = ("samples_out", "summary_out", "purge")  # the sweep's own business
+_OURS = {"samples_out", "summary_out", "purge"}  # the sweep's own business
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run of a sweep: ``given`` as the file has it, ``settings`` with everything filled in and checked, and the
-    samples of an experiment whose cold answers it takes."""
+    """One run of a sweep.
+
+    Attributes:
+        names_a_cache: whether the file says where its cache is.
+        settings: with everything filled in and checked.
+        samples, summary: the files that it writes.
+        baseline: the samples of an experiment whose cold answers it takes.
+    """
 
     name: str
     notes: str
-    given: Mapping[str, Any]
+    names_a_cache: bool
     settings: RunSettings
+    samples: Path = Path()
+    summary: Path = Path()
     baseline: Path | None = None
-
-    @property
-    def names_a_cache(self) -> bool:
-        return "cache_dir" in {key.replace("-", "_") for key in self.given}
-
-    @property
-    def samples(self) -> Path:
-        assert self.settings.samples_out is not None  # the sweep's own place for them
-        return self.settings.samples_out
-
-    @property
-    def summary(self) -> Path:
-        assert self.settings.summary_out is not None
-        return self.settings.summary_out
 
 
 @dataclass(frozen=True)
@@ -104,13 +98,12 @@ def read_spec(path: Path) -> list[Experiment]:
 
 
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
-    given = {key: value for key, value in row.items() if key not in ("name", "notes")}
+    given = {key.replace("-", "_"): value for key, value in row.items() if key not in ("name", "notes")}
     notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
-    for key in given:
-        if key.replace("-", "_") in _OURS:
-            raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
+    if ours := sorted(_OURS & given.keys()):
+        raise ConfigError(f"experiment {name}", ours[0], "a flag of semkv run; this one is the sweep's own")
     try:
-        return Experiment(name, notes, given, resolve(given))
+        return Experiment(name, notes, "cache_dir" in given, resolve(given))
     except SemkvError as error:
         raise SemkvError(f"experiment {name}: {error}") from error
 
@@ -237,7 +230,7 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         purge = flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
         keep_apart({f"the {path.name} of {e.name}": path for path in (samples, summary)}, read)
-        planned.append(replace(e, settings=settings))
+        planned.append(replace(e, settings=settings, samples=samples, summary=summary))
     return planned
 
 
