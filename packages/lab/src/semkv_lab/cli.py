@@ -284,11 +284,12 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
 
 
 def _write(found: dict[str, Any], out: Path | None) -> None:
-    text = json.dumps(found, indent=1)
+    from semkv_lab.console import write_json
+
     if out is None:
-        print(text)
+        print(json.dumps(found, indent=1))
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_json("--out", out, found)
 
 
 def _check_output(out: Path | None, **inputs: Path | None) -> None:

@@ -254,10 +254,11 @@ def to_json(value: object, indent: int | None = None) -> bytes:
     return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(value, indent=2))
+def write_json(key: str, path: Path, value: object) -> None:
+    """Write indented JSON to the file that a setting names."""
+    with writing(key, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(value, indent=2))
 
 
 @contextmanager

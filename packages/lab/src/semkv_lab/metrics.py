@@ -24,7 +24,7 @@ from semkv_lab.samples import Cold, SampleRecord, answers_match, at, normalise_a
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Figures = dict[str, Any]
-"""Figures by name: counts, `Estimate`, `Times`, and more of the same."""
+"""Figures by name: counts, `Estimate`, `times`, and more of the same."""
 
 RESAMPLES, _SEED = 2_000, 0
 
@@ -45,15 +45,6 @@ def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
     named = [found.get(name) for name in ("n", "value", "low", "high")] if isinstance(found, Mapping) else [0]
     is_one = isinstance(named[0], int) and all(isinstance(number, int | float | None) for number in named)
     return Estimate(*named) if is_one and len(named) > 1 else Estimate(0, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Median and 95th percentile, in seconds; None for no samples."""
-
-    n: int
-    p50_s: float | None
-    p95_s: float | None
 
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -105,13 +96,11 @@ def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integer
     return replace(found, low=float(low), high=float(high))
 
 
-def times(values: Iterable[float | None]) -> Times:
-    """Of the seconds that are known."""
+def times(values: Iterable[float | None]) -> Figures:
+    """Median and 95th percentile of the seconds that are known; None where none is."""
     known = [seconds for seconds in values if seconds is not None]
-    if not known:
-        return Times(0, None, None)
-    middle, late = np.percentile(known, [50, 95])
-    return Times(len(known), float(middle), float(late))
+    middle, late = np.percentile(known, [50, 95]).tolist() if known else (None, None)
+    return {"n": len(known), "p50_s": middle, "p95_s": late}
 
 
 # -- how right the answers are ------------------------------------------------------------
@@ -375,7 +364,7 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
 
 
 def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
-    """The figures of a run as ``--summary-out`` writes them: an `Estimate` and `Times` are objects of their fields.
+    """The figures of a run as ``--summary-out`` writes them: an `Estimate` is an object of its fields.
 
     ``cold`` has every answer of the cold pass, more than the records have where a run was interrupted. ``more`` is what
     the run itself knows: ``refused`` (approximate matches that were turned down after the search), ``bytes_on_disk``,

@@ -55,7 +55,7 @@ def write_report(logs: Sequence[Path], out: Path) -> None:
     )
     environment.filters["cell"] = _markdown_cell
     kind = "md" if out.suffix == ".md" else "html"
-    with mpl.rc_context(STYLE), writing("semkv report", out):
+    with mpl.rc_context(STYLE), writing("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         sections = _sections(experiments)
         page = environment.get_template(f"report.{kind}.j2").render(

@@ -49,11 +49,6 @@ class Experiment:
         return at(self.settings, *path)
 
     @property
-    def dry(self) -> bool:
-        """Whether it sent every request unchanged."""
-        return bool(self.setting("cache", "mode") == "dry-run")
-
-    @property
     def base(self) -> str:
         """The preset's name, else the last part of the model's."""
         return str(self.setting("preset") or Path(str(self.setting("model") or "no model")).name)
@@ -78,7 +73,8 @@ class Experiment:
     def accuracy(self) -> Estimate:
         """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
         found = self.estimate("accuracy_on_hits")
-        other = "donor_agreement" if self.dry else "against_cold.agreement"
+        dry = self.setting("cache", "mode") == "dry-run"
+        other = "donor_agreement" if dry else "against_cold.agreement"
         return found if found.value is not None else self.estimate(other)
 
 

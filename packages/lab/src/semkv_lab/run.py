@@ -46,7 +46,6 @@ from semkv_lab.console import (
     times,
     try_to_write,
     write_json,
-    writing,
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Figures, summarise
@@ -247,7 +246,6 @@ class _Runner:
             cold=self.cold.get(sample.sample_id),
             valid=_among(result.text, sample.valid, sample),
             plausible=_among(result.text, sample.plausible, sample),
-            image_file=str(sample.images[0].path or "") if sample.images else "",
             **_copied(sample, "sample_id question answer variant entailed group types"),
             **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
         )
@@ -354,10 +352,9 @@ def execute(
             listener.write()  # of a run without records, too
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
-        with writing(SUMMARY_OUT, settings.summary_out):
-            seconds = round(time.time() - started.timestamp(), 1)
-            times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
-            write_json(settings.summary_out, {**run_header(settings), **times, "summary": summary})
+        seconds = round(time.time() - started.timestamp(), 1)
+        times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
+        write_json(SUMMARY_OUT, settings.summary_out, {**run_header(settings), **times, "summary": summary})
     return summary
 
 

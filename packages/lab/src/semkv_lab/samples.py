@@ -422,7 +422,6 @@ class SampleRecord:
         after_s: recording, and the check of an approximate hit: after the answer, and in no latency.
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
-        image_file: where the image was; empty without one.
         group, types: GQA's annotations of the question (`samples.Sample`).
         valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
             choices.
@@ -458,7 +457,6 @@ class SampleRecord:
     entailed: tuple[str, ...] = ()
     cold: Cold | None = None
     after_s: float = 0.0
-    image_file: str = ""
     group: str = ""
     types: tuple[str, ...] = ()
     valid: bool | None = None

@@ -14,7 +14,6 @@ after every experiment, so that a crash leaves the rows before it.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import multiprocessing
@@ -25,7 +24,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
-from semkv.stores.files import replace_text
+from semkv.stores.files import lock, replace_text
 from semkv.stores.maintenance import prepare
 from semkv_lab.console import keep_apart, writing
 from semkv_lab.results import flatten
@@ -152,14 +151,13 @@ class SweepLog:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Keep other sweeps off a log. Raises `ConfigError` where one is writing it."""
-    with writing(_LOG_FILE, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("wb")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
-        except BlockingIOError:
-            raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
+    with ExitStack() as held:
+        with writing(_LOG_FILE, path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                held.enter_context(lock(path.with_suffix(".lock"), 0))  # given up with the process, however it ends
+            except BlockingIOError:
+                raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
         yield
 
 
