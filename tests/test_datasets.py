@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +18,7 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples
-from semkv_lab.minigqa import generate, make_document, returning
+from semkv_lab.minigqa import generate, make_document, returning, scenes
 from semkv_lab.samples import (
     ZIPF_EXPONENT,
     ChunkSource,
@@ -43,9 +42,7 @@ def options(tmp_path: Path, **values: Any) -> DatasetOptions:
 
 
 def jpeg(color: str) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), color).save(buffer, "JPEG")
-    return buffer.getvalue()
+    return scenes.jpeg(Image.new("RGB", (8, 8), color))
 
 
 def write_lines(path: Path, *rows: object) -> Path:
