@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +18,7 @@ from semkv import keys
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
 from semkv_lab.datasets import find_image, load_samples
-from semkv_lab.minigqa import generate, make_document, returning
+from semkv_lab.minigqa import generate, make_document, returning, scenes
 from semkv_lab.samples import (
     ZIPF_EXPONENT,
     ChunkSource,
@@ -43,13 +42,12 @@ def options(tmp_path: Path, **values: Any) -> DatasetOptions:
 
 
 def jpeg(color: str) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), color).save(buffer, "JPEG")
-    return buffer.getvalue()
+    return scenes.jpeg(Image.new("RGB", (8, 8), color))
 
 
 def write_lines(path: Path, *rows: object) -> Path:
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n", encoding="utf-8")
+    lines = (r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows)
+    path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
 
@@ -104,6 +102,8 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
         ({"question": "x", "id": "1"}, "another line has the id '1'"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
         ('{"question": "\\uD800?"}', "question: Input should be a valid string"),
+        (b'{"question": "caf\xe9"}', "not valid JSON ('utf-8'"),
+        ('{"question": "q", "answer": NaN, "id": Infinity, "group": []}', "group: Input"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None:

@@ -35,8 +35,8 @@ def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool
 
 
 def test_percentiles() -> None:
-    assert metrics.times([None]) == metrics.Times(0, None, None)
-    assert metrics.times([0.1, None, 0.2, 0.3]) == metrics.Times(3, pytest.approx(0.2), pytest.approx(0.29))
+    assert metrics.times([None]) == {"n": 0, "p50_s": None, "p95_s": None}
+    assert metrics.times([0.1, None, 0.2, 0.3]) == {"n": 3, "p50_s": pytest.approx(0.2), "p95_s": pytest.approx(0.29)}
 
 
 def figure(path: str, *records: SampleRecord, cold: list[Cold] | None = None) -> metrics.Estimate:

@@ -168,6 +168,8 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
         semkv("eval-pairs", "none.jsonl")
     with pytest.raises(ConfigError, match=r"--policy: 'lax'.*calibrated"):
         semkv("eval-pairs", "pairs.jsonl", "--policy", "lax")
-    for place in ("c.json/p.json", ".", "stream.jsonl"):
+    for place in ("c.json/p.json", ".", "stream.jsonl", "/dev/full"):
         with pytest.raises(ConfigError, match="--out"):
             semkv("eval-stream", "stream.jsonl", "--out", place)
+    with pytest.raises(ConfigError, match=r"--out.*No space left"):
+        semkv("calibrate", "pairs.jsonl", "--out", "/dev/full")

@@ -221,7 +221,9 @@ def test_gqas_annotations_reach_records_and_summary(tmp_path: Path) -> None:
     assert (gqa["validity"]["value"], gqa["plausibility"]["value"], gqa["distribution"]) == (1.0, 0.0, 0.0)
 
 
-def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(tmp_path: Path) -> None:
+def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Scripted(ANSWERS, fails=(SKY.question,), interrupt="stop", store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "samples.jsonl")
     cache = ExactCache(chosen)
@@ -233,6 +235,12 @@ def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(tm
     assert cache.closed
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["sample_id"] for line in lines] == ["1", "2"]
+
+    def interrupted(_: SampleRecord) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SampleRecord, "to_json", interrupted)
+    assert go([CAR], chosen)[0] == [], "what has no line is not summed up"
 
 
 def test_samples_that_fail_in_both_passes_stop_neither(tmp_path: Path, shown: Sample) -> None:

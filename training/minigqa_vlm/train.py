@@ -268,58 +268,6 @@ def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: L
     log.write("final", shuffled=True, accuracy=scores(shuffled=True))
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def answer_all(out: Path, device: torch.device, images: int, documents: int, log: Log) -> None:
-    """Greedy answers of the exported checkpoint in bfloat16 through transformers, each question a prompt of its own."""
-    from PIL import Image
-    from transformers import AutoProcessor, LlavaForConditionalGeneration
-
-    from semkv_lab.minigqa import make_document
-    from semkv_lab.minigqa.questions import ask_any, word
-    from semkv_lab.minigqa.scenes import draw, make_scene
-
-    processor = AutoProcessor.from_pretrained(out)
-    processor.tokenizer.padding_side = "left"
-    model = LlavaForConditionalGeneration.from_pretrained(out, dtype=torch.bfloat16).to(device).eval()
-    rng = Random("greedy")  # noqa: S311
-    asked: list[tuple[Image.Image | None, str, str, str, str]] = []  # picture, context, question, answer, kind
-    for _ in range(images):
-        scene = make_scene(rng)
-        picture = draw(scene)
-        for _ in range(8):
-            program = ask_any(scene, rng)
-            asked.append((picture, "", word(program, rng), program.answer, program.kind))
-    for _ in range(documents):
-        document = make_document(rng, 1300)
-        pairs = [pair for entry in document.entries for pair in entry.questions]
-        asked += [(None, document.text, *pair, "document") for pair in rng.sample(pairs, 4)]
-    right: dict[str, list[bool]] = defaultdict(list)
-    wrong: list[dict[str, str]] = []
-    pictured = 8 * images
-    batches = [asked[at : min(at + 256, pictured)] for at in range(0, pictured, 256)]
-    batches += [asked[at : at + 16] for at in range(pictured, len(asked), 16)]
-    for part in batches:
-        pictures = [row[0] for row in part if row[0] is not None]
-        chats = [prompt.messages(row[2], image=row[0] is not None, context=row[1]) for row in part]
-        texts = [processor.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-        batch = processor(
-            images=pictures or None, text=texts, return_tensors="pt", padding=True, add_special_tokens=False
-        ).to(device)
-        if pictures:
-            batch["pixel_values"] = batch["pixel_values"].to(torch.bfloat16)
-        made = model.generate(**batch, max_new_tokens=12, do_sample=False)[:, batch["input_ids"].shape[1] :]
-        said = processor.tokenizer.batch_decode(made, skip_special_tokens=True)
-        for text, (_, _, question, answer, kind) in zip(said, part, strict=True):
-            right[kind].append(text.strip() == answer)
-            if text.strip() != answer and len(wrong) < 20:
-                wrong.append({"question": question, "answer": answer, "said": text})
-    scores = {kind: round(sum(v) / len(v), 4) for kind, v in sorted(right.items())}
-    every = [ok for values in right.values() for ok in values]
-    log.write(
-        "greedy", questions=len(every), accuracy={"all": round(sum(every) / len(every), 4), **scores}, wrong=wrong
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -371,8 +319,6 @@ def main() -> None:
         for worker in workers:
             worker.terminate()
     log.write("export", weights_bytes=network.export(model, bpe, args.out))
-    images = 8 if args.smoke else 400
-    answer_all(args.out, device, images, images // 4 if args.documents else 0, log)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,7 @@ def _run(
     quiet: Annotated[bool, Parameter(name=("--quiet", "-q"), negative="")] = False,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False,
 ) -> None:
-    """Answer a data set through the cache, and measure it.
-
-    Prints a line for each sample, then what was saved and at what accuracy.
+    """Print a line for each sample, then what was saved and at what accuracy.
 
     Args:
         quiet: No line for each sample.
@@ -66,9 +64,7 @@ def _demo(
     samples: Count = 256,
     verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False,
 ) -> None:
-    """Answer drawn visual questions three times, and compare.
-
-    With vLLM only; with an empty cache; and in a new process, which finds on disk what the one before left.
+    """With vLLM only; with an empty cache; and in a new process, which finds on disk what the one before left.
 
     Args:
         directory: Where everything goes.
@@ -92,11 +88,7 @@ sweep = command_line(
 
 @sweep.default
 def _sweep(*, flags: Annotated[SweepFlags, FLAT]) -> None:
-    """Run many experiments, and log a row for each.
-
-    Each has a process of its own. A failed experiment is a row with its error, and the sweep goes on. Ctrl-C leaves a
-    log that --resume goes on with.
-    """
+    """A failed experiment is a row with its error. Ctrl-C leaves a log that --resume goes on with."""
     from semkv_lab.console import make_console
     from semkv_lab.sweep import run_sweep
 
@@ -119,9 +111,7 @@ def _report(
     *logs: Annotated[Path, Parameter(required=True)],
     out: Path = Path("report.html"),
 ) -> None:
-    """Make one page of the logs of sweeps.
-
-    It has figures, all experiments and the worst wrong hits. A page named .md is Markdown, any other HTML.
+    """A page named .md is Markdown, any other HTML.
 
     Args:
         logs: sweep.csv or sweep.jsonl, one or several sweeps together.
@@ -294,11 +284,12 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
 
 
 def _write(found: dict[str, Any], out: Path | None) -> None:
-    text = json.dumps(found, indent=1)
+    from semkv_lab.console import write_json
+
     if out is None:
-        print(text)
+        print(json.dumps(found, indent=1))
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_json("--out", out, found)
 
 
 def _check_output(out: Path | None, **inputs: Path | None) -> None:

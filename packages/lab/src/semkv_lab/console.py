@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
 from semkv import __version__
@@ -39,12 +40,6 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, 120))
 
 
-def progress_bar(console: Console, **options: Any) -> Progress:
-    """A bar with counts and times; ``options`` are those of `rich.progress.Progress`."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console, **options)
-
-
 # -- while it runs ------------------------------------------------------------
 
 
@@ -58,15 +53,13 @@ class Listener:
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
         self.console, self._settings, self._quiet = console, settings, quiet
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     def track(self, samples: Sequence[Sample], description: str) -> Iterable[Sample]:
         """The samples, while a bar shows how many are done."""
-        with progress_bar(self.console, transient=True, disable=not self.console.is_terminal) as bar:
-            yield from bar.track(samples, description=description)
+        return track(samples, description, console=self.console, transient=True, disable=not self.console.is_terminal)
 
-    def record(self, record: SampleRecord) -> None:
-        self.write(record)
+    def show(self, record: SampleRecord) -> None:
         if not self._quiet:
             self.say(sample_line(record))
 
@@ -80,22 +73,13 @@ class Listener:
             return
         with writing(SAMPLES_OUT, path):
             if self._file is None:
-                self._file = path.open("wb")
-            self._file.writelines(to_json(record.to_json()) for record in records)
-            self._file.flush()
-
-    def rewrite(self, records: Sequence[SampleRecord]) -> None:
-        """Write all records anew: Ctrl-C can come in the middle of a line, or before the last one is there."""
-        if self._file is not None:
-            self._file.seek(0)
-            self._file.truncate()
-        if records:
-            self.write(*records)
+                self._file = path.open("wb", buffering=0)  # Ctrl-C never leaves a part of a line
+            for record in records:
+                self._file.write(to_json(record.to_json()))
 
     def close(self) -> None:
         if self._file is not None:
-            with writing(SAMPLES_OUT, Path(self._file.name)):
-                self._file.close()
+            self._file.close()
 
 
 def sample_line(record: SampleRecord) -> str:
@@ -162,7 +146,7 @@ def figures(summary: Figures) -> list[tuple[str, str]]:
         elif column.path == "wrong_hit_share":
             rows.append((column.name, _UNJUDGED))
     if (distribution := summary["gqa"]["distribution"]) is not None:
-        rows.append(("distribution (chi-square)", f"{distribution:.2f}"))
+        rows.append(("distribution (GQA's; 0: as labeled)", f"{distribution:.2f}"))
     rows += [(f"accuracy, {name}", percent(Estimate(**value))) for name, value in summary["gqa"]["by_type"].items()]
     if summary["baseline_latency"]["n"]:
         rows.append(("cold: latency p50 / p95", times(summary["baseline_latency"])))
@@ -180,11 +164,11 @@ def _token_rows(t: Figures) -> list[tuple[str, str]]:
         ("prompt tokens", f"{t['prompt']:,}"),
         ("not computed", f"{t['not_computed']:,} ({part(t['not_computed'], t['prompt'])})"),
         ("  loaded from the KV store", f"{t['from_store']:,}"),
-        ("  vLLM's own prefix cache", f"{t['from_prefix_cache']:,}"),
+        ("  the engine's own prefix cache", f"{t['from_prefix_cache']:,}"),
     ]
     if t["beyond"] is not None:
         alone, left = part(t["baseline_not_computed"], t["baseline_prompt"]), part(t["beyond"], t["baseline_computed"])
-        rows.append(("vLLM's prefix cache alone", f"{t['baseline_not_computed']:,} ({alone}) not computed"))
+        rows.append(("its prefix cache alone", f"{t['baseline_not_computed']:,} ({alone}) not computed"))
         rows.append(("saved beyond it", f"{t['beyond']:,} tokens ({left} of what it left to compute)"))
     return rows
 
@@ -270,10 +254,11 @@ def to_json(value: object, indent: int | None = None) -> bytes:
     return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write indented JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_json(value, indent=2))
+def write_json(key: str, path: Path, value: object) -> None:
+    """Write indented JSON to the file that a setting names."""
+    with writing(key, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json(value, indent=2))
 
 
 @contextmanager

@@ -24,12 +24,9 @@ from semkv_lab.samples import Cold, SampleRecord, answers_match, at, normalise_a
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Figures = dict[str, Any]
-"""Figures by name: counts, `Estimate`, `Times`, and more of the same."""
+"""Figures by name: counts, `Estimate`, `times`, and more of the same."""
 
-RESAMPLES, FEW_RESAMPLES = 2_000, 500
-_MANY_IMAGES = 2_000  # from so many on, fewer draws
-_AT_ONCE = 2_000_000  # numbers drawn at a time, to bound memory
-_SEED = 0
+RESAMPLES, _SEED = 2_000, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +47,19 @@ def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
     return Estimate(*named) if is_one and len(named) > 1 else Estimate(0, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Median and 95th percentile, in seconds; None for no samples."""
-
-    n: int
-    p50_s: float | None
-    p95_s: float | None
-
-
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
     """The mean of (image, value) pairs; empty for no pairs."""
 
-    def of(numbers: Floats, counts: Integers) -> Floats:
-        means: Floats = counts @ numbers / counts.sum(axis=1)
-        return means
-
-    return _estimate(values, of)
+    return _estimate(values, lambda numbers, counts: float(np.average(numbers, weights=counts)))
 
 
 def median(values: Sequence[tuple[str, float]]) -> Estimate:
     """The median of (image, value) pairs; empty for no pairs."""
 
-    def of(numbers: Floats, counts: Integers) -> Floats:
-        below = counts.cumsum(axis=1)
-        half = below[:, -1:] / 2
-        lower, upper = (below >= half).argmax(axis=1), (below > half).argmax(axis=1)
-        medians: Floats = (numbers[lower] + numbers[upper]) / 2
-        return medians
+    def of(numbers: Floats, counts: Integers) -> float:
+        below = counts.cumsum()
+        places = [below.searchsorted(below[-1] / 2, side) for side in ("left", "right")]
+        return float(numbers[places].mean())
 
     return _estimate(values, of)
 
@@ -96,10 +78,8 @@ def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
     return replace(found, low=low, high=high)
 
 
-def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integers], Floats]) -> Estimate:
-    """A figure and its percentile interval. ``of`` gets the values in ascending order, and how often each is there in
-    some draws, [draws, values]; of the values themselves each once.
-    """
+def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integers], float]) -> Estimate:
+    """A figure and its percentile interval. ``of`` gets the values in ascending order, and how often each was drawn."""
     if not values:
         return Estimate(0, None)
     index: dict[str, int] = {}
@@ -107,26 +87,20 @@ def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integer
     numbers = np.array([value for _, value in values], dtype=np.float64)
     order = np.argsort(numbers, kind="stable")
     images, numbers = images[order], numbers[order]
-    found = Estimate(len(values), float(of(numbers, np.ones((1, len(values)), np.int64))[0]))
+    found = Estimate(len(values), of(numbers, np.ones(len(values), np.int64)))
     if len(index) == 1:
         return found
-    rng, drawn = np.random.default_rng(_SEED), []
-    left, at_once = RESAMPLES if len(index) <= _MANY_IMAGES else FEW_RESAMPLES, max(1, _AT_ONCE // len(values))
-    for start in range(0, left, at_once):
-        size = min(at_once, left - start)
-        counts = rng.multinomial(len(index), np.full(len(index), 1 / len(index)), size=size)
-        drawn.append(of(numbers, counts[:, images]))
-    low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
+    rng, even = np.random.default_rng(_SEED), np.full(len(index), 1 / len(index))
+    drawn = [of(numbers, rng.multinomial(len(index), even)[images]) for _ in range(RESAMPLES)]
+    low, high = np.percentile(drawn, [2.5, 97.5])
     return replace(found, low=float(low), high=float(high))
 
 
-def times(values: Iterable[float | None]) -> Times:
-    """Of the seconds that are known."""
+def times(values: Iterable[float | None]) -> Figures:
+    """Median and 95th percentile of the seconds that are known; None where none is."""
     known = [seconds for seconds in values if seconds is not None]
-    if not known:
-        return Times(0, None, None)
-    middle, late = np.percentile(known, [50, 95])
-    return Times(len(known), float(middle), float(late))
+    middle, late = np.percentile(known, [50, 95]).tolist() if known else (None, None)
+    return {"n": len(known), "p50_s": middle, "p95_s": late}
 
 
 # -- how right the answers are ------------------------------------------------------------
@@ -311,7 +285,7 @@ COLUMNS = (
     Column("wrong hits a request", "wrong_hit_share", "%", lambda run: wrong_hit_share(run.records),
            "hits that spoiled an answer which is right without them; needs --baseline"),
     Column("gained hits a request", "gained_hit_share", "%", _gained,
-           "hits that are right where vLLM without semkv is wrong; needs --baseline"),
+           "hits that are right where the answer without semkv is wrong; needs --baseline"),
     Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
            "GQA's: of right answers, the share of entailed questions that are right too"),
     Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
@@ -321,9 +295,9 @@ COLUMNS = (
            lambda run: accuracy(c for _, c in run.hit_pairs)),
     Column("hits: same answer as cold", "against_cold.agreement", "%",
            lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
-           "hits with the answer that vLLM alone gave"),
+           "hits with the answer that came without semkv"),
     Column("hits: same tokens as cold", "against_cold.same_tokens", "%", lambda run: _same_tokens(run.hit_pairs),
-           "hits with the tokens that vLLM alone gave"),
+           "hits with the tokens that came without semkv"),
     Column("hits: tokens saved", "against_cold.saved_tokens", "", lambda run: _saved_tokens(run.hit_pairs),
            "prompt tokens that a hit saved over the cold run, mean"),
     Column("hits: cold TTFT / cached, without lookup", "against_cold.first_token", "x", _first_token,
@@ -334,9 +308,9 @@ COLUMNS = (
     Column("exact prompts: tokens equal cold", "against_cold.identical_tokens", "%",
            lambda run: _same_tokens((r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact")),
     Column("saved a request: tokens", "saved.tokens", "", lambda run: _saved_tokens(run.pairs),
-           "prompt tokens over vLLM's prefix cache, mean"),
+           "prompt tokens that semkv's caches saved, mean"),
     Column("saved a request: latency, mean", "saved.latency_s", "ms",
-           lambda run: mean(_saved_latency(run.pairs)), "over vLLM's prefix and encoder cache, lookup paid for"),
+           lambda run: mean(_saved_latency(run.pairs)), "time that semkv's caches saved, lookup paid for"),
     Column("saved a request: TTFT, mean", "saved.ttft_s", "ms",
            lambda run: mean([(r.image, before - now) for r, before, now in run.timed])),
     Column("noise floor: answers differ", "noise_floor.answers", "%",
@@ -347,9 +321,9 @@ COLUMNS = (
            lambda run: share([(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits
                               if r.donor_answer is not None])),
 )  # fmt: skip
-"""Every figure with an interval, in the order in which it is shown. Cold is the same sample on vLLM with its prefix
-cache and encoder cache; what is saved is cold less cached, and negative where the cache costs more than it saves. The
-agreement with the donor estimates, in dry-run mode, what a live run would get right."""
+"""Every figure with an interval, in the order in which it is shown. Cold is the same sample without semkv, on vLLM
+with its prefix cache and encoder cache; what is saved is cold less cached, and negative where the cache costs more than
+it saves. The agreement with the donor estimates, in dry-run mode, what a live run would get right."""
 
 
 def tokens(records: Sequence[SampleRecord]) -> Figures:
@@ -390,7 +364,7 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
 
 
 def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
-    """The figures of a run as ``--summary-out`` writes them: an `Estimate` and `Times` are objects of their fields.
+    """The figures of a run as ``--summary-out`` writes them: an `Estimate` is an object of its fields.
 
     ``cold`` has every answer of the cold pass, more than the records have where a run was interrupted. ``more`` is what
     the run itself knows: ``refused`` (approximate matches that were turned down after the search), ``bytes_on_disk``,

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -54,7 +55,7 @@ def write_report(logs: Sequence[Path], out: Path) -> None:
     )
     environment.filters["cell"] = _markdown_cell
     kind = "md" if out.suffix == ".md" else "html"
-    with mpl.rc_context(STYLE), writing("semkv report", out):
+    with mpl.rc_context(STYLE), writing("--out", out):
         out.parent.mkdir(parents=True, exist_ok=True)
         sections = _sections(experiments)
         page = environment.get_template(f"report.{kind}.j2").render(
@@ -76,7 +77,7 @@ def _markdown_cell(text: str) -> str:
 def _counts(experiments: Sequence[Experiment]) -> str:
     done = [e for e in experiments if e.summary]
     requests = sum(e.estimate("hit_share").n for e in done)
-    return f"{len(done)} experiments finished, {len(experiments) - len(done)} failed, {requests:,} requests in all"
+    return f"experiments: {len(done)} finished, {len(experiments) - len(done)} failed; requests: {requests:,}"
 
 
 def _sections(experiments: Sequence[Experiment]) -> list[Section]:
@@ -106,7 +107,7 @@ COLUMNS: Mapping[str, Column] = {
     "status": Column("ok or failed", lambda e: e.status),
     **{column.name: _figure(column) for column in metrics.COLUMNS if column.meaning},
     "lookup": Column("median time of the lookup", lambda e: seconds(at(e.summary, "lookup", "p50_s"))),
-    "requests": Column("requests answered", lambda e: f"{e.summary['samples']:,}" if e.summary else "-"),
+    "requests": Column("requests answered", lambda e: f"{e.estimate('hit_share').n:,}" if e.summary else "-"),
     "tiers": Column("tiers that are on", lambda e: e.tiers if e.settings else "-"),
     "thresholds": Column("least cosine by tier or layer", lambda e: e.thresholds or "-"),
     "group": Column("preset or model, and what else differs", lambda e: e.group),
@@ -120,7 +121,7 @@ def _table(experiments: Sequence[Experiment]) -> list[Section]:
     """All experiments, and what the columns say; a column that nothing fills is left out."""
     rows = [{name: column.text(e) for name, column in COLUMNS.items()} for e in experiments]
     filled = [name for name in COLUMNS if any(row[name] != "-" for row in rows)]
-    said = "Without semkv means vLLM with its own prefix cache and encoder cache."
+    said = "Without semkv is the engine alone: vLLM with its prefix and encoder caches, transformers with no cache."
     meanings = [{"column": name, "meaning": COLUMNS[name].meaning} for name in filled]
     return [
         Section("All experiments", said, [{name: row[name] for name in filled} for row in rows]),
@@ -227,16 +228,19 @@ def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **sty
     return axes.errorbar(*places, xerr=bars[0], yerr=bars[1], elinewidth=0.8, **style)
 
 
-def _legend(figure: Figure, marks: Mapping[str, Any]) -> None:
-    columns = max(1, 110 // max(map(len, marks)))
-    figure.legend(list(marks.values()), list(marks), loc="outside lower left", ncols=columns)
+def _legend(figure: Figure, marks: Mapping[str, Any], height: float) -> None:
+    """Below axes of this height, in inches."""
+    names = [shorten(name, 130, placeholder=" ...") for name in marks]
+    columns = max(1, 110 // max(map(len, names)))
+    figure.legend(list(marks.values()), names, loc="outside lower left", ncols=columns)
+    figure.set_size_inches(_WIDTH, height + 0.22 * -(-len(names) // columns))
 
 
 def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | None:
     """Accuracy against hit rate, and a table of the Pareto front."""
     if not plane:
         return None
-    figure, marks = Figure(figsize=(_WIDTH, 5.2), layout="constrained"), dict[str, Any]()
+    figure, marks = Figure(layout="constrained"), dict[str, Any]()
     axes = figure.subplots()
     tiers = sorted({p.experiment.tiers for p in plane})
     for p in plane:
@@ -249,7 +253,7 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
     for number, place in enumerate(zip(xs, ys, strict=True), 1):
         axes.annotate(str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold")
     axes.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
-    _legend(figure, marks)
+    _legend(figure, marks, 4.9)
     rows = [
         {
             "no.": str(p.front),
@@ -279,7 +283,7 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
         return None
     rows.sort(key=lambda row: (row[0] == "miss", row[0]))
     names = [row[0] for row in rows]
-    figure, marks = Figure(figsize=(_WIDTH, 2 + 0.1 * len(rows)), layout="constrained"), dict[str, Any]()
+    figure, marks = Figure(layout="constrained"), dict[str, Any]()
     served, saved = figure.subplots(1, 2, sharey=True)
     for place, (_, group, share, time) in enumerate(rows):  # one below the other: bars do not cover each other
         style = {"fmt": "o", "markersize": 3.4, "color": colors[group]}
@@ -296,10 +300,10 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
     low, high = min(times), max(times)
     margin = 0.35 * (high - low) or 1.0  # one interval over a few samples shall not flatten all the others
     saved.set_xlim(low - margin, high + margin)
-    _legend(figure, marks)
+    _legend(figure, marks, 1.7 + 0.1 * len(rows))
     said = (
-        "One mark an experiment in which the tier was on and hit. Saved is the time the same request took on vLLM with "
-        "its own prefix cache and encoder cache, less the time with semkv, lookup included; left of zero semkv was "
-        f"slower. Bars are {_INTERVAL}; what leaves the panel is cut."
+        "One mark an experiment in which the tier was on and hit. Saved is the time of the same request without semkv, "
+        "less its time with semkv, lookup included; left of zero semkv was slower. "
+        f"Bars are {_INTERVAL}; what leaves the panel is cut."
     )
     return Section("Hit rate and saved time by tier", said, (), figure, "tiers")

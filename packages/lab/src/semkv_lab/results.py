@@ -49,11 +49,6 @@ class Experiment:
         return at(self.settings, *path)
 
     @property
-    def dry(self) -> bool:
-        """Whether it sent every request unchanged."""
-        return bool(self.setting("cache", "mode") == "dry-run")
-
-    @property
     def base(self) -> str:
         """The preset's name, else the last part of the model's."""
         return str(self.setting("preset") or Path(str(self.setting("model") or "no model")).name)
@@ -78,7 +73,8 @@ class Experiment:
     def accuracy(self) -> Estimate:
         """Accuracy on hits; where nothing was expected, agreement with the cold answer, in dry-run mode the donor's."""
         found = self.estimate("accuracy_on_hits")
-        other = "donor_agreement" if self.dry else "against_cold.agreement"
+        dry = self.setting("cache", "mode") == "dry-run"
+        other = "donor_agreement" if dry else "against_cold.agreement"
         return found if found.value is not None else self.estimate(other)
 
 
@@ -121,7 +117,7 @@ def grouped(experiments: Sequence[Experiment]) -> list[Experiment]:
     found = []
     for experiment, own in zip(experiments, outer, strict=True):
         others = [o for e, o in zip(experiments, outer, strict=True) if e.base == experiment.base]
-        differs = [key for key in own if len({other.get(key) for other in others}) > 1]
+        differs = [key for key in own if len({other[key] for other in others if key in other}) > 1]
         group = ", ".join([experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)])
         found.append(replace(experiment, group=group))
     return found
@@ -182,23 +178,16 @@ def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "se
     logs = read_logs([Path(path)])
     for log in logs:
         run = client.create_run(place, run_name=log.name)
-        leaves = flatten(log.summary or {})
+        leaves, said = flatten(log.summary or {}), {"environment": log.environment, "notes": log.notes}
         figures = [Metric(name, value, 0, 0) for name, value in leaves if type(value) in (int, float)]
-        params = [Param(name, _text(value)) for name, value in flatten(log.settings)]
-        tags = [RunTag(name, _text(value)) for name, value in flatten({"environment": log.environment})]
-        client.log_batch(run.info.run_id, figures, tags=[*tags, RunTag("notes", log.notes), RunTag("error", log.error)])
-        for start in range(0, len(params), _MLFLOW_BATCH):
-            client.log_batch(run.info.run_id, params=params[start : start + _MLFLOW_BATCH])
+        params = [Param(name, str(value)[:_MLFLOW_LONGEST]) for name, value in flatten(log.settings)]
+        tags = [RunTag(name, str(value)[:_MLFLOW_LONGEST]) for name, value in flatten({**said, "error": log.error})]
+        client.log_batch(run.info.run_id, figures, params, tags)
         client.set_terminated(run.info.run_id, "FINISHED" if log.status == "ok" else "FAILED")
     return len(logs)
 
 
-_MLFLOW_BATCH = 100  # parameters that MLflow takes at once
 _MLFLOW_LONGEST = 5000  # bytes of a tag
-
-
-def _text(value: Any) -> str:
-    return str(value)[:_MLFLOW_LONGEST]
 
 
 # -- ranks ------------------------------------------------------------

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from semkv_lab.console import (
     times,
     try_to_write,
     write_json,
-    writing,
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.metrics import Estimate, Figures, summarise
@@ -93,7 +92,7 @@ def run(
         baseline: a file of samples with cold answers, in place of a cold pass.
     """
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
-    runner = _Runner(settings, samples, make_engine, cache, listener)
+    runner = _Runner(settings, samples, make_engine, listener, cache)
     interrupted = False
     try:
         runner.run(baseline)
@@ -115,24 +114,20 @@ def run(
     return runner.records, summary
 
 
+@dataclass
 class _Runner:
     """A run and what it has so far; complete at any moment, so an interrupt loses nothing."""
 
-    def __init__(
-        self,
-        settings: RunSettings,
-        samples: Sequence[Sample],
-        make_engine: EngineFactory,
-        cache: SemanticCache | None,
-        listener: Listener,
-    ) -> None:
-        self.settings, self.samples, self._listener = settings, samples, listener
-        self._make_engine, self._cache = make_engine, cache
-        self.records: list[SampleRecord] = []
-        self.cold: dict[str, Cold] = {}
-        self.faults: Counter[str] = Counter()
-        self.skipped: list[str] = []
-        self._failed: set[str] = set()
+    settings: RunSettings
+    samples: Sequence[Sample]
+    _make_engine: EngineFactory
+    _listener: Listener
+    _cache: SemanticCache | None
+    records: list[SampleRecord] = field(default_factory=list)
+    cold: dict[str, Cold] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)
+    _failed: set[str] = field(default_factory=set)
 
     def run(self, baseline: Path | None) -> None:
         if self.settings.baseline and baseline is None:
@@ -251,12 +246,12 @@ class _Runner:
             cold=self.cold.get(sample.sample_id),
             valid=_among(result.text, sample.valid, sample),
             plausible=_among(result.text, sample.plausible, sample),
-            image_file=str(sample.images[0].path or "") if sample.images else "",
             **_copied(sample, "sample_id question answer variant entailed group types"),
             **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
         )
+        self._listener.write(record)
         self.records.append(record)
-        self._listener.record(record)
+        self._listener.show(record)
 
     def _send(self, report: ReuseReport, engine: Engine) -> EngineResult:
         sent = self._prompt(report.plan.segments)
@@ -309,7 +304,7 @@ def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
 def bytes_on_disk(settings: RunSettings) -> int:
     """Bytes of all files below the cache folders, but for those that other processes take away meanwhile."""
     folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
-    files = {Path(place, name).resolve() for folder in folders for place, _, names in os.walk(folder) for name in names}
+    files = {file.resolve() for folder in folders for file in folder.rglob("*")}
     return sum(status.st_size for _, status in described(files))
 
 
@@ -352,17 +347,14 @@ def execute(
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
         make = partial(make_engine, samples=samples, verbose=verbose)
-        records, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
-        if summary["interrupted"]:
-            listener.rewrite(records)
-        else:
-            listener.write()
+        _, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
+        if not summary["interrupted"]:
+            listener.write()  # of a run without records, too
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
-        with writing(SUMMARY_OUT, settings.summary_out):
-            seconds = round(time.time() - started.timestamp(), 1)
-            times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
-            write_json(settings.summary_out, {**run_header(settings), **times, "summary": summary})
+        seconds = round(time.time() - started.timestamp(), 1)
+        times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
+        write_json(SUMMARY_OUT, settings.summary_out, {**run_header(settings), **times, "summary": summary})
     return summary
 
 

@@ -174,25 +174,26 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
 
     With ``cut_off``, for files that semkv writes, a last line that was cut short, as by a kill, is left out.
 
+    NaN and infinity, which JSON does not have, are read as null.
+
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8-sig", errors="replace" if cut_off else "strict", newline="\n") as file:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line, parse_constant=lambda name: None)
                 except (ValueError, RecursionError) as e:
-                    if cut_off and not line.endswith("\n"):
+                    if cut_off and not line.endswith(b"\n"):
                         return
                     raise DatasetError(f"{path}, line {number}: not valid JSON ({e})") from e
                 if not isinstance(row, dict):
                     raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
                 yield number, row
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
 
 
@@ -421,7 +422,6 @@ class SampleRecord:
         after_s: recording, and the check of an approximate hit: after the answer, and in no latency.
         cached_tokens: prompt tokens not computed; ``loaded_tokens`` of them from our KV store (None: no connector),
             ``prefix_tokens`` from vLLM's own prefix cache.
-        image_file: where the image was; empty without one.
         group, types: GQA's annotations of the question (`samples.Sample`).
         valid, plausible: whether the answer is of the question's kind, and occurs with its objects; None without GQA's
             choices.
@@ -457,7 +457,6 @@ class SampleRecord:
     entailed: tuple[str, ...] = ()
     cold: Cold | None = None
     after_s: float = 0.0
-    image_file: str = ""
     group: str = ""
     types: tuple[str, ...] = ()
     valid: bool | None = None

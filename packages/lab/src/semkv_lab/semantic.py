@@ -32,7 +32,7 @@ from semkv.tiers.checking import wilson
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, PolicyName, Request, TextSegment
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
-from semkv_lab.console import environment, percent, shown, table, version, write_json
+from semkv_lab.console import environment, percent, shown, table, version, write_json, writing
 from semkv_lab.labels import KINDS, SEED, Asked, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
 from semkv_lab.samples import read_jsonl, read_rows
@@ -62,7 +62,8 @@ def calibrate(path: Path, out: Path, encoder_name: str, precision: float) -> Row
     know(texts, encoder)
     fitted = fit(pairs, encoder, precision=precision)
     curve = fitted.calibration
-    curve.save(out)
+    with writing("--out", out):
+        curve.save(out)
     return {
         "pairs": len(pairs),
         "same": sum(pair.same for pair in pairs),
@@ -220,7 +221,7 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
             for made in tables:
                 screen.print(made)
             if flags.out is not None:
-                write_json(flags.out, found)
+                write_json("--out", flags.out, found)
     for line in bench.absent:
         screen.print(line, soft_wrap=True, highlight=False)
     return found
@@ -362,7 +363,7 @@ def streams_part(bench: Bench) -> Found:
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
-        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50*", "p99*", "best static")
+        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50", "p99", "best static")
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
     return found, tables
 

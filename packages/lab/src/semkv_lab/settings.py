@@ -5,9 +5,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, ArgumentCollection, Parameter, Token
 
@@ -27,7 +27,6 @@ from semkv.config import (
     check,
     get_preset,
     parse,
-    typed,
 )
 from semkv.errors import ConfigError
 from semkv_lab.console import keep_apart
@@ -72,7 +71,7 @@ class RunSettings:
         chunk_source: What L1 compares: question, semantic, group, combined or full.
         chunk_window: Match on the first N characters only; 0 for all.
         strict: Stop where an image has no file, instead of leaving its samples out.
-        baseline: Run the samples with vLLM's prefix cache alone first.
+        baseline: Run the samples without semkv first: vLLM with its own caches alone.
         purge: Empty the cache first; touches nothing that semkv did not write.
         samples_out: Write a JSON object for each sample to this file.
         summary_out: Write settings, versions and figures to this JSON file.
@@ -114,7 +113,10 @@ class RunSettings:
         if self.data.root is not None and (self.data.root / "images").is_dir():
             roots.append(self.data.root / "images")
         object.__setattr__(self, "cache", replace(self.cache, image_roots=tuple(roots)))
-        check_files(self)
+        outputs = {"--samples-out": self.samples_out, "--summary-out": self.summary_out}
+        dataset = Path(self.dataset) if self.dataset.endswith(".jsonl") else None
+        read = {"--dataset": dataset, "--dataset-root": self.data.root, "--calibration": self.cache.calibration}
+        keep_apart(outputs, read)
 
     @property
     def instruction(self) -> str:
@@ -126,17 +128,6 @@ class RunSettings:
         values = asdict(self) | {"instruction": self.instruction}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # paths become texts
         return plain
-
-
-def check_files(settings: RunSettings) -> None:
-    """Refuse settings that write over what they read."""
-    outputs = {"--samples-out": settings.samples_out, "--summary-out": settings.summary_out}
-    inputs = {
-        "--dataset": Path(settings.dataset) if settings.dataset.endswith(".jsonl") else None,
-        "--dataset-root": settings.data.root,
-        "--calibration": settings.cache.calibration,
-    }
-    keep_apart(outputs, inputs)
 
 
 def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -164,30 +155,15 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
 
 def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:
     """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
-    values = {**(given or {}), **flags}
-
-    def fill(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        known = {name: argument for argument in arguments if argument.parse for name in argument.names}
-        for key, value in values.items():
-            option = "--" + key.replace("_", "-")
-            if option not in known:
-                names = [name.lstrip("-") for name in known]
-                raise ConfigError("semkv run", key, get_close_matches(option.lstrip("-"), names) or names)
-            argument = known[option]
-            many = get_origin(argument.hint) is tuple
-            items = value if many and isinstance(value, list | tuple) else [value]
-            if value is None:
-                continue
-            typed(option, items if many else value, argument.hint)
-            argument.tokens.clear()  # the last value for each flag, whichever of its names it has
-            if option in argument.negatives:
-                items = ["false"] * bool(value)
-            elif many and not items:
-                argument.append(Token(keyword=option, implicit_value=()))
-            for index, item in enumerate(items):
-                argument.append(Token(keyword=option, value=str(item), index=index))
-
-    return parse(RunSettings, (), fill, fill_from_preset)
+    words: dict[str, list[str]] = {}
+    for key, value in {**(given or {}), **flags}.items():
+        option = "--" + key.replace("_", "-").replace("-layers", "-layer")  # of two names the last one counts
+        items = value if option == "--embedding-layer" and isinstance(value, list | tuple) else [value]
+        if not all(isinstance(item, str | int | float | Path | None) for item in items):
+            raise ConfigError(option, value, "a string, a number, true or false")
+        none = [] if value is None else ["--no-embedding-layer"]
+        words[option] = [f"{option}={item}" for item in items if item is not None] or none
+    return parse(RunSettings, list(chain(*words.values())), fill_from_preset)
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")

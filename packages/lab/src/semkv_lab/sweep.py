@@ -14,7 +14,6 @@ after every experiment, so that a crash leaves the rows before it.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import json
 import multiprocessing
@@ -25,52 +24,58 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
-from semkv.stores.files import replace_text
+from semkv.stores.files import lock, replace_text
 from semkv.stores.maintenance import prepare
-from semkv_lab.console import keep_apart, progress_bar, writing
+from semkv_lab.console import keep_apart, writing
 from semkv_lab.results import flatten
-from semkv_lab.samples import read_jsonl
-from semkv_lab.settings import RunSettings, SweepFlags, check_files, resolve
+from semkv_lab.samples import as_row, read_jsonl
+from semkv_lab.settings import RunSettings, SweepFlags, resolve
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
-_OURS = ("samples_out", "summary_out", "purge")  # the sweep's own business
+_OURS = {"samples_out", "summary_out", "purge"}  # the sweep's own business
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run of a sweep: ``given`` as the file has it, ``settings`` with everything filled in and checked, and the
-    samples of an experiment whose cold answers it takes."""
+    """One run of a sweep.
+
+    Attributes:
+        names_a_cache: whether the file says where its cache is.
+        settings: with everything filled in and checked.
+        samples, summary: the files that it writes.
+        baseline: the samples of an experiment whose cold answers it takes.
+    """
 
     name: str
     notes: str
-    given: Mapping[str, Any]
+    names_a_cache: bool
     settings: RunSettings
+    samples: Path = Path()
+    summary: Path = Path()
     baseline: Path | None = None
 
-    @property
-    def names_a_cache(self) -> bool:
-        return "cache_dir" in {key.replace("-", "_") for key in self.given}
 
-    @property
-    def samples(self) -> Path:
-        assert self.settings.samples_out is not None  # the sweep's own place for them
-        return self.settings.samples_out
+@dataclass(frozen=True)
+class _Spec:
+    """A file of experiments: flags of all, and those of each with its name."""
 
-    @property
-    def summary(self) -> Path:
-        assert self.settings.summary_out is not None
-        return self.settings.summary_out
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    experiments: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def read_spec(path: Path) -> list[Experiment]:
@@ -80,34 +85,26 @@ def read_spec(path: Path) -> list[Experiment]:
         document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
-    document = document if isinstance(document, dict) else {}
-    defaults, rows = document.pop("defaults", {}), document.pop("experiments", None)
-    lists = isinstance(defaults, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not lists or not rows or document:
-        allowed = "an object of defaults (an object of flags) and experiments (a list with at least one object)"
-        other = f", and nothing else ({', '.join(map(repr, document))})" if document else ""
-        raise ConfigError("--specs", str(path), allowed + other)
-    found: dict[str, Experiment] = {}
-    for number, row in enumerate(rows, 1):
+    spec, found = as_row(document, _Spec, str(path)), dict[str, Experiment]()
+    for number, row in enumerate(spec.experiments, 1):
         name, key = row.get("name"), f"{path.name}: name of experiment {number}"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(key, name, "up to 100 letters, digits and . _ = + -, beginning with a letter or digit")
         if name in found:
             raise ConfigError(key, name, "a name that no other experiment has")
-        found[name] = _experiment(name, {**defaults, **row})
+        found[name] = _experiment(name, {**spec.defaults, **row})
     return list(found.values())
 
 
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
-    given = {key: value for key, value in row.items() if key not in ("name", "notes")}
+    given = {key.replace("-", "_"): value for key, value in row.items() if key not in ("name", "notes")}
     notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
-    for key in given:
-        if key.replace("-", "_") in _OURS:
-            raise ConfigError(f"experiment {name}", key, "a flag of semkv run; this one is the sweep's own")
+    if ours := sorted(_OURS & given.keys()):
+        raise ConfigError(f"experiment {name}", ours[0], "a flag of semkv run; this one is the sweep's own")
     try:
-        return Experiment(name, notes, given, resolve(given))
-    except ConfigError as error:
-        raise ConfigError(f"experiment {name}: {error.key}", error.value, error.allowed) from error
+        return Experiment(name, notes, "cache_dir" in given, resolve(given))
+    except SemkvError as error:
+        raise SemkvError(f"experiment {name}: {error}") from error
 
 
 # -- the log ------------------------------------------------------------
@@ -154,14 +151,13 @@ class SweepLog:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Keep other sweeps off a log. Raises `ConfigError` where one is writing it."""
-    with writing(_LOG_FILE, path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("wb")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up with the process, however it ends
-        except BlockingIOError:
-            raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
+    with ExitStack() as held:
+        with writing(_LOG_FILE, path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                held.enter_context(lock(path.with_suffix(".lock"), 0))  # given up with the process, however it ends
+            except BlockingIOError:
+                raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
         yield
 
 
@@ -189,7 +185,8 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         for path in (path for e in left for path in (e.samples, e.summary)):
             if path.exists() and not flags.resume:  # another sweep's; what this one left has no row yet, and may go
                 raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
-        with progress_bar(console) as bar:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
 
             def ready(e: Experiment) -> Experiment:
@@ -230,9 +227,8 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         samples, summary = flags.samples_dir / f"{e.name}.jsonl", flags.samples_dir / f"{e.name}.json"
         purge = flags.purge_cache_between_runs
         settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
-        check_files(settings)
         keep_apart({f"the {path.name} of {e.name}": path for path in (samples, summary)}, read)
-        planned.append(replace(e, settings=settings))
+        planned.append(replace(e, settings=settings, samples=samples, summary=summary))
     return planned
 
 
