@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -30,14 +31,16 @@ _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 # A request without a client of its own makes one, and with it a TLS context: 20 ms of processor time, each.
 httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
-vllm_forks.prepare()  # one for both workers
+vllm_forks.prepare()  # one for all workers
+vllm_forks.be_plain()
 
 ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lora", "test_matrix")
 """Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
 
 LONGEST = (
-    "test_docs", "test_near_repeats", "test_store_safety", "test_semantic", "test_sweep", "test_server_vllm",
-    "test_kv_load", "test_families", "test_demo", "test_gateway_redis", "test_serve",
+    "test_kv_load", "test_docs", "test_semantic", "test_server_vllm", "test_sweep", "test_families",
+    "test_store_safety", "test_server_attacks", "test_near_repeats", "test_kv_kinds", "test_gateway_redis",
+    "test_notebook", "test_server_hard", "test_demo", "test_serve", "test_html_report", "test_shared_directory",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
@@ -50,6 +53,14 @@ def group_of(path: Path) -> str:
 class Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return group_of(self.config.rootpath / nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """The workers of a run of all tests are forks too: the heavy libraries are imported once."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for spec in specs:
+            spec.python = str(vllm_forks.prepare() / "python")
 
 
 # A scheduler of our own: pytest-xdist 3.8 cannot write groups into the node ids of pytest 9.2.
@@ -65,6 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("engine"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'"))
+
+
+def pytest_collection_finish() -> None:
+    """No garbage collection looks at the modules again: with all libraries that takes most of a second."""
+    getattr(gc, "really_freeze", gc.freeze)()  # see `quicken`
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,13 @@ _SLACK_S = 2.0  # for what is too short to compare; quadratic work at these size
 def assert_linear(make: Callable[[int], Callable[[], object]], size: int) -> None:
     """``make(n)`` prepares a piece of work of size n; at ten times ``size`` it may not have grown quadratically.
 
-    Other threads do not count, nor does a garbage collection, which in a process full of libraries takes a second.
+    Other threads do not count, nor does a garbage collection.
     """
     small, large = _seconds(make(size)), _seconds(make(_FACTOR * size))
     assert large < _MOST * small + _SLACK_S
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    gc.collect()
     gc.disable()
     try:
         start = time.thread_time()

@@ -60,16 +60,14 @@ def test_imports_go_in_one_direction() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_package_names_what_it_has_and_loads_nothing_before() -> None:
+def test_the_package_and_the_command_line_load_nothing_heavy_and_every_name_exists() -> None:
     code = (
         "import sys, semkv; print(*(m for m in sys.modules if m.startswith('semkv.')), 'end'); "
+        "import semkv.cli; print(*sys.modules); "
         "[getattr(semkv, name) for name in semkv.__all__]; print(*(set(sys.modules) & {'torch', 'vllm', 'faiss'}))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines() == ["end", ""]
-
-
-def test_the_command_line_loads_nothing_heavy() -> None:
-    code = "import sys, semkv.cli; print(*sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {name.split(".")[0] for name in out} & (HEAVY | {"numpy", "PIL", "rich", "huggingface_hub"})
+    package, command_line, names = out.splitlines()
+    assert (package, names) == ("end", "")
+    loaded = {name.split(".")[0] for name in command_line.split()}
+    assert not loaded & (HEAVY | {"numpy", "PIL", "rich", "huggingface_hub"})

@@ -41,7 +41,7 @@ _IMPORTED = (
     "compressed_tensors", "sentence_transformers", "faiss",
 )  # fmt: skip
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # two workers share the machine: no engine takes all processors, or binds itself to one
+    "OMP_NUM_THREADS": "1",  # workers share the machine: no engine takes all processors, or binds itself to one
     "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -109,6 +109,14 @@ def quicken() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def be_plain() -> None:
+    """In a fork: its own new processes are new interpreters, as in any Python."""
+    from multiprocessing import context
+
+    sys.executable = _REAL
+    context._concrete_contexts |= {"spawn": context.SpawnContext(), "forkserver": context.ForkServerContext()}  # type: ignore[attr-defined]
+
+
 # ---------------------------------------------------------------------- the process that forks
 
 
@@ -118,8 +126,9 @@ def _serve(folder: Path) -> None:
     for name in _IMPORTED:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    known = importlib.import_module(Path(__file__).stem)  # the module that programs know
     if importlib.util.find_spec("vllm"):
-        importlib.import_module(Path(__file__).stem).quicken()  # the module that programs know
+        known.quicken()
     import multiprocessing
 
     fork = multiprocessing.get_context("fork")
