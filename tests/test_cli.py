@@ -17,7 +17,6 @@ import pytest
 
 from command_line import Result, allow_ctrl_c, invoke, read_lines, write_questions
 from semkv import __version__
-from semkv_lab import console
 
 FLAGS = (
     "--preset --model --dataset --dataset-root --dataset-config --split --max-samples --shuffle-seed --chunk-source "
@@ -158,21 +157,3 @@ def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
     assert "interrupted" in out
     assert f"{len(read_lines(samples))} samples answered so far" in out
     assert "Traceback" not in err
-
-
-def test_ctrl_c_before_a_record_is_in_its_file_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, samples = write_questions(tmp_path / "few.jsonl", *"abcde"), tmp_path / "s.jsonl"
-    asked: list[object] = []
-    to_json = console.to_json
-
-    def third_is_interrupted(value: object, indent: int | None = None) -> bytes:
-        asked.append(value)
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return to_json(value, indent)
-
-    monkeypatch.setattr(console, "to_json", third_is_interrupted)
-    result = invoke([*run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"])
-    assert result.exit_code == 130
-    assert "the 3 samples answered so far" in result.stdout
-    assert [row["question"] for row in read_lines(samples)] == [*"abc"]

@@ -67,7 +67,10 @@ def indexes(cache: SemanticCache) -> list[VectorIndex]:
 
 
 def settled(cache: SemanticCache) -> None:
-    assert all(index.settle() for index in indexes(cache))
+    """Wait until nothing is being built."""
+    for index in indexes(cache):
+        while index._worker.submit(int).result() or any(home.building for home in list(index._partitions.values())):
+            pass
 
 
 def in_memory(cache: SemanticCache, tenant: str, numbers: Sequence[int]) -> int:
