@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """The workers of a run of all tests are forks too: the heavy libraries are imported once."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for spec in specs:
-            spec.python = str(vllm_forks.prepare() / "python")
+            spec.python = shlex.quote(str(vllm_forks.prepare() / "python"))
 
 
 # A scheduler of our own: pytest-xdist 3.8 cannot write groups into the node ids of pytest 9.2.

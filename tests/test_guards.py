@@ -153,11 +153,9 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("Where is the best repair center?", "Which is the best repair center?", None),
         ("What shall I cook?", "What can I cook?", None),
         ("Is it done? 👍", "Is it done? 👍🏽👍🏽", None),
-        ("Divide a by b", "Divide b by a", "word order"),
+        ("Divide a by b", "Divide b by a", "entity"),
         ("SELECT a, b FROM t", "SELECT b, a FROM t", "word order"),
         ("What is None in Python?", "What is none in Python?", "case"),
-        ("What is in the box?", "What is on the box?", "relation"),
-        ("Which phone has more memory?", "Which phone has the most memory?", "comparison"),
     ],
 )
 def test_pairs_by_hand(a: str, b: str, reason: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import sys
 import tarfile
@@ -39,6 +40,7 @@ _IN_MEMORY = (
     "restarts), the latest hits that a gateway's dashboard shows, and what is being written now"
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
+_IMPORTING = ".semkv-import-"  # begins the name of a folder that is being unpacked
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
 
 CacheDir = Annotated[
@@ -273,11 +275,13 @@ def _import(
     from semkv.stores.maintenance import make_cache_folder
 
     root = _folder(cache_dir)
+    for left in root.glob(f"{_IMPORTING}*"):  # by an import that was killed
+        shutil.rmtree(left, ignore_errors=True)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise StoreError(f"{root} is not empty: choose a new --cache-dir")
     make_cache_folder(root)
     try:
-        with TemporaryDirectory(prefix=".semkv-import-", dir=root) as folder:  # it may be a disk of its own
+        with TemporaryDirectory(prefix=_IMPORTING, dir=root) as folder:  # it may be a disk of its own
             made = Path(folder)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
             with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size

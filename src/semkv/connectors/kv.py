@@ -96,7 +96,8 @@ class SemKVConnector(OffloadingConnector):
             try:
                 wanted = settings.host_bytes or default_host_bytes()
                 self._host_bytes, self._first = agreed_host_bytes(self._engine, wanted)
-                reason = too_small(config, kv_cache_config, self._host_bytes)
+                if reason := too_small(config, kv_cache_config, self._host_bytes):
+                    region_of(self._engine).unlink(missing_ok=True)
             except OSError as error:
                 reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
         if reason is None:

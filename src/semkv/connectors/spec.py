@@ -42,6 +42,7 @@ log = logging.getLogger("semkv.connectors")
 
 SHM = Path("/dev/shm")  # noqa: S108  where vLLM puts the host memory that its processes share
 _SHARE = 0.8  # of the room there that an engine takes at most
+_FILLING_S = 300.0  # for an engine to fill its memory; what is older and empty was left by one that was killed
 
 
 def region_of(engine: str, shm: Path = SHM) -> Path:
@@ -57,14 +58,18 @@ def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> tuple[int, b
     Returns:
         Bytes, and whether this process is the first one.
     """
-    with os.fdopen(os.open(region_of(engine, shm), os.O_CREAT | os.O_RDWR, 0o600)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    region, folder = region_of(engine, shm), os.open(shm, os.O_RDONLY)
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, folder)
+        file = held.enter_context(os.fdopen(os.open(region, os.O_CREAT | os.O_RDWR, 0o600)))
+        fcntl.flock(folder, fcntl.LOCK_EX)  # engines that start at once look one after the other
         if size := os.fstat(file.fileno()).st_size:
             return size, False
-        atexit.register(region_of(engine, shm).unlink, missing_ok=True)  # where no scheduler comes
+        atexit.register(region.unlink, missing_ok=True)  # where no scheduler comes
         status, regions = os.statvfs(shm), described(shm.glob(region_of("*").name))
         # What other engines that start at this moment have not filled yet is not free.
-        filling = sum(max(0, found.st_size - found.st_blocks * 512) for _, found in regions)
+        new = [found for _, found in regions if time.time() - found.st_mtime < _FILLING_S]
+        filling = sum(max(0, found.st_size - found.st_blocks * 512) for found in new)
         size = min(wanted, int(_SHARE * max(0, status.f_bavail * status.f_frsize - filling)))
         os.ftruncate(file.fileno(), size)
         return size, True

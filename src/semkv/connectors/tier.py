@@ -216,7 +216,9 @@ class SemKVTier(SecondaryTierManager):
         self._shared.counters.update(done.counters)
         if transfer.parts == 0:
             self._end(transfer)
-        if self._tells and (new := [key for key in good if key not in self._told]):  # last: a fault costs no request
+        if not self._tells:
+            return
+        if new := [key for key in good if self._told.get(key) != transfer.namespace]:  # last: a fault costs no request
             self._told.update(dict.fromkeys(new, transfer.namespace))
             self._tell(new, removed=False)
 
@@ -261,7 +263,7 @@ class SemKVTier(SecondaryTierManager):
         self._looked, store = time.monotonic(), self._shared.store
         if store is None or not store.last_purge():  # while it cannot be read, nothing is known to be gone
             return
-        namespace, count = next(iter(self._told.values())), len(self._told) // _LOOKS + 1
+        namespace, count = next(iter(self._told.values())), min(_MOST, len(self._told) // _LOOKS + 1)
         keys = list(itertools.islice((key for key, own in self._told.items() if own == namespace), count))
         there = [ref is not None for ref in store.find(namespace, keys)]
         for key, is_there in zip(keys, there, strict=True):

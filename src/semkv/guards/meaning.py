@@ -341,25 +341,18 @@ def particle(p: Pair) -> str | None:
 
 
 def relation(p: Pair) -> str | None:
-    """Another relation where all else is the same: "in the box", "on the box", where no question word asks for more
-    than what "is in the box"; or the other way to or from the same: "leave for Rome", "leave from Rome"."""
+    """Another relation where all else is the same and no question word asks for more: "in the box", "on the box"; or
+    the other way to or from the same: "leave for Rome", "leave from Rome"."""
     first, second = _ways(p.a, p.only[0]), _ways(p.b, p.only[1])
     if any(first[where] != second[where] for where in first.keys() & second.keys()):
         return "relation"
-    if [len(only) for only in p.only] != [1, 1]:
+    if [len(only) for only in p.only] != [1, 1] or not p.language.questions.keys().isdisjoint(p.words):
         return None
     (x,), (y,) = p.only
-    placed = all(_follows_being(text, token) for text, token in ((p.a, x), (p.b, y)))
-    if not placed and not p.language.questions.keys().isdisjoint(p.words):
-        return None
     choices = p.language.choices
     tied = {x.stem, y.stem} <= p.language.ties
     joined = {x.stem, y.stem} <= p.language.joined and (x.word in choices) != (y.word in choices)
     return "relation" if (tied or joined) and not p.akin(x, y) and p.neighbours(x, y) else None
-
-
-def _follows_being(text: Text, token: Token) -> bool:
-    return any(y is token and x.stem in text.language.being for x, y in itertools.pairwise(text.spine))
 
 
 def _ways(text: Text, only: Tokens) -> dict[str, str]:

@@ -300,8 +300,9 @@ def _titled(pieces: Sequence[str]) -> bool:
 
 def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
     """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
-    for i, (x, after) in enumerate(itertools.pairwise((*tokens, END))):
-        if len(x.word) == 1 and x.word in language.articles and (after.word in STOPS or after.stem in language.ties):
+    for i, (x, between, y) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
+        joined = between.word in STOPS or between.stem in language.ties
+        if joined and len(x.word) == len(y.word) == 1 and x.word in language.articles:
             tokens[i] = token_of(f"{x.word}_", True, language)
     if any(t.name and len(t.word) == 1 for t in tokens):
         for i in capitals:

@@ -56,6 +56,7 @@ class Seen:
     model: str = ""  # as the client named it; empty where the body was not read
     cache: str = ""  # what `X-Semkv` says: hit, miss, joined or pass, with the reason
     status: int = 0  # of the answer; 0 where the client hung up first
+    upstream_id: str = ""  # the upstream's own id for the answer, where it gave another
     donor: str = ""  # entry that stood in for the request
     payload: Callable[[], bytes | None] = lambda: None  # reads the whole answer, once there is one
     start: float = field(default_factory=time.perf_counter)
@@ -63,17 +64,22 @@ class Seen:
     def sign(self, answer: Answer) -> None:
         """Note an answer, and give its client the id. What the upstream has signed itself stays so."""
         self.status = answer.status
-        if answer.ours or all(name != _REQUEST_ID for name, _ in answer.headers):
+        own = b"" if answer.ours else next((v for k, v in answer.headers if k == _REQUEST_ID), b"")
+        if own:
+            self.upstream_id = own.decode("latin-1")
+        else:
             answer.headers.append((_REQUEST_ID, self.request_id.encode()))
 
     def log(self) -> None:
         """Write the line of the access log."""
+        upstream_id = "" if self.upstream_id == self.request_id else self.upstream_id
         fields = {
             "method": self.method,
             "route": self.route[:_SHOWN],
             "model": self.model[:_SHOWN],
             "tenant": self.tenant,
             "cache": self.cache,
+            "upstream_request_id": upstream_id[:_SHOWN],
             "status": self.status or 499,  # as proxies say that the client hung up
             "ms": round((time.perf_counter() - self.start) * 1e3, 1),
         }

@@ -43,6 +43,7 @@ _HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the fir
 _HEAD_S = 60  # for a head to come, also the first of a connection
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
+_HERE, _HERE_6 = {"localhost", "127.0.0.1", "0.0.0.0"}, {"localhost", "::1", "::"}  # noqa: S104
 _MOST = 20_000  # connections, however many files may be open
 
 _BUSY = busy_answer("connections").body
@@ -165,6 +166,13 @@ def described(settings: ServerSettings, address: str) -> str:
     )
 
 
+def leads_to(url: str, name: str, port: int) -> bool:
+    """Whether a URL is that of a server that listens at an address of this machine."""
+    there = urlsplit(url)
+    at = there.port or (443 if there.scheme == "https" else 80)
+    return at == port and any({there.hostname, name} <= family for family in (_HERE, _HERE_6, {name}))
+
+
 def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) -> None:
     """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
 
@@ -176,8 +184,7 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
     address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
-    own = ("127.0.0.1", "localhost") if name in ("127.0.0.1", "0.0.0.0") else (address.rpartition(":")[0],)  # noqa: S104
-    if urlsplit(settings.upstream).netloc in [f"{host}:{bound}" for host in own]:
+    if leads_to(settings.upstream, name, bound):
         raise ConfigError(
             "--upstream", settings.upstream, "another server than this one: every request would come back"
         )
@@ -242,6 +249,17 @@ class Workers(Multiprocess):
     """uvicorn's supervisor, which starts a worker again that ends. When all end, nobody waits at the sockets."""
 
     failed = False  # a worker could not start, and no other serves
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        super().__init__(config, sockets)
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn notes them, and looks when no worker is being replaced
+            signal.signal(number, lambda *_: self.should_exit.set())
+
+    def restart_all(self) -> None:
+        before = [process.pid for process in self.processes]
+        super().restart_all()
+        for pid in set(before).difference(process.pid for process in self.processes):
+            mark_process_dead(pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
 
     def keep_subprocess_alive(self) -> None:
         """uvicorn also asks each whether it hangs, and waits a minute for one that died before it answered."""

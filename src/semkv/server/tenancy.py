@@ -178,10 +178,6 @@ _IN_KEY = frozenset(
 )
 # Answers always come uncompressed, and who may read them in a browser is no part of them.
 _HARMLESS = frozenset(b"accept-encoding origin access-control-request-method access-control-request-headers".split())
-# What an upstream's ``Cache-Control`` forbids, and the reason that is given. With the last three only a server that was
-# asked again may let others have the answer; on streams they are a habit of servers. Of another age ``--ttl`` decides.
-_FORBIDS = {b"no-store": "no-store", b"private": "private"}
-_REVALIDATE = dict.fromkeys((b"no-cache", b"max-age=0", b"s-maxage=0"), "revalidate")
 
 
 class Vary:
@@ -201,14 +197,11 @@ class Vary:
 
     def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
         """Why an answer with these headers may go to nobody else; empty where it may."""
-        streams = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
-        forbids = _FORBIDS if streams else _FORBIDS | _REVALIDATE
         for name, value in headers:
             if name == b"cache-control":
-                said = [word.strip() for word in value.lower().split(b",")]
-                words = {*said, *(word.partition(b"=")[0] for word in said)}
-                if found := next((why for word, why in forbids.items() if word in words), ""):
-                    return found
+                words = {word.partition(b"=")[0].strip() for word in value.lower().split(b",")}
+                if b"no-store" in words or b"private" in words:
+                    return "no-store" if b"no-store" in words else "private"
             elif name == b"vary":
                 names = {word.strip() for word in value.lower().split(b",")} - _HARMLESS - self._names - {b""}
                 if names - CREDENTIALS if by_credentials else names:

@@ -130,7 +130,7 @@ _PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in 
 CACHE = Schema(_TABLES, FORMAT, _PROBES, _ADDED)
 """Of `CATALOG`."""
 
-_PURGED = "INSERT INTO shared VALUES (''); INSERT INTO removals (criteria) VALUES ('{}');"
+_PURGED = "INSERT INTO shared VALUES (''); INSERT INTO removals VALUES (:now, '{}');"  # a number of no earlier file
 EMPTIED = replace(CACHE, tables=_TABLES + _PURGED)
 """Of one that takes the place of a file that shared entries: a removal without a criterion is one of everything."""
 

@@ -422,7 +422,11 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     if database.is_ours(file) is False:
         found.unread += look.unread
     stores = [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
-    files = [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
+
+    def listed() -> list[list[Path]]:
+        return [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
+
+    files = listed()
     found.unread += [
         f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
         for link in filter(Path.is_symlink, _folders(root))
@@ -436,6 +440,8 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
             replay(folder, lambda response, since: True)
+        both = zip(files, listed(), strict=True)
+        files = [sorted({*before, *now}) for before, now in both]  # with what came meanwhile
     found.counts["files"] = sum(len(some) if dry_run else _delete(some, found) for some in files)
 
 

@@ -75,7 +75,9 @@ class Listener:
             if self._file is None:
                 self._file = path.open("wb", buffering=0)  # Ctrl-C never leaves a part of a line
             for record in records:
-                self._file.write(to_json(record.to_json()))
+                line = to_json(record.to_json())
+                while line:  # a disk may take a part, and name its fault the next time
+                    line = line[self._file.write(line) :]
 
     def close(self) -> None:
         if self._file is not None:

@@ -211,7 +211,7 @@ def as_row(row: Any, kind: type[_T], where: str) -> _T:
         found: _T = _reader(cast("Hashable", kind)).validate_python(row)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DatasetError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise DatasetError(": ".join(filter(None, (where, ".".join(map(str, first["loc"])), first["msg"])))) from None
     return found
 
 
