@@ -41,7 +41,7 @@ def test_every_metric_of_dashboard_and_alerts_is_one_of_a_gateway(tmp_path: Path
     known = described | {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     used = {name for query in queries() for name in METRIC.findall(query)}
     assert len(used) > 10
-    assert "sourdough" not in text, "no prompt is shown to whoever reads metrics"
+    assert "sourdough" not in text, "metrics show no prompts"
     labels = {f"{name}_bucket" for name in described}
     assert used <= known | labels | {f"{name}_total" for name in described}, used - known
 

@@ -238,7 +238,10 @@ class SemKVTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
-            self._part_done(done)
+            try:
+                self._part_done(done)
+            except Exception:
+                self._shared.fault("a result of the disk's")
 
     def shutdown(self) -> None:
         """Let the disk write what waits, and let go of vLLM's memory before vLLM closes it."""
@@ -249,7 +252,7 @@ class SemKVTier(SecondaryTierManager):
     # ------------------------------------------------------------------ events and metrics
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What this engine wrote or read, and what of it is gone, whoever deleted it."""
+        """Blocks that this engine wrote or read on disk, and those of them that any process has deleted since."""
         try:
             if self._told and time.monotonic() - self._looked > _LOOK_S:
                 self._look()

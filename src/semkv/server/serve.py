@@ -167,7 +167,7 @@ def described(settings: ServerSettings, address: str) -> str:
 
 
 def leads_to(url: str, name: str, port: int) -> bool:
-    """Whether a URL is that of a server that listens at an address of this machine."""
+    """Whether a URL leads to the gateway itself, which listens at this address and port."""
     there = urlsplit(url)
     at = there.port or (443 if there.scheme == "https" else 80)
     return at == port and any({there.hostname, name} <= family for family in (_HERE, _HERE_6, {name}))
