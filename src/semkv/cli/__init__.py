@@ -42,7 +42,7 @@ _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
     "demo": "Answer drawn visual questions three times, and compare.",
     "sweep": "Run many experiments, and log a row for each.",
-    "report": "Make one HTML page of the logs of sweeps.",
+    "report": "Make a page, HTML or Markdown, of the logs of sweeps.",
     "calibrate": "Fit the chance of a wrong answer from labeled pairs.",
     "eval-pairs": "Measure the precision of a policy on labeled pairs.",
     "eval-stream": "Count hits and wrong answers of a policy along a stream.",
