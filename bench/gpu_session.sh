@@ -4,7 +4,9 @@
 # and this folder's packages; semkv itself is taken from ../src. Steps:
 #   check      memory; a tiny engine with and one without the connector, versions in its result
 #   kv         kv: hits in memory, decoding, then from disk
+#   cold       kv: what a connector costs a prompt that is computed
 #   kv-6       kv: chats at 6 requests a second       kv-20   at 20, 80 users       kv-tp2   at 10 on two GPUs
+#   kv-6-short the same with documents of half the length: no queue
 #   fusion     fusion_load: encoder outputs
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
@@ -68,7 +70,9 @@ tiers() {
 case $step in
 check) check "$@" ;;
 kv) kv kv --rounds-of-chats 0 "$@" ;;
-kv-6) kv kv-6 --repeats 0 --rounds-of-chats 1 --engines none,offload,semkv "$@" ;;
+kv-6) kv kv-6 --repeats 0 --rounds-of-chats 3 --engines offload,offload-again,semkv "$@" ;;
+kv-6-short) kv kv-6-short --repeats 0 --rounds-of-chats 3 --engines offload,offload-again,semkv --document 3000,4500 "$@" ;;
+cold) kv cold --repeats 8 --rounds-of-chats 0 --engines none,idle,offload,semkv --lengths 8192 --many 1 "$@" ;;
 kv-20) kv kv-20 --repeats 0 --engines offload,semkv --users 80 --rate 20 --engine-args '{"max_num_seqs": 128}' "$@" ;;
 kv-tp2) kv kv-tp2 --repeats 0 --engines offload,semkv --tp 2 --rate 10 "$@" ;;
 fusion) bench fusion fusion_load.py --out "$out/fusion-load.json" "$@" ;;

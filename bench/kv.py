@@ -12,6 +12,8 @@ share the machine's good and bad minutes:
 
     none     vLLM's prefix cache only                    offload     vLLM's OffloadingConnector with host memory
     tiering  the same with TieringOffloadingSpec         semkv       our connector with host memory and disk
+    idle     a connector that does nothing: what vLLM's hooks cost
+    offload-again  a second one: how far two engines of the same code are apart
     semkv-disk  again, in a new process on the folder that semkv has filled, after all others have ended
 
 One request and ``--many`` at once, of every length. ``ms`` is the time until each of them has its first token:
@@ -76,7 +78,7 @@ TINY_OPTIONS = {
 }  # fmt: skip
 TINY_LOAD = {"system": 64, "document": [300, 500], "question": 20, "answer": 8, "rounds": 3}
 LOAD = {"system": 1000, "document": [6000, 9000], "question": 50, "answer": 64, "rounds": 5}
-NAMES = ("none", "offload", "tiering", "semkv", "semkv-disk")
+NAMES = ("none", "idle", "offload", "offload-again", "tiering", "semkv", "semkv-disk")
 DECODE = {"size": 512, "count": 16, "tokens": 128}
 SHORT = 8  # a prompt lacks so many tokens: a full last block would be loaded where vLLM's own cache leaves it out
 HITS = 3  # of one prompt in host memory
@@ -101,6 +103,9 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
     """The KV transfer configuration of an engine; sizes in bytes."""
     if name == "none":
         return None
+    if name == "idle":
+        module = "semkv.connectors.kv"
+        return {"kv_connector": "IdleConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
     if name == "semkv":
         extra: dict[str, Any] = {"host_bytes": host, "break_even": False, "cache_dir": str(folder), "max_bytes": disk}
         return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -327,6 +332,7 @@ class Run:
         self.options, self.root, self.up = options, root, dict[str, Child]()
         keep = ("kv_gib", "host_gib", "disk_gib", "tp", "shape", "engine_args", "repeats", "rounds_of_chats")
         self.load = (TINY_LOAD if options.tiny else LOAD) | {"users": options.users, "rate": options.rate}
+        self.load |= {"document": options.document} if options.document else {}
         self.result: dict[str, Any] = {"settings": {key: getattr(options, key) for key in keep}, "load": self.load}
         self.result |= {"machine": machine("vllm", "torch"), "engines": {}, "hits": [], "chats": []}
 
@@ -398,7 +404,7 @@ class Run:
         self.ask(name, "cold", **cell)
         self.ask(name, "prefix", **cell)
         self.up[name].ask("forget", LIMIT_S)
-        for _ in range(HITS if name != "none" else 0):
+        for _ in range(HITS if name not in ("none", "idle") else 0):
             self.ask(name, "host", **cell)
             self.up[name].ask("forget", LIMIT_S)
 
@@ -440,7 +446,8 @@ class Run:
             for name in names:
                 self.guard(name, self.ask, "decode", **DECODE, repeat=DECODING + repeat)
         for number in range(self.options.rounds_of_chats):
-            for name in names[:: 1 if number % 2 == 0 else -1]:
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
                 self.guard(name, self.chat, number)
         for name in again:
             self.guard(base(name), self.fill)
@@ -541,6 +548,7 @@ def main() -> None:
     parser.add_argument("--rounds-of-chats", type=int, default=2)
     parser.add_argument("--users", type=int, default=48)
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
+    parser.add_argument("--document", type=numbers, help="shortest and longest, tokens (6000,9000)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="KV memory of an engine, on all GPUs together")
     parser.add_argument("--host-gib", type=float, default=40.0, help="of an engine; all are up at the same time")
