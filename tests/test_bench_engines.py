@@ -67,7 +67,7 @@ def test_a_failed_engine_is_named_with_its_reason_and_the_others_go_on(
 ) -> None:
     out = tmp_path / "kv.json"
     fields = {**kv.TINY_OPTIONS, "tiny": True, "tp": 1, "shape": {}, "engine_args": {"enforce_eager": True}}
-    run = kv.Run(argparse.Namespace(**fields, rounds_of_chats=1, out=out), tmp_path)
+    run = kv.Run(argparse.Namespace(**fields, document=None, rounds_of_chats=1, out=out), tmp_path)
     monkeypatch.setattr(run, "make", start)
     run.start(["refuses", "good"])
     run.guard("refuses", run.warm)
