@@ -338,7 +338,7 @@ class Run:
 
     def cells(self) -> Iterator[dict[str, int]]:
         for repeat in range(self.options.repeats):
-            for count in (1, self.options.many):
+            for count in dict.fromkeys((1, self.options.many)):
                 for size in self.options.lengths:
                     yield {"size": size, "count": count, "repeat": repeat}
 
