@@ -58,7 +58,7 @@ def _respelled(p: Pair) -> bool:
     )
 
 
-def _other_humps(mine: frozenset[str], other: frozenset[str]) -> bool:
+def _other_humps(mine: set[str], other: set[str]) -> bool:
     """Whether "userId" is "userID" there; of the chunks that one text alone has."""
     humped = {word.casefold() for word in other if is_camel(word)}
     return any(is_camel(word) and word.casefold() in humped for word in mine)
