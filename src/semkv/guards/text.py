@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from semkv.guards.language import Language, Token, token_of
-from semkv.guards.quantities import NOTHING, measure
+from semkv.guards.quantities import Quantities
 from semkv.keys import LITERAL, one_style
 
 _LONGEST = 200  # characters of a chunk that is still looked into
@@ -96,7 +96,7 @@ class Text:
         self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
         """How often each occurs."""
         measured = odd or not language.measures.isdisjoint(self.words)
-        self.quantities = measure(self.tokens, language) if measured else NOTHING
+        self.quantities = Quantities(self.tokens if measured else (), language)
         self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)

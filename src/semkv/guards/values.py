@@ -164,7 +164,7 @@ def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
 def quantity(p: Pair) -> str | None:
     """Another number or unit, or the same number of something else."""
     a, b = p.a.quantities, p.b.quantities
-    reason = None if a == b else differ(a, b, p.language, converse=bool(p.converse))
+    reason = differ(a, b, p.language, converse=bool(p.converse))
     if reason or not a.after or not b.after:
         return reason
     mine, other = (_counted(text, only, p) for text, only, _, _ in p.views)
