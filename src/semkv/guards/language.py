@@ -261,7 +261,6 @@ class Language:
         """Words for what must be, or is denied by itself."""
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
-        self.calendar = self.shifts | self.senses.keys()
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()

@@ -23,7 +23,7 @@ Bonds = Mapping[str, set[str]]
 
 def bonds(p: Pair) -> str | None:
     """A word that goes with another of the words that both texts have."""
-    shared = p.shared | {""}
+    shared = p.a.stems.keys() & p.b.stems.keys() | {""}
     for reason, of in () if p.converse else _BONDS:
         first, second = of(p.a), of(p.b)
         for word in first.keys() & second.keys():
@@ -57,8 +57,8 @@ def _followed(text: Text) -> Bonds:
 def _owned(text: Text) -> Bonds:
     """An owner with what he owns: "my neighbour's tree fell on my fence"."""
     owns = text.language.owns
-    triples = zip(text.tokens, text.tokens[1:], text.tokens[2:], strict=False) if owns in text.words else ()
-    return {x.stem: {z.stem} for x, y, z in triples if y.word == owns and _carries(x, text.language)}
+    near = triples(text.tokens) if owns in text.words else ()
+    return {x.stem: {z.stem} for x, y, z in near if y.word == owns and _carries(x, text.language)}
 
 
 def _focused(text: Text) -> Bonds:

@@ -39,11 +39,6 @@ class Pair:
         self.converse: frozenset[str] = self._converse() if first and second else frozenset()
 
     @cached_property
-    def shared(self) -> frozenset[str]:
-        """The stems that both have."""
-        return frozenset(self.a.stems.keys() & self.b.stems.keys())
-
-    @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
         """Those of them that carry content."""
         return self.carrying(self.only[0], self.a), self.carrying(self.only[1], self.b)
@@ -163,15 +158,12 @@ def _only(mine: Text, other: Text) -> Tokens:
 
 def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
     """Without words that the other text writes as two, or the parts of one that it writes as one."""
-    gone: set[str] = set()
-    run = "".join([t.word for t in text.tokens])
-    if len(mine) > MOST or any(t.word in run for t in mine):
-        gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
+    gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
     whole = {t.word for t in other}
     for x, y in itertools.pairwise(mine):
         if len(x.word) > 1 and x.word + y.word in whole:
             gone |= {x.word, y.word}
-    return tuple([t for t in mine if t.word not in gone]) if gone else mine
+    return tuple([t for t in mine if t.word not in gone])
 
 
 def _shared_start(x: str, y: str) -> bool:

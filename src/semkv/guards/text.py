@@ -42,7 +42,8 @@ _CODE = re.compile(
     """,
     re.VERBOSE,
 )
-_CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+"""A word that is written "likeThis"."""
 _DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
 _RATIO = re.compile(r"(\d[\d.,]*)?([^\W\d_]+/[^\W\d_]+)")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
@@ -216,21 +217,16 @@ class Text:
             self._add(apart or part.casefold(), name)
 
 
-def is_camel(word: str) -> bool:
-    """Whether a word is written "likeThis"."""
-    return bool(_CAMEL.fullmatch(word))
-
-
 def is_code(core: str) -> bool:
     """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
     if not core or core.isalpha():
-        return is_camel(core)
+        return bool(CAMEL.fullmatch(core))
     if core[0] in _SIGNS - {"%"} or not any(map(str.isalnum, core)):
         return False
     inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
     inner = inner.lstrip("([{<").strip(_EDGE)
     if not inner or inner.isalpha():
-        return is_camel(inner)
+        return bool(CAMEL.fullmatch(inner))
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
