@@ -121,8 +121,7 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
 def _alike(a: str, b: str) -> bool:
     """Whether nothing but case, white space and Unicode form may differ."""
     if a.isascii() and b.isascii():
-        first, second = a.split(), b.split()
-        return len(first) == len(second) and a.lower().split() == b.lower().split()
+        return a.lower().split() == b.lower().split()
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 

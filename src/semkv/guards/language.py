@@ -216,8 +216,6 @@ class Language:
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        figures = {word for instead in self.phrases.values() for word in instead.split() if word[0].isdigit()}
-        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *figures}
         self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from semkv.guards.language import Pairs, Token
-from semkv.guards.order import agreeing, triples
-from semkv.guards.pairs import MOST, Pair, Tokens
+from semkv.guards.order import triples
+from semkv.guards.pairs import MOST, Pair, Tokens, agreeing
 from semkv.guards.text import END, STOPS, Text
 
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
@@ -168,7 +168,7 @@ def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
 
 def _shared_start(x: str, y: str) -> bool:
     short, long = sorted((x, y), key=len)
-    n = _common(short, long)
+    n = agreeing(short, long)
     if n < _START:
         return False
     if n == len(short):
@@ -176,8 +176,8 @@ def _shared_start(x: str, y: str) -> bool:
     return n >= max(0.6 * len(long), len(short) - 2, _START + 1)
 
 
-def _common(x: str, y: str) -> int:
-    """How many letters two words share at the start."""
+def agreeing(x: Sequence[str], y: Sequence[str]) -> int:
+    """How many letters two words, or items two lists, share at the start."""
     return next((n for n, (one, other) in enumerate(zip(x, y, strict=False)) if one != other), min(len(x), len(y)))
 
 
@@ -186,7 +186,7 @@ def _typo(x: str, y: str, vowels: str) -> bool:
     front makes one word of the other: "separate", "seperate", not "nitrate", "nitrite"."""
     if min(len(x), len(y)) < _TYPO or abs(len(x) - len(y)) > 1:
         return False
-    n = _common(x, y)
+    n = agreeing(x, y)
     a, b = x[n:], y[n:]
     if len(a) == len(b) and a[1:] == b[1:]:
         return len(a) == 1 or (len(a) > _START and a[0] in vowels and b[0] in vowels)

@@ -96,8 +96,7 @@ class Text:
         self.words = frozenset([t.word for t in self.tokens])
         self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
         """How often each occurs."""
-        measured = odd or not language.measures.isdisjoint(self.words)
-        self.quantities = Quantities(self.tokens if measured else (), language)
+        self.quantities = Quantities(self.tokens, language)
         self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)
