@@ -262,13 +262,11 @@ class Language:
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()
-        self.starts: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
-        """By its first and its second word ("" for none) each phrase's words after the first, and those in its place;
-        the longest first."""
+        self.starts: dict[str, list[tuple[list[str], list[str]]]] = {}
+        """By their first word the phrases, the longest first, each with the words in its place."""
         for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
-            first, *rest = phrase.split()
-            seconds = self.starts.setdefault(first, {})
-            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
+            words = phrase.split()
+            self.starts.setdefault(words[0], []).append((words, instead.split()))
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""

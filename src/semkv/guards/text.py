@@ -262,17 +262,13 @@ def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
-    for i in [i for i, t in enumerate(tokens) if t.word in language.starts]:
-        if i < done:
-            continue
-        seconds = language.starts[tokens[i].word]
-        following = tokens[i + 1].word if i + 1 < len(tokens) else ""
-        for rest, instead in (*seconds.get(following, ()), *seconds.get("", ())):
-            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest:
-                name = tokens[i].name
+    words = [t.word for t in tokens]
+    for i in [i for i, word in enumerate(words) if word in language.starts]:
+        for phrase, instead in language.starts[words[i]] if i >= done else ():
+            if words[i : i + len(phrase)] == phrase:
                 found += tokens[done:i]
-                found += [token_of(part, name, language) for part in instead]
-                done = i + 1 + len(rest)
+                found += [token_of(part, tokens[i].name, language) for part in instead]
+                done = i + len(phrase)
                 break
     return tuple(found + tokens[done:] if done else tokens)
 
