@@ -17,7 +17,7 @@ from semkv import guards
 from semkv.guards import REASONS, Language, no_veto, veto, wording
 from semkv.guards.language import languages
 from semkv.guards.quantities import differ
-from semkv.guards.text import read
+from semkv.guards.text import Text
 from semkv.keys import LITERAL
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
@@ -293,7 +293,7 @@ def test_the_time_is_linear_in_words(texts: Callable[[int], tuple[str, str]]) ->
 
 def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:
     def work(count: int) -> Callable[[], object]:
-        first, second = (read(f" {unit} ".join(map(str, range(count))), ENGLISH).quantities for unit in ("kg", "km"))
+        first, second = (Text(f" {unit} ".join(map(str, range(count))), ENGLISH).quantities for unit in ("kg", "km"))
         assert differ(first, second, ENGLISH) == "unit"
         return partial(differ, first, second, ENGLISH)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from semkv.guards import meaning, order, values
 from semkv.guards.language import Language, languages
 from semkv.guards.pairs import Pair
-from semkv.guards.text import STOPS, read
+from semkv.guards.text import STOPS, Text
 from semkv.keys import LITERAL, normalise
 
 __all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "no_veto", "veto", "wording"]
@@ -121,12 +121,11 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
 def _alike(a: str, b: str) -> bool:
     """Whether nothing but case, white space and Unicode form may differ."""
     if a.isascii() and b.isascii():
-        first, second = a.split(), b.split()
-        return len(first) == len(second) and a.lower().split() == b.lower().split()
+        return a.lower().split() == b.lower().split()
     return a.split() == b.split() or normalise(a).casefold() == normalise(b).casefold()
 
 
-_read = lru_cache(maxsize=4)(read)  # a request is compared with several donors, one after the other
+_read = lru_cache(maxsize=4)(Text)  # a request is compared with several donors, one after the other
 
 
 def _pair(a: str, b: str, language: Language | None) -> Pair:

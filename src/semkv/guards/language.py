@@ -216,8 +216,6 @@ class Language:
         self.all_units = _prefixed(self)
         self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        figures = {word for instead in self.phrases.values() for word in instead.split() if word[0].isdigit()}
-        self.measures = {*self.numbers, *self.multipliers, *self.all_units, *figures}
         self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
         self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
@@ -261,17 +259,14 @@ class Language:
         """Words for what must be, or is denied by itself."""
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
-        self.calendar = self.shifts | self.senses.keys()
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()
-        self.starts: dict[str, dict[str, list[tuple[list[str], list[str]]]]] = {}
-        """By its first and its second word ("" for none) each phrase's words after the first, and those in its place;
-        the longest first."""
+        self.starts: dict[str, list[tuple[list[str], list[str]]]] = {}
+        """By their first word the phrases, the longest first, each with the words in its place."""
         for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
-            first, *rest = phrase.split()
-            seconds = self.starts.setdefault(first, {})
-            seconds.setdefault(rest[0] if rest else "", []).append((rest, instead.split()))
+            words = phrase.split()
+            self.starts.setdefault(words[0], []).append((words, instead.split()))
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from semkv.guards.language import Token
-from semkv.guards.order import agreeing, triples
-from semkv.guards.pairs import MOST, Pair, Tokens
+from semkv.guards.language import Pairs, Token
+from semkv.guards.order import triples
+from semkv.guards.pairs import MOST, Pair, Tokens, agreeing
 from semkv.guards.text import END, STOPS, Text
 
 _LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
@@ -92,10 +92,9 @@ def opposites(p: Pair) -> str | None:
     if min(len(only_a), len(only_b)) > MOST:
         return None
     first, second = ({t.word for t in only} for only in p.only)
-    if not _superlatives(first, p).isdisjoint(second) or not _superlatives(second, p).isdisjoint(first):
-        return "comparison"
-    if any(not _ended(mine, p).isdisjoint(other) for mine, other in ((first, second), (second, first))):
-        return "antonym"
+    for reason, endings in (("comparison", p.language.degrees), ("antonym", p.language.endings)):
+        if any(not _ended(mine, endings).isdisjoint(other) for mine, other in ((first, second), (second, first))):
+            return reason
     alike = ((x, y) for x in first for y in second if x[-3:] == y[-3:])
     return "antonym" if any(_contrary(x, y, p) for x, y in alike) else None
 
@@ -115,14 +114,9 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     return any(base in text.stems or language.stem(base) in text.stems for base in bases)
 
 
-def _superlatives(words: Iterable[str], p: Pair) -> set[str]:
-    """Superlatives of the words that are comparatives: "hottest" of "hotter"."""
-    return {word.removesuffix(low) + high for low, high in p.language.degrees for word in words if word.endswith(low)}
-
-
-def _ended(words: Iterable[str], p: Pair) -> set[str]:
-    """The words with an ending that turns them: "payee" of "payer"."""
-    return {word.removesuffix(one) + other for one, other in p.language.endings for word in words if word.endswith(one)}
+def _ended(words: Iterable[str], endings: Pairs) -> set[str]:
+    """The words with another ending: "hottest" of "hotter", "payee" of "payer"."""
+    return {word.removesuffix(one) + other for one, other in endings for word in words if word.endswith(one)}
 
 
 def _contrary(x: str, y: str, p: Pair) -> bool:

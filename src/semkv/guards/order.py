@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from semkv.guards.language import Language, Token
-from semkv.guards.pairs import Pair, Tokens
+from semkv.guards.pairs import Pair, Tokens, agreeing
 from semkv.guards.text import END, STOPS, Text
 
 _HELPER = 5  # words among which the auxiliary of a question stands
@@ -23,7 +23,7 @@ Bonds = Mapping[str, set[str]]
 
 def bonds(p: Pair) -> str | None:
     """A word that goes with another of the words that both texts have."""
-    shared = p.shared | {""}
+    shared = p.a.stems.keys() & p.b.stems.keys() | {""}
     for reason, of in () if p.converse else _BONDS:
         first, second = of(p.a), of(p.b)
         for word in first.keys() & second.keys():
@@ -57,8 +57,8 @@ def _followed(text: Text) -> Bonds:
 def _owned(text: Text) -> Bonds:
     """An owner with what he owns: "my neighbour's tree fell on my fence"."""
     owns = text.language.owns
-    triples = zip(text.tokens, text.tokens[1:], text.tokens[2:], strict=False) if owns in text.words else ()
-    return {x.stem: {z.stem} for x, y, z in triples if y.word == owns and _carries(x, text.language)}
+    near = triples(text.tokens) if owns in text.words else ()
+    return {x.stem: {z.stem} for x, y, z in near if y.word == owns and _carries(x, text.language)}
 
 
 def _focused(text: Text) -> Bonds:
@@ -238,12 +238,6 @@ class _Order:
         low = agreeing(a[max(1, i - _REACH) : i][::-1], b[max(1, j - _REACH) : j][::-1])
         ends = min(i + _REACH, len(a) - 1), min(j + _REACH, len(b) - 1)
         return low, agreeing(a[i + 1 : ends[0]], b[j + 1 : ends[1]])
-
-
-def agreeing(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many items two sequences share at the start."""
-    short = min(len(first), len(second))
-    return next((n for n in range(short) if first[n] != second[n]), short)
 
 
 def triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from semkv.guards.language import Language, Token
@@ -37,11 +37,6 @@ class Pair:
             first, second = _unjoined(first, second, b), _unjoined(second, first, a)
         self.only: tuple[Tokens, Tokens] = first, second
         self.converse: frozenset[str] = self._converse() if first and second else frozenset()
-
-    @cached_property
-    def shared(self) -> frozenset[str]:
-        """The stems that both have."""
-        return frozenset(self.a.stems.keys() & self.b.stems.keys())
 
     @cached_property
     def content(self) -> tuple[list[Token], list[Token]]:
@@ -163,20 +158,17 @@ def _only(mine: Text, other: Text) -> Tokens:
 
 def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:
     """Without words that the other text writes as two, or the parts of one that it writes as one."""
-    gone: set[str] = set()
-    run = "".join([t.word for t in text.tokens])
-    if len(mine) > MOST or any(t.word in run for t in mine):
-        gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
+    gone = {x.word + y.word for x, y in itertools.pairwise(text.tokens) if len(x.word) > 1}
     whole = {t.word for t in other}
     for x, y in itertools.pairwise(mine):
         if len(x.word) > 1 and x.word + y.word in whole:
             gone |= {x.word, y.word}
-    return tuple([t for t in mine if t.word not in gone]) if gone else mine
+    return tuple([t for t in mine if t.word not in gone])
 
 
 def _shared_start(x: str, y: str) -> bool:
     short, long = sorted((x, y), key=len)
-    n = _common(short, long)
+    n = agreeing(short, long)
     if n < _START:
         return False
     if n == len(short):
@@ -184,8 +176,8 @@ def _shared_start(x: str, y: str) -> bool:
     return n >= max(0.6 * len(long), len(short) - 2, _START + 1)
 
 
-def _common(x: str, y: str) -> int:
-    """How many letters two words share at the start."""
+def agreeing(x: Sequence[str], y: Sequence[str]) -> int:
+    """How many letters two words, or items two lists, share at the start."""
     return next((n for n, (one, other) in enumerate(zip(x, y, strict=False)) if one != other), min(len(x), len(y)))
 
 
@@ -194,7 +186,7 @@ def _typo(x: str, y: str, vowels: str) -> bool:
     front makes one word of the other: "separate", "seperate", not "nitrate", "nitrite"."""
     if min(len(x), len(y)) < _TYPO or abs(len(x) - len(y)) > 1:
         return False
-    n = _common(x, y)
+    n = agreeing(x, y)
     a, b = x[n:], y[n:]
     if len(a) == len(b) and a[1:] == b[1:]:
         return len(a) == 1 or (len(a) > _START and a[0] in vowels and b[0] in vowels)

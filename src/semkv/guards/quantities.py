@@ -32,81 +32,61 @@ class Quantity(NamedTuple):
     """A "one" or a "first" that another wording may leave out."""
 
 
-class Quantities(NamedTuple):
+class Quantities:
     """What a text measures."""
 
-    found: tuple[Quantity, ...] = ()
-    bare: frozenset[str] = frozenset()
-    """Units without a number, as dimension and factor."""
-    words: frozenset[str] = frozenset()
-    """The words that are part of these."""
-    after: tuple[tuple[Quantity, Token], ...] = ()
-    """Quantities with the word after each number, a unit or what is counted ("three rivers")."""
-    ranked: frozenset[str] = frozenset()
-    """Stems of what an ordinal ranks: "the third river"."""
-    bounds: frozenset[str] = frozenset()
-    """The sides of a quantity on which something lies, "inside" or "outside": "within 24 hours before"."""
+    def __init__(self, tokens: Sequence[Token], language: Language) -> None:
+        self._tokens, self._language = tokens, language
+        self._written = written = [*(t.word for t in tokens), "", "", "", ""]
+        self.found: list[Quantity] = []
+        self.bare: set[str] = set()
+        """Units without a number, as dimension and factor."""
+        self.words: set[str] = set()
+        """The words that are part of these."""
+        self.after: list[tuple[Quantity, Token]] = []
+        """Quantities with the word after each number, a unit or what is counted ("three rivers")."""
+        self.ranked: set[str] = set()
+        """Stems of what an ordinal ranks: "the third river"."""
+        self.bounds: set[str] = set()
+        """The sides of a quantity on which something lies, "inside" or "outside": "within 24 hours before"."""
+        end = 0
+        for i, token in enumerate(tokens):
+            word = token.word
+            if word in language.bounds:
+                self._bound(i)
+            if i < end:
+                continue
+            if word[0].isdigit() or word in language.numbers or word in language.multipliers:
+                end, quantity = self._quantity(i)
+                self.found.append(quantity)
+                self.words.update(written[i - (written[i - 1] in _CURRENCY) : end])
+                last = end if end < len(tokens) and not quantity.dimension else end - 1
+                if last > i and tokens[last].word not in language.senses:
+                    if tokens[last - 1].word not in language.ordinals:
+                        self.after.append((quantity, tokens[last]))
+                    elif last == end:
+                        self.ranked.add(tokens[end].stem)
+            elif len(word) > 1 and (word in language.all_units or "/" in word):
+                end, unit = self._unit(i)
+                self.bare |= {f"{unit[0]} {unit[1]:g}"} if unit else set()
 
     @property
     def counted(self) -> set[str]:
         """Stems of what a plain number counts."""
         return {token.stem for quantity, token in self.after if not quantity.dimension}
 
+    def _bound(self, i: int) -> None:
+        """Note on which side of a quantity that is of which the text speaks, by the word at ``i``."""
+        language, after = self._language, self._written[i + 1 : i + _NEAR]
+        if any(w[:1].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]):
+            back = not language.before.isdisjoint(after[1:])
+            self.bounds.add((language.bounds_before if back else language.bounds)[self._written[i]])
 
-NOTHING = Quantities()
-
-
-def measure(tokens: Sequence[Token], language: Language) -> Quantities:
-    """Every quantity of a text, in order."""
-    reader = _Reader(tokens, language)
-    found: list[Quantity] = []
-    after: list[tuple[Quantity, Token]] = []
-    bare: set[str] = set()
-    used: set[str] = set()
-    ranked: set[str] = set()
-    end = 0
-    for i, token in enumerate(tokens):
-        word = token.word
-        if i < end:
-            continue
-        if word[0].isdigit() or word in language.numbers or word in language.multipliers:
-            end, quantity = reader.quantity(i)
-            found.append(quantity)
-            used.update(reader.words[i - (reader.words[i - 1] in _CURRENCY) : end])
-            last = end if end < len(tokens) and not quantity.dimension else end - 1
-            if last > i and tokens[last].word not in language.senses:
-                if tokens[last - 1].word not in language.ordinals:
-                    after.append((quantity, tokens[last]))
-                elif last == end:
-                    ranked.add(tokens[end].stem)
-        elif len(word) > 1 and (word in language.all_units or "/" in word):
-            end, unit = reader.unit(i)
-            bare |= {f"{unit[0]} {unit[1]:g}"} if unit else set()
-    return Quantities(tuple(found), frozenset(bare), frozenset(used), tuple(after), frozenset(ranked), reader.bounds())
-
-
-class _Reader:
-    """Reads the numbers and units of a text."""
-
-    def __init__(self, tokens: Sequence[Token], language: Language) -> None:
-        self.tokens, self.language = tokens, language
-        self.words = [*(t.word for t in tokens), "", "", "", ""]
-
-    def bounds(self) -> frozenset[str]:
-        """On which sides of its quantities that is of which the text speaks."""
-        found, language = set(), self.language
-        for i in [i for i, word in enumerate(self.words) if word in language.bounds]:
-            after = self.words[i + 1 : i + _NEAR]
-            if any(w[:1].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]):
-                back = not language.before.isdisjoint(after[1:])
-                found.add((language.bounds_before if back else language.bounds)[self.words[i]])
-        return frozenset(found)
-
-    def quantity(self, i: int) -> tuple[int, Quantity]:
+    def _quantity(self, i: int) -> tuple[int, Quantity]:
         """The quantity that starts at ``i``, and where it ends."""
         clock = self._past(i)
         end, raw, loose = (i + 3, clock, False) if clock else self._number(i)
-        language, after = self.language, self.words[end]
+        language, after = self._language, self._written[end]
         if isinstance(raw, str) and _CLOCK.fullmatch(raw):
             hours, minutes = (int(part) for part in raw.split(":")[:2])
             if after in language.clock:
@@ -121,38 +101,38 @@ class _Reader:
             return end + 1, Quantity(raw, "", raw)
         if after == "s" and (raw >= 100 or raw in range(10, 100, 10)):
             return end + 1, Quantity(raw, "span", raw)
-        unit = language.all_units.get(self.words[i - 1]) if self.words[i - 1] in _CURRENCY else None
-        if unit is None and after in ("a", "an", "of") and raw < 1 and self.words[end + 1] in language.all_units:
-            end, unit = end + 2, language.all_units[self.words[end + 1]]
+        unit = language.all_units.get(self._written[i - 1]) if self._written[i - 1] in _CURRENCY else None
+        if unit is None and after in ("a", "an", "of") and raw < 1 and self._written[end + 1] in language.all_units:
+            end, unit = end + 2, language.all_units[self._written[end + 1]]
         elif unit is None:
-            end, unit = self.unit(end)
+            end, unit = self._unit(end)
         if unit is None:
             return end, Quantity(raw, "", raw, loose)
         return end, Quantity(raw, unit[0], _nine_figures(raw * unit[1]), loose or raw == 1)
 
     def _past(self, i: int) -> str:
         """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
-        numbers, (word, after, beyond) = self.language.numbers, self.words[i : i + 3]
+        numbers, (word, after, beyond) = self._language.numbers, self._written[i : i + 3]
         part, hour = numbers.get(word, 1.0), numbers.get(beyond, float(beyond) if beyond.isdecimal() else 0.0)
-        if not 0 < part < 1 or after not in self.language.past or hour not in _HOURS:
+        if not 0 < part < 1 or after not in self._language.past or hour not in _HOURS:
             return ""
-        hours, minutes = divmod(60 * (hour + self.language.past[after] * part), 60)
+        hours, minutes = divmod(60 * (hour + self._language.past[after] * part), 60)
         return f"{hours or 12:g}:{minutes:02g}"
 
     def _number(self, i: int) -> tuple[int, float | str, bool]:
         """Where the number that starts at ``i`` ends, its value, and whether another wording may leave it out: figures
         or words, with multipliers after it."""
-        language, word, end = self.language, self.words[i], i + 1
+        language, word, end = self._language, self._written[i], i + 1
         if word[0].isdigit():
             figures = _figures(word)
-            version = i and self.tokens[i - 1].name and self.words[i - 1].isalpha() and "." in word
+            version = i and self._tokens[i - 1].name and self._written[i - 1].isalpha() and "." in word
             if isinstance(figures, str) or version:
                 return end, word, False
             value = figures
         else:
             value, end = language.numbers.get(word, 1.0), i + (word in language.numbers)
         total, loose = 0.0, word in ("one", "first")
-        while after := self.words[end]:
+        while after := self._written[end]:
             if after in language.multipliers:
                 factor = language.multipliers[after]
                 value *= factor
@@ -160,7 +140,7 @@ class _Reader:
                     total, value = total + value, 0.0
             else:
                 joined = after == "and" and value >= 100
-                step = language.numbers.get(self.words[end + 1] if joined else after, 0.0)
+                step = language.numbers.get(self._written[end + 1] if joined else after, 0.0)
                 room = 100 if value and value % 100 == 0 else 10 if value >= 20 and value % 10 == 0 else 0
                 if word[0].isdigit() or not 1 <= step < room:
                     break
@@ -168,9 +148,9 @@ class _Reader:
             end, loose = end + 1, False
         return end, total + value, loose
 
-    def unit(self, i: int) -> tuple[int, Unit | None]:
+    def _unit(self, i: int) -> tuple[int, Unit | None]:
         """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
-        language, (word, after, beyond) = self.language, self.words[i : i + 3]
+        language, (word, after, beyond) = self._language, self._written[i : i + 3]
         if word in _DEGREES and _SCALES.get(after, after) in _SCALES.values():
             return i + 2, language.all_units.get(_SCALES.get(after, after))
         unit = language.unit(word)

@@ -7,10 +7,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from semkv.guards.language import Language, Token, token_of
-from semkv.guards.quantities import NOTHING, Quantities, measure
+from semkv.guards.quantities import Quantities
 from semkv.keys import LITERAL, one_style
 
 _LONGEST = 200  # characters of a chunk that is still looked into
@@ -43,7 +42,8 @@ _CODE = re.compile(
     """,
     re.VERBOSE,
 )
-_CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+"""A word that is written "likeThis"."""
 _DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
 _RATIO = re.compile(r"(\d[\d.,]*)?([^\W\d_]+/[^\W\d_]+)")
 _DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
@@ -65,144 +65,95 @@ _ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
 _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 
 
-class Text(NamedTuple):
-    """What the guards compare."""
+class Text:
+    """A text taken apart: what the guards compare."""
 
-    language: Language
-    tokens: tuple[Token, ...]
-    spine: tuple[Token, ...]
-    """The tokens but for articles."""
-    words: frozenset[str]
-    stems: Mapping[str, int]
-    """How often each occurs."""
-    quantities: Quantities
-    code: frozenset[str]
-    """Identifiers, flags, paths and versions; folded where their case may be a way of typing."""
-    spelled: frozenset[str]
-    """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is looked
-    for."""
-    operators: tuple[str, ...]
-    """Signs between operands."""
-    symbols: str
-    """Emojis and signs that are no words, in their order."""
-    quotes: frozenset[str]
-    dates: frozenset[str]
-    """Dates in figures whose order of day and month is open."""
-    cased: frozenset[str] | None
-    """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
-    starts: frozenset[str]
-    """Words whose capital is that of their sentence, folded."""
-
-
-def read(text: str, language: Language) -> Text:
-    """Take a text apart."""
-    plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
-    typed = (plain.isupper() or plain.istitle()) and one_style(plain)
-    pieces = plain.split()
-    titled = typed or _titled(pieces)
-    tokens: list[Token] = []
-    chunks: list[Chunk] = []
-    capitals: list[int] = []
-    start = True
-    for piece in pieces:
-        chunk = Chunk(piece, start, titled, typed, language)
-        start = chunk.ends
-        chunks.append(chunk)
-        capitals += [len(tokens) + i for i in chunk.capitals]
-        tokens += chunk.tokens
-    _tell_letters(tokens, capitals, language)
-    final = _phrased(tokens, language)
-    words = frozenset([t.word for t in final])
-    odd = " ".join([chunk.odd for chunk in chunks if chunk.odd])
-    return Text(
-        language,
-        tokens=final,
-        spine=tuple([t for t in final if t.word not in language.articles]),
-        words=words,
-        stems=Counter([t.stem for t in final]),
-        quantities=measure(final, language) if odd or not language.measures.isdisjoint(words) else NOTHING,
-        code=_NONE.union(*[chunk.code for chunk in chunks]),
-        spelled=_NONE.union(*[chunk.spelled for chunk in chunks]),
-        operators=operators(plain, typed=typed) if _OPERATOR.search(odd) else (),
-        symbols="" if plain.isascii() else _symbols(plain),
-        quotes=_quoted(plain) if _MARK.search(odd) else _NONE,
-        dates=_NONE.union(*[chunk.dates for chunk in chunks]),
-        cased=None if titled else _NONE.union(*[chunk.cased for chunk in chunks]),
-        starts=_NONE.union(*[chunk.starts for chunk in chunks]),
-    )
-
-
-class Chunk:
-    """What stands between two blanks, taken apart: words, code and dates.
-
-    Args:
-        chunk: the chunk.
-        start: whether it starts a sentence.
-        titled: whether its capitals say nothing.
-        typed: whether the text is in capitals or Title Case.
-    """
-
-    def __init__(self, chunk: str, start: bool, titled: bool, typed: bool, language: Language) -> None:
-        self._start, self._titled, self._typed, self._language = start, titled, typed, language
-        self.ends = False
-        """Whether a sentence starts after it."""
-        self.tokens: list[Token] = []
-        self.capitals: list[int] = []
-        """Places of function words that are written like names."""
-        self.cased = self.starts = self.code = self.spelled = self.dates = _NONE
-        self.odd = ""
-        """The chunk, unless it is a plain word: all that has signs or several capitals."""
-        word = chunk[:-1] if chunk[-1] in ",.?!" else chunk
-        if word.isalpha() and (len(word) == 1 or word[1:].islower()):
-            self._plain(word, initial=chunk[1:] == ".")
-            if chunk[-1] in STOPS:
-                self._add(chunk[-1])
-            self.ends = chunk[-1] in ".?!"
-        else:
-            self.odd = chunk
-            self._mixed(chunk)
+    def __init__(self, text: str, language: Language) -> None:
+        plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+        pieces = plain.split()
+        self.language = language
+        self._typed = (plain.isupper() or plain.istitle()) and one_style(plain)
+        self._titled = self._typed or _titled(pieces)
+        self._start = True  # of a sentence
+        self._capitals: list[int] = []  # places of function words that are written like names
+        self.code: set[str] = set()
+        """Identifiers, flags, paths and versions; folded where their case may be a way of typing."""
+        self.spelled: set[str] = set()
+        """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is
+        looked for."""
+        self.dates: set[str] = set()
+        """Dates in figures whose order of day and month is open."""
+        self.starts: set[str] = set()
+        """Words whose capital is that of their sentence, folded."""
+        self._cased: set[str] = set()
+        self._read: list[Token] = []
+        # A plain word has neither signs nor several capitals.
+        odd = " ".join([piece for piece in pieces if not self._plain(piece)])
+        _tell_letters(self._read, self._capitals, language)
+        self.tokens = _phrased(self._read, language)
+        self.spine = tuple([t for t in self.tokens if t.word not in language.articles])
+        """The tokens but for articles."""
+        self.words = frozenset([t.word for t in self.tokens])
+        self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
+        """How often each occurs."""
+        self.quantities = Quantities(self.tokens, language)
+        self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
+        """Signs between operands."""
+        self.symbols = "" if plain.isascii() else _symbols(plain)
+        """Emojis and signs that are no words, in their order."""
+        self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
+        self.cased = None if self._titled else self._cased
+        """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
 
     def _add(self, word: str, name: bool = False) -> None:
-        found = token_of(word, name, self._language)
+        found = token_of(word, name, self.language)
         if name and not found.name:
-            self.capitals.append(len(self.tokens))
-        self.tokens.append(found)
+            self._capitals.append(len(self._read))
+        self._read.append(found)
 
     def _add_initial(self, letter: str) -> None:
         """A letter before a name: the "A." of "A. Weber" is no article, and the "m." of "20 m." no initial."""
-        word, language = letter.casefold(), self._language
+        word, language = letter.casefold(), self.language
         apart = word in language.function and (letter.isupper() or word not in language.all_units)
         self._add(f"{word}_" if apart else word, True)
 
-    def _plain(self, chunk: str, *, initial: bool) -> None:
-        word = chunk.casefold()
-        if word != chunk and self._start:
-            self.starts = frozenset((word,))
-        elif word != chunk:
-            self.cased = frozenset((chunk,))
-        if initial:
-            self._add_initial(chunk)
+    def _plain(self, chunk: str) -> bool:
+        """Take apart what stands between two blanks, and say whether it is a plain word."""
+        written = chunk[:-1] if chunk[-1] in ",.?!" else chunk
+        if not written.isalpha() or not (len(written) == 1 or written[1:].islower()):
+            self._mixed(chunk)
+            return False
+        word = written.casefold()
+        capital = word != written
+        if capital:
+            (self.starts if self._start else self._cased).add(word if self._start else written)
+        if chunk[1:] == ".":
+            self._add_initial(written)
         else:
-            self._add(word, bool(self.cased) and not self._titled)
+            self._add(word, capital and not self._start and not self._titled)
+        if chunk[-1] in STOPS:
+            self._add(chunk[-1])
+        self._start = chunk[-1] in ".?!"
+        return True
 
     def _mixed(self, chunk: str) -> None:
         core = chunk.strip(_EDGE)
         inner = core.strip(_BRACKETS + _EDGE)
         folded = inner.casefold()
-        self.spelled = frozenset((inner, folded))
+        self.spelled |= {inner, folded}
         if len(core) > _LONGEST:
-            self.code = frozenset((folded,))
+            self.code.add(folded)
         elif _DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
             literal = LITERAL.search(core) or ("[" in core and not self._typed)
             cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
-            self.code = frozenset(((inner if cased else folded) or core,))
-            self.spelled |= {core}
+            self.code.add((inner if cased else folded) or core)
+            self.spelled.add(core)
             self._add(folded or core)
         else:
             self._parts(chunk, folded)
-        self.ends = chunk[-1] in ".?!:" or (self._start and not core)
+        self._start = chunk[-1] in ".?!:" or (self._start and not core)
 
     def _date(self, core: str) -> None:
         parts = re.split(r"[-/.]", core)
@@ -210,13 +161,13 @@ class Chunk:
             for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
                 self._add(word)
         else:
-            self.dates = frozenset(("/".join(str(int(part)) for part in parts),))
+            self.dates.add("/".join(str(int(part)) for part in parts))
 
     def _parts(self, chunk: str, folded: str) -> None:
         compound = _RATIO.fullmatch(folded) if "/" in folded else None
-        if folded in self._language.clock:
+        if folded in self.language.clock:
             parts = [folded]
-        elif compound and self._language.unit(compound[2]):
+        elif compound and self.language.unit(compound[2]):
             parts = [part for part in compound.groups() if part]
         else:
             parts = _PART.findall(chunk)
@@ -236,7 +187,7 @@ class Chunk:
 
     def _is_affix(self, letter: str, before: Sequence[str], after: str) -> bool:
         """Whether a letter that is a word or a unit elsewhere belongs to an identifier: "LN-5567A", "gate 12A"."""
-        quiet = letter in self._language.function
+        quiet = letter in self.language.function
         if not before:
             return quiet and after.isdigit()
         whole = [part for part in before if part not in "-(["]
@@ -244,42 +195,37 @@ class Chunk:
             return False
         if whole[0].isalpha() and whole[-1] == before[-1] and _SIGNS.isdisjoint(whole):
             return letter != "s"
-        return quiet and letter not in self._language.all_units
+        return quiet and letter not in self.language.all_units
 
     def _part(self, part: str, after: str, *, first: bool) -> None:
         bare = part.removesuffix("'s")
         if bare.casefold() != bare:
             if first and bare.istitle():
-                self.starts |= {bare.casefold()}
+                self.starts.add(bare.casefold())
             else:
-                self.cased |= {bare}
+                self._cased.add(bare)
         name = part[0].isupper() and not self._titled and (part[1:].isupper() or not first)
         if part == "C" and after in ("+", "#"):
             self._add(f"c{after}", True)
-            self.code |= {f"c{after}"}
+            self.code.add(f"c{after}")
         elif part.endswith(("'s", "'S")):
             self._add(part[:-2].casefold(), name)
             self._add("'s")
         else:
-            apart = None if self._typed else self._language.capitals.get(part)
+            apart = None if self._typed else self.language.capitals.get(part)
             self._add(apart or part.casefold(), name)
-
-
-def is_camel(word: str) -> bool:
-    """Whether a word is written "likeThis"."""
-    return bool(_CAMEL.fullmatch(word))
 
 
 def is_code(core: str) -> bool:
     """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
     if not core or core.isalpha():
-        return is_camel(core)
+        return bool(CAMEL.fullmatch(core))
     if core[0] in _SIGNS - {"%"} or not any(map(str.isalnum, core)):
         return False
     inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
     inner = inner.lstrip("([{<").strip(_EDGE)
     if not inner or inner.isalpha():
-        return is_camel(inner)
+        return bool(CAMEL.fullmatch(inner))
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
     return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
@@ -316,17 +262,13 @@ def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
     """Tokens with every phrase of the language replaced by what is read in its place."""
     found: list[Token] = []
     done = 0
-    for i in [i for i, t in enumerate(tokens) if t.word in language.starts]:
-        if i < done:
-            continue
-        seconds = language.starts[tokens[i].word]
-        following = tokens[i + 1].word if i + 1 < len(tokens) else ""
-        for rest, instead in (*seconds.get(following, ()), *seconds.get("", ())):
-            if [t.word for t in tokens[i + 1 : i + 1 + len(rest)]] == rest:
-                name = tokens[i].name
+    words = [t.word for t in tokens]
+    for i in [i for i, word in enumerate(words) if word in language.starts]:
+        for phrase, instead in language.starts[words[i]] if i >= done else ():
+            if words[i : i + len(phrase)] == phrase:
                 found += tokens[done:i]
-                found += [token_of(part, name, language) for part in instead]
-                done = i + 1 + len(rest)
+                found += [token_of(part, tokens[i].name, language) for part in instead]
+                done = i + len(phrase)
                 break
     return tuple(found + tokens[done:] if done else tokens)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from semkv.guards.language import Token, Words
 from semkv.guards.pairs import MOST, Pair
 from semkv.guards.quantities import Quantity, differ
-from semkv.guards.text import STOPS, Text, is_camel
+from semkv.guards.text import CAMEL, STOPS, Text
 
 _WILD = frozenset("%*_^~|\\")  # signs of patterns
 _SIGNS = re.compile(r"[\W_]+")
@@ -21,15 +21,16 @@ _SYMBOL = 2  # letters of a chemical symbol
 
 
 def code(p: Pair) -> str | None:
-    """An identifier, flag, path or version that the other text does not have; or other operators."""
+    """An identifier, flag, path or version that the other text does not have, or writes otherwise ("userId", "userID");
+    or other operators."""
     for mine, other in ((p.a, p.b), (p.b, p.a)):
         if any(found not in other.spelled and found not in other.words for found in mine.code):
             return "code"
-    if p.a.spelled != p.b.spelled and (
-        _respelled(p) or _other_humps(p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled)
-    ):
+    left, right = p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled
+    humped = [{word.casefold() for word in own if CAMEL.fullmatch(word)} for own in (left, right)]
+    if not humped[0].isdisjoint(humped[1]) or not p.b.spelled.isdisjoint(word.translate(_TURNED) for word in left):
         return "code"
-    if not p.b.spelled.isdisjoint(word.translate(_TURNED) for word in p.a.spelled - p.b.spelled):
+    if (left or right) and _respelled(p):
         return "code"
     a, b = p.a.operators, p.b.operators
     same = [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]
@@ -56,12 +57,6 @@ def _respelled(p: Pair) -> bool:
         and p.language.stem(_bare(word)) not in p.language.known  # "Wi-Fi", "wifi"
         for word, others in theirs
     )
-
-
-def _other_humps(mine: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether "userId" is "userID" there; of the chunks that one text alone has."""
-    humped = {word.casefold() for word in other if is_camel(word)}
-    return any(is_camel(word) and word.casefold() in humped for word in mine)
 
 
 def _bare(word: str) -> str:
@@ -164,7 +159,7 @@ def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
 def quantity(p: Pair) -> str | None:
     """Another number or unit, or the same number of something else."""
     a, b = p.a.quantities, p.b.quantities
-    reason = None if a == b else differ(a, b, p.language, converse=bool(p.converse))
+    reason = differ(a, b, p.language, converse=bool(p.converse))
     if reason or not a.after or not b.after:
         return reason
     mine, other = (_counted(text, only, p) for text, only, _, _ in p.views)
@@ -192,11 +187,8 @@ def date(p: Pair) -> str | None:
     """Another day, month, season or time of day."""
     if p.a.dates != p.b.dates:
         return "date"
-    if p.language.calendar.isdisjoint(p.words):
-        return None
-    only_a, only_b = p.only
-    alone = (*only_a, *only_b)
-    if len(alone) == 1 and alone[0].word in p.language.shifts:
+    alone = [t.word for only in p.only for t in only]
+    if len(alone) == 1 and alone[0] in p.language.shifts:
         return "date"
     first, second = ({p.language.senses[t.word] for t in only if t.word in p.language.senses} for only in p.only)
     both = {name for name, _ in first} & {name for name, _ in second}
