@@ -138,8 +138,8 @@ class EmbeddingLayer:
             ConfigError: it is none.
         """
         form = "NAME:DIM[:THRESHOLD] such as prompt:384:0.8"
-        parts = str(spec).split(":") if isinstance(spec, str) else [str(part) for part in astuple(spec)]
         try:
+            parts = spec.split(":") if isinstance(spec, str) else [str(part) for part in astuple(spec)]
             layer = cls(parts[0], *map(int, parts[1:2]), *map(float, parts[2:]))
         except (TypeError, ValueError):
             raise ConfigError("--embedding-layer", spec, form) from None
