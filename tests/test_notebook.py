@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partialmethod
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -18,10 +20,13 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "sweep.ipynb"
 
 @pytest.mark.engine
 def test_the_notebook_runs_and_its_results_go_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jupyter_client.channels import HBChannel
     from nbclient import NotebookClient
 
     from semkv_lab.results import to_mlflow
 
+    # A daemon that may wait for ever for a kernel that has ended.
+    monkeypatch.setattr(HBChannel, "join", partialmethod(Thread.join, 10), raising=False)
     monkeypatch.setenv("PATH", f"{prepare()}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     start = notebook.cells[1]
