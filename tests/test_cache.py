@@ -24,6 +24,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.keys import media_id, segment_key
 from semkv.tiers.policies import FEATURES, Calibration, Decider, Decision
+from semkv.tiers.sharing import dump, load
 from semkv.types import (
     CacheMode,
     EmbeddingLayer,
@@ -688,3 +689,11 @@ def test_an_image_that_is_gone_is_compared_with_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}])
 def test_the_literal_reading_compares_no_pixels(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert Cards(tmp_path, **settings).look(card("Gate 31")).hit
+
+
+def test_an_entry_that_is_shared_has_the_vectors_of_all_its_images(bench: Bench) -> None:
+    record = bench.cache._matching.record(bench.look("color", ("car", "tree")), "red", (), {}, 1.0)
+    again = bench.cache._matching.shared_record(*load(dump(record)))
+    assert len(again.media_vectors) == 2
+    assert (again.media_vectors.keys(), again.vectors.keys()) == (record.media_vectors.keys(), record.vectors.keys())
+    assert again.keys == record.keys

@@ -36,7 +36,7 @@ log = logging.getLogger("semkv.connectors")
 FILE_BYTES = 64 << 20
 """Rows of one block file: large enough for the disk's full rate, and small enough to be evicted alone."""
 
-_QUEUE_BYTES = 2 << 30  # that may wait for the disk; what comes on top stays in host memory only, and is counted
+_QUEUE_SHARE = 4  # of host memory a quarter may wait for the disk; what comes on top is not written, and counted
 _MOST = 512  # keys asked for at once, and blocks of one file
 _LOOK_S, _LOOKS = 1.0, 30  # with KV events: once a second the index is asked for a thirtieth of what was told
 
@@ -82,7 +82,7 @@ class SemKVTier(SecondaryTierManager):
         self.locality = Locality.LOCAL
         self._shared: KVShared = offloading_spec.extra_config["semkv"]
         rows, self._row_bytes = primary_kv_view.shape or (0, 0)
-        self._queue_bytes = min(_QUEUE_BYTES, primary_kv_view.nbytes // 4)
+        self._queue_bytes = primary_kv_view.nbytes // _QUEUE_SHARE
         self._most_promised = max(1, rows // 2)
         self._tokens = {group.group_id: group.tokens_per_block for group in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None

@@ -395,15 +395,15 @@ class Matching:
 
 
 def unit_rows(data: bytes, dim: int, count: int) -> Vector:
-    """Packed unit vectors of one length: [dim], or [count, dim].
+    """Packed unit vectors, each of ``dim`` numbers: [dim], or [count, dim].
 
     Raises:
         CorruptValue: they are not.
     """
-    vectors = unpack(data, dim * count).reshape(count, dim)
-    if not count or not np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3):
-        raise CorruptValue("a vector that has not length 1")
-    return vectors[0] if count == 1 else vectors
+    rows = [unpack(data[at : at + 4 * dim], dim) for at in range(0, len(data), 4 * dim)]
+    if not rows or len(rows) != count:
+        raise CorruptValue(f"{len(rows)} vectors where {count} belong")
+    return rows[0] if count == 1 else np.stack(rows)
 
 
 # -- pending entries -----------------------------------------------------------------------------------------------
