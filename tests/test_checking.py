@@ -113,6 +113,20 @@ def test_checks_count_once_give_an_interval_and_keep_a_wrong_donor_from_its_text
     assert (again.provenance, again.donor_response) == ("text:exact", "its own")
 
 
+def test_what_was_found_wrong_is_known_after_a_crash(tmp_path: Path) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    bench.ask("size")
+    assert bench.cache.checked(bench.look("color~0.95").hit_id, False)
+    assert bench.cache.report_wrong(bench.look("size~0.95").hit_id)
+    crashed = bench.cache
+    bench.open()  # which closes nothing
+    assert bench.look("color").hit
+    assert not bench.look("color~0.95").hit
+    assert not bench.look("size~0.95").hit
+    crashed.close()
+
+
 def test_a_policy_that_fails_ends_neither_a_request_nor_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
     bench = plain(tmp_path)
     bench.ask("color")

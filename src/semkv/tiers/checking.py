@@ -155,7 +155,9 @@ class Checking:
         entry_id = hit.match.entry_id
         with self._lock:
             self._barred[hit.pair] = entry_id
-            return sum(entry == entry_id for entry in self._barred.values())
+            count = sum(entry == entry_id for entry in self._barred.values())
+        self.save()  # now: it holds after a crash, too
+        return count
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
