@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
+from semkv.stores.catalog import Catalog
 from semkv.tiers import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
@@ -64,7 +65,7 @@ def test_answers_are_compared_as_strings_or_by_meaning(first: str, second: str, 
 
 
 def checking(folder: Path, rate: float) -> Checking:
-    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, folder, "f", Tally())
+    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, Catalog(folder / "catalog.sqlite"), "f", Tally())
 
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> None:
@@ -113,18 +114,22 @@ def test_checks_count_once_give_an_interval_and_keep_a_wrong_donor_from_its_text
     assert (again.provenance, again.donor_response) == ("text:exact", "its own")
 
 
-def test_what_was_found_wrong_is_known_after_a_crash(tmp_path: Path) -> None:
+def test_what_was_found_wrong_is_known_after_a_crash_and_to_other_processes(tmp_path: Path) -> None:
     bench = plain(tmp_path)
     bench.ask("color")
     bench.ask("size")
     assert bench.cache.checked(bench.look("color~0.95").hit_id, False)
     assert bench.cache.report_wrong(bench.look("size~0.95").hit_id)
-    crashed = bench.cache
+    first = bench.cache
     bench.open()  # which closes nothing
     assert bench.look("color").hit
     assert not bench.look("color~0.95").hit
     assert not bench.look("size~0.95").hit
-    crashed.close()
+    bench.ask("form")
+    assert bench.cache.report_wrong(bench.look("form~0.95").hit_id)
+    bench.cache.close()
+    bench.cache = first
+    assert not bench.look("form~0.95").hit, "another process has heard of it"
 
 
 def test_a_policy_that_fails_ends_neither_a_request_nor_the_cache(tmp_path: Path, monkeypatch: Any) -> None:

@@ -148,7 +148,7 @@ class SemanticCache:
             self._decider,
             same_answer or (same_text if encoder is None else SameMeaning(encoder)),
             lambda entry_id: self.invalidate(entry_id=entry_id),
-            config.cache_dir,
+            self._catalog,
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
@@ -313,9 +313,12 @@ class SemanticCache:
         old.
 
         Raises:
-            StoreError: the entry could not be removed.
+            StoreError: that could not be noted, or the entry not be removed.
         """
-        return self._checking.report_wrong(hit_id)
+        try:
+            return self._checking.report_wrong(hit_id)
+        except sqlite3.Error as error:
+            raise StoreError(f"catalog {self._catalog.path}: {error}") from error
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

@@ -363,7 +363,7 @@ class Operations:
         return JSONResponse({"count": count, "dry_run": dry_run})
 
     async def wrong(self, request: Request) -> Response:
-        """Body: ``id`` of a hit. Its answer, and the donor of an approximate one, are removed."""
+        """Body: ``id`` of a hit. Its answer is removed; the donor of an approximate one is reported."""
         number = (await _body(request)).get("id")
         hit = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
         if hit is None:

@@ -238,7 +238,7 @@ class CacheClient:
             await self._guarded("semantic", self._records.run(None, _check, self.semantic, report, own, given))
 
     async def report_wrong(self, hit_id: str) -> None:
-        """A hit was wrong: its donor goes."""
+        """A hit was wrong: see `SemanticCache.report_wrong`."""
         if self.semantic is not None and hit_id:
             await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
 

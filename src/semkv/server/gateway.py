@@ -554,7 +554,7 @@ class Gateway:
     # -- operators ----------------------------------------------------------------------------------------------
 
     async def wrong(self, hit: Hit) -> int:
-        """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one."""
+        """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one is reported."""
         if hit.tier != EXACT:
             await self.cache.report_wrong(hit.hit_id)
         return await self.cache.invalidate(Selector(key=hit.response.key), dry_run=False)

@@ -27,6 +27,7 @@ _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, 
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
+_BARRED = 65_536  # pairs found wrong that are kept, the latest
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
 created, last_hit, hits FROM """  # noqa: S608 (our own words)
@@ -202,6 +203,18 @@ class Catalog:
     def hit(self, entry_id: str, now: float) -> None:
         """Count a hit on an entry at time ``now``, with the next write."""
         self.database.later(_COUNT_HIT, now, entry_id)
+
+    def bar(self, pair: str, entry_id: str) -> int:
+        """Note that an entry was wrong for a text, which ``pair`` names together with it. Returns for how many texts it
+        was."""
+        with self.database.write() as db:
+            db.execute("INSERT OR REPLACE INTO barred VALUES (?, ?)", (pair, entry_id))
+            db.execute("DELETE FROM barred WHERE rowid<=(SELECT MAX(rowid) FROM barred)-?", (_BARRED,))
+            return int(db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,)).fetchone()[0])
+
+    def is_barred(self, pair: str) -> bool:
+        """Whether an entry was wrong for a text."""
+        return bool(self.database.rows("SELECT 1 FROM barred WHERE pair=?", pair))
 
     def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
         excess = len(self) - self.max_entries

@@ -91,11 +91,14 @@ INSERT INTO invalidations VALUES (:now, '{"key": ""}');
 
 
 # Files of earlier versions are without these tables, and had two of what contexts said. `shared` has a row where a file
-# shares entries with others: how far those are read. `removals` are what they have not heard of.
+# shares entries with others: how far those are read. `removals` are what they have not heard of. `barred` are the texts
+# that an entry does not answer.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS barred (pair TEXT NOT NULL UNIQUE, entry TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS barred_entry ON barred (entry)",
     "DROP TABLE IF EXISTS sentences",
     "DROP TABLE IF EXISTS contexts",
 )

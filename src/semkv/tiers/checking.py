@@ -12,13 +12,13 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from semkv.encoders.text import at_unit_length
 from semkv.guards import veto
 from semkv.keys import digest, normalise
+from semkv.stores.catalog import Catalog
 from semkv.stores.files import replace_text
 from semkv.tiers import Latest, Tally
 from semkv.tiers.policies import Decider, Decision
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 FORMAT = 1  # of what is kept
 FILE = "policy.json"
 _OPEN_HITS = 65_536
-_BARRED = 65_536
 _BARRED_MOST = 2  # a donor found wrong for so many texts is removed
 _SAVE_AFTER = 256  # outcomes between two writes of what was learned
 _SHORT = 6  # words up to which answers are compared as strings
@@ -99,8 +98,9 @@ class _OpenHit(NamedTuple):
 class Checking:
     """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
 
-    The last two are kept in ``folder``, for scores of the encoder with this ``fingerprint``. Any thread may call any
-    method. ``rate`` is the share of approximate hits in the random sample; ``remove`` deletes an entry, by its id.
+    Pairs are kept in the ``catalog``, for all processes; what the policy learned in a file beside it, for scores of the
+    encoder with this ``fingerprint``. Any thread may call any method. ``rate`` is the share of approximate hits in the
+    random sample; ``remove`` deletes an entry, by its id.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Checking:
         decider: Decider,
         same: Comparator,
         remove: Callable[[str], object],
-        folder: Path,
+        catalog: Catalog,
         fingerprint: str,
         tally: Tally,
     ) -> None:
         self._rate, self._decider, self._same, self._remove = rate, decider, same, remove
-        self._file, self._fingerprint, self._tally = folder / FILE, fingerprint, tally
+        self._catalog, self._fingerprint, self._tally = catalog, fingerprint, tally
+        self._file = catalog.path.with_name(FILE)
         self._random = Random(0)  # noqa: S311
         self._open: Latest[str, _OpenHit] = Latest(_OPEN_HITS)
-        self._barred: Latest[str, str] = Latest(_BARRED)  # pair -> entry
         self._lock = threading.Lock()
         self._outcomes = 0
         with tally.boundary("policy"):
@@ -144,20 +144,8 @@ class Checking:
             return hit is not None and hit.selected
 
     def blocked(self, request: Request, entry_id: str) -> bool:
-        """Whether a donor was found wrong for a request's text."""
-        if not self._barred:
-            return False
-        with self._lock:
-            return _pair_of(request, entry_id) in self._barred
-
-    def _block(self, hit: _OpenHit) -> int:
-        """Never let this donor answer this text again. Returns how many texts the donor is barred from."""
-        entry_id = hit.match.entry_id
-        with self._lock:
-            self._barred[hit.pair] = entry_id
-            count = sum(entry == entry_id for entry in self._barred.values())
-        self.save()  # now: it holds after a crash, too
-        return count
+        """Whether a donor was found wrong for a request's text, by this process or another."""
+        return self._catalog.is_barred(_pair_of(request, entry_id))
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
@@ -177,13 +165,15 @@ class Checking:
             self._tally.add("checked")
             self._tally.add("checked wrong", 0 if correct else 1)
         if hit.match.exactness is Exactness.APPROXIMATE:
-            if not correct:
-                self._block(hit)
+            with self._tally.boundary("catalog"):
+                if not correct:
+                    self._catalog.bar(hit.pair, hit.match.entry_id)
             self._observe(hit.match, correct=correct, served=hit.decision)
         return True
 
     def report_wrong(self, hit_id: str) -> bool:
-        """Take a user's word that an answer was wrong; whether the hit was open. Raises what ``remove`` raises."""
+        """Take a user's word that an answer was wrong; whether the hit was open. Raises what ``remove`` raises, and
+        `sqlite3.Error`."""
         with self._lock:
             hit = self._open.pop(hit_id, None)
         if hit is None:
@@ -192,7 +182,7 @@ class Checking:
         approximate = hit.match.exactness is Exactness.APPROXIMATE
         if approximate:
             self._observe(hit.match, correct=False, served=hit.decision)
-        if not approximate or self._block(hit) >= _BARRED_MOST:
+        if not approximate or self._catalog.bar(hit.pair, hit.match.entry_id) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
         return True
 
@@ -217,13 +207,11 @@ class Checking:
 
     def save(self) -> None:
         """Keep what was learned, where anything was; of several caches that share a folder, the last one's stays."""
-        with self._lock:
-            barred = dict(self._barred)
         policy = None
         with self._tally.boundary("decider"):
             policy = self._decider.state()
-        if policy is not None or barred:
-            body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy, "hits": {"barred": barred}}
+        if policy is not None:
+            body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy}
             with self._tally.boundary("policy"):
                 replace_text(self._file, json.dumps(body), private=True)
 
@@ -235,10 +223,8 @@ class Checking:
             return
         if body["format"] != FORMAT:
             raise ValueError(f"{self._file} is of another version")
-        if body["fingerprint"] == self._fingerprint:
-            self._barred.update({str(pair): str(entry) for pair, entry in body["hits"]["barred"].items()})
-            if body["policy"] is not None and self._decider.learns:
-                self._decider.restore(body["policy"])
+        if body["fingerprint"] == self._fingerprint and body["policy"] is not None and self._decider.learns:
+            self._decider.restore(body["policy"])
 
 
 def _pair_of(request: Request, entry_id: str) -> str:
