@@ -96,7 +96,13 @@ class Started:
     def __enter__(self) -> Started:
         wait_until(lambda: "startup complete" in self.log.read_text() or self._process.poll() is not None)
         (self.url,) = re.findall(r"http://[\d.:]+(?=: upstream)", self.log.read_text())
+        wait_until(lambda: self._listens() or self._process.poll() is not None)  # it says so a moment before it does
         return self
+
+    def _listens(self) -> bool:
+        there = httpx.URL(self.url)
+        with socket.socket() as line:
+            return line.connect_ex((there.host, there.port)) == 0
 
     def __exit__(self, *_: object) -> None:
         self.stop()
