@@ -168,6 +168,13 @@ def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Pat
         load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
 
 
+@pytest.mark.parametrize(("choices", "why"), [({"valid": "red"}, "its choices: valid"), ([1], "its choices")])
+def test_odd_choices_are_named(gqa_root: Path, tmp_path: Path, choices: object, why: str) -> None:
+    (gqa_root / "val_choices.json").write_text(json.dumps({"05515938": choices}), encoding="utf-8")
+    with pytest.raises(DatasetError, match=f"question 05515938, {why}: Input should be"):
+        load_samples("gqa", options(tmp_path, root=gqa_root))
+
+
 def test_gqa_root_and_image_root_from_the_environment(
     gqa_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from cyclopts import Parameter, validators
 
 from semkv.config import PolicyConfig, command_line
 from semkv.errors import ConfigError
+from semkv_lab.console import keep_apart, make_console, try_to_write, write_json
 from semkv_lab.settings import FLAT, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
 
 EXIT_FAILED = 1
@@ -89,7 +90,6 @@ sweep = command_line(
 @sweep.default
 def _sweep(*, flags: Annotated[SweepFlags, FLAT]) -> None:
     """A failed experiment is a row with its error. Ctrl-C leaves a log that --resume goes on with."""
-    from semkv_lab.console import make_console
     from semkv_lab.sweep import run_sweep
 
     if run_sweep(flags, make_console()):
@@ -278,14 +278,11 @@ def _bench_semantic(*, flags: Annotated[SemanticFlags | None, FLAT] = None) -> N
     flags = flags or SemanticFlags()
     _check_output(flags.out, pairs=flags.pairs, stream=flags.stream)
     from semkv_lab import semantic
-    from semkv_lab.console import make_console
 
     semantic.run(flags, make_console())
 
 
 def _write(found: dict[str, Any], out: Path | None) -> None:
-    from semkv_lab.console import write_json
-
     if out is None:
         print(json.dumps(found, indent=1))
     else:
@@ -294,8 +291,6 @@ def _write(found: dict[str, Any], out: Path | None) -> None:
 
 def _check_output(out: Path | None, **inputs: Path | None) -> None:
     """Fail before the work, not after it."""
-    from semkv_lab.console import keep_apart, try_to_write
-
     keep_apart({"--out": out}, inputs)
     if out is not None:
         try_to_write("--out", out)

@@ -143,8 +143,18 @@ class _Question:
     variant: str | None = None
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """A question's answers of its kind, and those that occur with its objects."""
+
+    __pydantic_config__ = ConfigDict(coerce_numbers_to_str=True)
+
+    valid: tuple[str, ...] = ()
+    plausible: tuple[str, ...] = ()
+
+
 def _sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
-    asked, choices = as_row(row, _Question, where), choices or {}
+    asked, allowed = as_row(row, _Question, where), as_row(choices or {}, _Choices, f"{where}, its choices")
     groups, types = asked.groups or {}, asked.types or {}
     entailed = re.findall(r"[\w-]+", asked.entailed) if isinstance(asked.entailed, str) else asked.entailed or []
     return Sample(
@@ -156,8 +166,8 @@ def _sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], 
         groups=tuple(text for name in ("global", "local") if (text := groups.get(name))),
         group=groups.get("global") or "",
         types=tuple(types.get(name) or "" for name in TYPES) if types else (),
-        valid=tuple(map(str, choices.get("valid", ()))),
-        plausible=tuple(map(str, choices.get("plausible", ()))),
+        valid=allowed.valid,
+        plausible=allowed.plausible,
         entailed=tuple(name for name in entailed if name != key),
         variant=asked.variant or "",
     )
