@@ -168,7 +168,8 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            found.unread.append(f"{name}: {file} cannot be used ({error})" + f"; {_REMEDY}" * (not file.exists()))
+            remedy = f"; {_REMEDY}" * (not database.is_filled(file))
+            found.unread.append(f"{name}: {file} cannot be used ({error}){remedy}")
 
 
 @contextmanager
@@ -281,7 +282,7 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
 
     for name, root in _block_stores(cache_dir):
         files, faults = list[str](), len(found.damaged)
-        if repair and not (root / INDEX).exists():
+        if repair and not database.is_filled(root / INDEX):
             found.unread += _begin_anew(root / INDEX, block_index.SCHEMA)
         with _noting(found, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
