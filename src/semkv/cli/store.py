@@ -244,6 +244,8 @@ def _export(
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
+    if (root / "secret").is_symlink():  # a gateway reads it all the same, and no answer is found without it
+        raise StoreError(f"{root / 'secret'} is a link, which export does not follow: put a copy in its place")
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
