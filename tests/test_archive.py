@@ -50,6 +50,9 @@ def test_entries_and_pictures_go_along_and_what_cannot_go_is_said(tmp_path: Path
     assert [s.items for s in after.stores if s.store == "media"] == [2]
     assert {path.stat().st_mode & 0o777 for path in new.iterdir()} == {0o700, 0o600}
     assert not list(tmp_path.rglob(".semkv-*"))
+    (used / "secret").symlink_to(file)
+    assert "is a link" in refused("export", str(tmp_path / "linked.tar"), "--cache-dir", str(used))
+    assert not (tmp_path / "linked.tar").exists()
 
 
 NAMES = ("../evil", "/etc/evil", "media/../../evil", "media/ab/c/d", "x", "kv/files/aa/b")

@@ -40,6 +40,11 @@ _IN_MEMORY = (
     "restarts), the latest hits that a gateway's dashboard shows, and what is being written now"
 )
 _PUT_ASIDE = f"{CATALOG}.damaged, which an engine or a gateway put aside (delete it)"
+_UNATTRIBUTED = (
+    "KV blocks and encoder outputs without a salt, or stored before files named their tenant; "
+    "what clients of a gateway asked with a cache_salt of their own"
+)
+_OF_GATEWAY = "KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)"
 _IMPORTING = ".semkv-import-"  # begins the name of a folder that is being unpacked
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
 
@@ -103,7 +108,7 @@ def _stats(
     """What a cache holds, by store, tenant and model."""
     from semkv.stores.maintenance import inspect
 
-    folder = _folder(cache_dir)
+    folder = cache_dir or default_cache_dir()
     names = None if tenant is None else _names(folder, tenant)
     found = inspect(folder, names, _salts(folder, names or ()))
     if tenant is not None:
@@ -148,7 +153,7 @@ def _verify(
 
     console = Console(stderr=True)
     watched = partial(track, console=console, transient=True, disable=not console.is_terminal)
-    found = check(_folder(cache_dir), repair=repair, watched=watched)
+    found = check(cache_dir or default_cache_dir(), repair=repair, watched=watched)
     deleted = found.counts["deleted"]
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
@@ -179,7 +184,7 @@ def _gc(
     """
     from semkv.stores.maintenance import collect
 
-    found = collect(_folder(cache_dir), max_age_days)
+    found = collect(cache_dir or default_cache_dir(), max_age_days)
     said = (
         "deleted: {kv} of KV, {fusion} of fusion states, {media} images, {entries} entries, {answers} answers, "
         "{strays} temporary files"
@@ -204,7 +209,7 @@ def _purge(
     """
     from semkv.stores.maintenance import purge as delete
 
-    folder = _folder(cache_dir)
+    folder = cache_dir or default_cache_dir()
     names = None if tenant is None else _names(folder, tenant)
     salts = _salts(folder, names) if names is not None and tag is None else None
     left = [_INVALIDATE]
@@ -234,11 +239,13 @@ def _export(
     from semkv.stores.database import Database
     from semkv.stores.files import described, matching, replacing
 
-    root = _folder(cache_dir)
+    root = cache_dir or default_cache_dir()
     if not (root / CATALOG).is_file():
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
+    if (root / "secret").is_symlink():  # a gateway reads it all the same, and no answer is found without it
+        raise StoreError(f"{root / 'secret'} is a link, which export does not follow: put a copy in its place")
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
@@ -274,7 +281,7 @@ def _import(
     from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder
 
-    root = _folder(cache_dir)
+    root = cache_dir or default_cache_dir()
     for left in root.glob(f"{_IMPORTING}*"):  # by an import that was killed
         shutil.rmtree(left, ignore_errors=True)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
@@ -363,17 +370,7 @@ def _salts(folder: Path, names: Sequence[str]) -> list[str | None]:
 
 def _unattributed(folder: Path) -> list[str]:
     """What is on the disk and not known to be a tenant's, for people."""
-    unattributed = [
-        "KV blocks and encoder outputs without a salt, or stored before files named their tenant",
-        "what clients of a gateway asked with a cache_salt of their own",
-    ]
-    if not _secret(folder):
-        unattributed.append("KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)")
-    return unattributed
-
-
-def _folder(given: Path | None) -> Path:
-    return given or default_cache_dir()
+    return [_UNATTRIBUTED, *[_OF_GATEWAY] * (not _secret(folder))]
 
 
 def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:

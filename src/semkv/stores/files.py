@@ -180,5 +180,5 @@ def delete_all(paths: Iterable[Path]) -> list[str]:
 
 
 def in_short(lines: Sequence[str]) -> str:
-    """The first of some lines, and how many there are."""
-    return lines[0] if len(lines) == 1 else f"{lines[0]}, and {len(lines) - 1} more"
+    """The first ten of some lines, and how many more there are."""
+    return "; ".join(lines[:10]) + f"; and {len(lines) - 10} more" * (len(lines) > 10)

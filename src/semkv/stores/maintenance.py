@@ -168,7 +168,8 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
         if database.is_useless(cause):
             found.damaged.append(f"{name}: {file} is damaged ({cause}); {_REMEDY}")
         else:
-            found.unread.append(f"{name}: {file} cannot be used ({error})" + f"; {_REMEDY}" * (not file.exists()))
+            remedy = f"; {_REMEDY}" * (not database.is_filled(file))
+            found.unread.append(f"{name}: {file} cannot be used ({error}){remedy}")
 
 
 @contextmanager
@@ -280,13 +281,14 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
         return bool(reason)
 
     for name, root in _block_stores(cache_dir):
-        look, files = Report({}), list[str]()
-        with _noting(look, name, root / INDEX), _index(root, whole=True) as db:
+        files, faults = list[str](), len(found.damaged)
+        if repair and not database.is_filled(root / INDEX):
+            found.unread += _begin_anew(root / INDEX, block_index.SCHEMA)
+        with _noting(found, name, root / INDEX), _index(root, whole=True) as db:
             files = block_index.file_ids(db, {}, committed=True)
-        if repair and (look.damaged or not (root / INDEX).exists()):
-            found.counts["deleted"] += len(look.damaged)
-            look.unread = _begin_anew(root / INDEX, block_index.SCHEMA)
-        found.damaged, found.unread = found.damaged + look.damaged, found.unread + look.unread
+        if repair and len(found.damaged) > faults:
+            found.counts["deleted"] += 1
+            found.unread += _begin_anew(root / INDEX, block_index.SCHEMA)
         damaged = [file for file in watched(files, name) if is_damaged(name, check_file(root, file))]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
@@ -423,8 +425,8 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         found.unread += look.unread
     stores = [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
 
-    def listed() -> list[list[Path]]:
-        return [_files(root, *_FORMS), *(_files(store, f"{FILES}/??/*") for store in stores)]
+    def listed() -> set[Path]:
+        return {*_files(root, *_FORMS), *(file for store in stores for file in _files(store, f"{FILES}/??/*"))}
 
     files = listed()
     found.unread += [
@@ -440,9 +442,8 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
             replay(folder, lambda response, since: True)
-        both = zip(files, listed(), strict=True)
-        files = [sorted({*before, *now}) for before, now in both]  # with what came meanwhile
-    found.counts["files"] = sum(len(some) if dry_run else _delete(some, found) for some in files)
+        files |= listed()  # what came meanwhile
+    found.counts["files"] = len(files) if dry_run else _delete(sorted(files), found)
 
 
 def purge_directory(root: Path) -> None:
