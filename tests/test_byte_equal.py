@@ -71,7 +71,7 @@ def test_the_semantic_tier_has_it_judged_as_similar(tmp_path: Path) -> None:
     assert bench.cache.should_check(report)
     assert bench.cache.checked(report.hit_id, False)
     assert not bench.look("What  color", "car").hit, "barred"
-    bench.cache._planner._decider = Refuses({})
+    bench.cache._planner._decider = Refuses()
     assert not bench.look("what color ", "car").hit
 
 

@@ -65,7 +65,7 @@ def test_answers_are_compared_as_strings_or_by_meaning(first: str, second: str, 
 
 
 def checking(folder: Path, rate: float) -> Checking:
-    return Checking(rate, FixedThreshold({}), same_text, pytest.fail, Catalog(folder / "catalog.sqlite"), "f", Tally())
+    return Checking(rate, FixedThreshold(), same_text, pytest.fail, Catalog(folder / "catalog.sqlite"), "f", Tally())
 
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> None:

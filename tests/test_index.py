@@ -200,10 +200,6 @@ class AgainstBruteForce(RuleBasedStateMachine):
         for item in gone:
             del self.table[item]
 
-    @rule(seed=st.integers(0, 9))
-    def add_again(self, seed: int) -> None:
-        self.index.extend(Row(item, "b", drawn(1, 4, seed)[0]) for item in list(self.table)[:5])
-
     @rule()
     def settle(self) -> None:
         settle(self.index)

@@ -72,7 +72,7 @@ def test_a_fault_is_no_hit(plain: Bench) -> None:
         def accept(self, *_: Any) -> Decision:
             raise RuntimeError("broken")
 
-    plain.cache._planner._decider = Broken({})
+    plain.cache._planner._decider = Broken()
     assert joined(plain, plain.request("color"), plain.request("color~0.95")) is None
     stats = plain.cache.stats()
     assert (stats.faults, stats.hits) == ({"join": 1}, {})

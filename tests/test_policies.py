@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_helpers import Bench
 from semkv.errors import ConfigError
 from semkv.tiers.bounded import Bounded
-from semkv.tiers.policies import Calibrated, Calibration, FixedThreshold, chance
+from semkv.tiers.policies import Calibrated, Calibration, chance
 from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, Score, TextSegment
 
 TIER = "semantic_text"
@@ -87,18 +87,16 @@ SCORE = st.floats(0.5, 1.0)
 
 @given(SCORE, SCORE, SCORE)
 def test_a_match_is_accepted_where_each_of_its_scores_would_be(text: float, image: float, other: float) -> None:
-    fixed = FixedThreshold({TIER: 0.8, "embedding:vision": 0.85, "embedding:other": 0.7})
+    policy = Calibrated(CURVE, frozenset([TIER, "embedding:other"]))
     scores = {TIER: text, "embedding:vision": image, "embedding:other": other}
-    for policy in (fixed, Calibrated(CURVE, frozenset([TIER]), fixed)):
-        (tier, least), *others = sorted(scores.items(), key=lambda score: score[1])
-        rests_on = tuple(Score(*score) for score in others)
-        whole = replace(match(least, tier=tier), others=rests_on)
-        alone = [policy.accept(asking(), DONOR, match(score, tier=name)).accept for name, score in scores.items()]
-        assert policy.accept(asking(), DONOR, whole).accept == all(alone)
+    (tier, least), *others = sorted(scores.items(), key=lambda score: score[1])
+    whole = replace(match(least, tier=tier), others=tuple(Score(*score) for score in others))
+    alone = [policy.accept(asking(), DONOR, match(score, tier=name)).accept for name, score in scores.items()]
+    assert policy.accept(asking(), DONOR, whole).accept == all(alone)
 
 
 def test_calibrated_weighs_the_wording() -> None:
-    policy = Calibrated(CURVE, frozenset([TIER]), FixedThreshold({}))
+    policy = Calibrated(CURVE, frozenset([TIER]))
     assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
     assert policy.accept(asking(), DONOR, replace(match(0.6), whole=False)).accept, "fitted on whole prompts"
 

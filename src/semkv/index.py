@@ -217,24 +217,17 @@ class VectorIndex:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """Add rows; an item that is already there keeps its first vector.
-
-        Raises:
-            ValueError: a vector has another length than ``dim``; nothing was added.
-        """
-        grouped: dict[str, dict[str, Vector]] = defaultdict(dict)
+        """Add rows; none of the items may be there already."""
+        grouped: dict[str, list[Row]] = defaultdict(list)
         for row in rows:
-            if row.vector.shape != (self.dim,):
-                raise ValueError(f"vector of shape {row.vector.shape} in an index of dimension {self.dim}")
-            grouped[row.partition].setdefault(row.item, row.vector)
+            grouped[row.partition].append(row)
         with self._lock:
             for name, members in grouped.items():
-                items = [item for item in members if item not in self._home]
-                if items:
-                    home = self._partitions.setdefault(name, Partition(self.dim))
-                    home.append(items, np.stack([members[item] for item in items]))
-                    self._home.update(dict.fromkeys(items, name))
-                    self._look_after(name)
+                items = [row.item for row in members]
+                home = self._partitions.setdefault(name, Partition(self.dim))
+                home.append(items, np.stack([row.vector for row in members]))
+                self._home.update(dict.fromkeys(items, name))
+                self._look_after(name)
 
     def remove(self, items: Iterable[str]) -> None:
         """Forget items; unknown ones are ignored. No search that ends after this finds one of them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Decision:
 
     Attributes:
         accept: whether the donor may be used.
-        reason: why, in a few words for the log.
+        reason: why, in a few words.
         risk: the chance of a wrong answer, where the policy knows one.
         check: check this hit at least with this chance.
         stake: the part of the budget that comes back when a check finds the answer right.
@@ -88,20 +88,10 @@ class Decider(Protocol):
 
 
 class FixedThreshold(Decider):
-    """Accepts a match whose score reaches the threshold of its tier.
-
-    Args:
-        thresholds: least cosine by status key (``semantic_text``, ``embedding:<layer>``); a tier that is not named
-            has none.
-    """
-
-    def __init__(self, thresholds: Mapping[str, float]) -> None:
-        self._thresholds = dict(thresholds)
+    """Accepts every match: a tier proposes none below its threshold."""
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
-        least = [(score.cosine, self._thresholds.get(score.tier, 0.0)) for score in match.scores]
-        reason = ", ".join(f"{cosine:.3f} against {threshold:.3f}" for cosine, threshold in least)
-        return Decision(all(cosine >= threshold for cosine, threshold in least), reason)
+        return Decision(True)
 
 
 def features(score: float, wording: tuple[float, float, float] | None) -> tuple[float, ...]:
@@ -185,22 +175,18 @@ class Calibration:
 class Calibrated(Decider):
     """Accepts a match whose chance of a wrong answer is at most the calibration's limit.
 
-    Of a match that rests on several scores each is judged. ``tiers`` are the status keys whose scores are cosines of
-    the calibrated encoder; ``otherwise`` judges the other tiers, and matches of a leading part.
+    ``tiers`` are the status keys whose scores are cosines of the calibrated encoder. Of other tiers, and of matches of
+    a leading part, their own threshold is enough.
     """
 
-    def __init__(self, calibration: Calibration, tiers: frozenset[str], otherwise: Decider) -> None:
-        self._calibration, self._tiers, self._otherwise = calibration, tiers, otherwise
+    def __init__(self, calibration: Calibration, tiers: frozenset[str]) -> None:
+        self._calibration, self._tiers = calibration, tiers
         self.floor = calibration.least
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         own = [score.cosine for score in match.scores if match.whole and score.tier in self._tiers]
-        if others := [score for score in match.scores if not match.whole or score.tier not in self._tiers]:
-            first, *more = others
-            theirs = replace(match, tier=first.tier, score=first.cosine, others=tuple(more))
-            decision = self._otherwise.accept(request, donor, theirs)
-            if not own or not decision.accept:
-                return decision
+        if not own:
+            return Decision(True)
         risk = self._calibration.risk(min(own), match.wording)
         reason = f"risk {risk:.4f} against {self._calibration.limit:.4f}"
         return Decision(risk <= self._calibration.limit, reason, risk)
@@ -215,10 +201,8 @@ def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
     if plug.is_path(config.policy):
         own: Decider = plug.require("--policy", plug.load("--policy", config.policy, config), Decider, config.policy)
         return own
-    layers = {f"embedding:{layer.name}": layer.threshold for layer in config.embedding_layers}
-    fixed = FixedThreshold({"semantic_text": config.similarity_threshold, **layers})
     if config.policy is PolicyName.FIXED:
-        return fixed
+        return FixedThreshold()
     prompt = ["embedding:prompt"] if config.embedding_hook in _PROMPT_HOOKS else []
     tiers = frozenset(["semantic_text", *prompt])
     calibration = None if config.calibration is None else Calibration.load(config.calibration)
@@ -234,4 +218,4 @@ def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
 
         return Bounded(config.max_error_rate, calibration, tiers)
     assert calibration is not None  # CacheConfig holds it
-    return Calibrated(calibration, tiers, fixed)
+    return Calibrated(calibration, tiers)
