@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
+from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
 from semkv.tiers import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
@@ -164,6 +166,25 @@ def test_a_report_removes_an_exact_entry_and_tightens_an_approximate_one(tmp_pat
     assert not bench.look("color").hit
     assert not bench.cache.report_wrong("unknown")
     assert bench.cache.stats().reported_wrong == 3
+
+
+def test_a_report_that_cannot_be_noted_is_an_error_and_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = plain(tmp_path)
+    bench.ask("color")
+    hit = bench.look("color~0.95").hit_id
+
+    def full(*_: object) -> int:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.cache._catalog, "bar", full)
+        with pytest.raises(StoreError, match="full"):
+            bench.cache.report_wrong(hit)
+    assert bench.cache.report_wrong(hit)
+    assert not bench.look("color~0.95").hit
+    assert bench.cache.stats().reported_wrong == 1
 
 
 def answered(bench: Bench, report: ReuseReport, *, right: bool = True) -> None:

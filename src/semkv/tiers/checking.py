@@ -173,17 +173,20 @@ class Checking:
 
     def report_wrong(self, hit_id: str) -> bool:
         """Take a user's word that an answer was wrong; whether the hit was open. Raises what ``remove`` raises, and
-        `sqlite3.Error`."""
+        `sqlite3.Error`; then the hit stays open."""
         with self._lock:
-            hit = self._open.pop(hit_id, None)
+            hit = self._open.get(hit_id)
         if hit is None:
             return False
-        self._tally.add("reported wrong")
         approximate = hit.match.exactness is Exactness.APPROXIMATE
-        if approximate:
-            self._observe(hit.match, correct=False, served=hit.decision)
         if not approximate or self._catalog.bar(hit.pair, hit.match.entry_id) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
+        with self._lock:
+            if self._open.pop(hit_id, None) is None:  # reported twice at once
+                return False
+        self._tally.add("reported wrong")
+        if approximate:
+            self._observe(hit.match, correct=False, served=hit.decision)
         return True
 
     def learn(self, report: ReuseReport, response: str) -> None:
