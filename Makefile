@@ -15,6 +15,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
 EXTRAS := $(DEVICE),encoders,otel,server,redis,dev
+PARTS := gateway guards stores vllm
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt
@@ -29,13 +30,14 @@ endif
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-$(STAMP): pyproject.toml packages/lab/pyproject.toml constraints-$(DEVICE).txt overrides-cpu.txt src/semkv_torchvision_shim.py
+$(STAMP): pyproject.toml $(wildcard packages/*/pyproject.toml) constraints-$(DEVICE).txt overrides-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "semkv needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
-		--reinstall-package semkv --reinstall-package semkv-lab --editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas]'
+		$(foreach part,semkv semkv-lab $(PARTS:%=semkv-%),--reinstall-package $(part)) \
+		--editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas]' $(PARTS:%=--editable packages/%)
 ifeq ($(DEVICE),cpu)
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
 endif

@@ -68,7 +68,7 @@ class Bench:
         from vllm import LLM
         from vllm.config import ECTransferConfig
 
-        from semkv.connectors import register
+        from semkv_vllm import register
 
         register()  # installed, vLLM finds the connector by itself
         self.engine, self.folder, self.prompt_tokens = spec["engine"], folder, 0

@@ -84,7 +84,7 @@ class Runner:
         from vllm.config import ECTransferConfig, KVTransferConfig
         from vllm.platforms import current_platform
 
-        from semkv.connectors import register
+        from semkv_vllm import register
 
         register()  # installed, vLLM finds the connectors by itself
         register_loader()
@@ -142,7 +142,7 @@ class Runner:
     def ask(self, sample: int, sibling: bool, skip_kv: bool) -> Answer:
         from vllm import SamplingParams
 
-        from semkv.connectors import read_outcome
+        from semkv_vllm import read_outcome
 
         params = SamplingParams(
             max_tokens=24 if self.text else 16, temperature=0.0, logprobs=5, ignore_eos=True, detokenize=False,

@@ -104,7 +104,7 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
     if name == "none":
         return None
     if name == "idle":
-        module = "semkv.connectors.kv"
+        module = "semkv_vllm.kv"
         return {"kv_connector": "IdleConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
     if name == "semkv":
         extra: dict[str, Any] = {"host_bytes": host, "break_even": False, "cache_dir": str(folder), "max_bytes": disk}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from semkv.cli import app
 from semkv.config import CacheConfig
-from semkv.connectors import ECSettings, KVSettings
-from semkv.server.settings import ServerSettings
+from semkv_gateway.settings import ServerSettings
 from semkv_lab.settings import RunSettings, SweepFlags
+from semkv_vllm import ECSettings, KVSettings
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = (CacheConfig, ServerSettings, KVSettings, ECSettings, RunSettings, SweepFlags)

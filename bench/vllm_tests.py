@@ -60,10 +60,10 @@ def exchange_ours() -> None:
     import vllm.v1.kv_offload.tiering.manager as tiering_manager
     import vllm.v1.kv_offload.tiering.spec as tiering_spec
 
-    from semkv.connectors import KVSettings
-    from semkv.connectors.kv import SemKVConnector
-    from semkv.connectors.shared import KVShared
-    from semkv.connectors.spec import SemKVManager, SemKVSpec, region_of
+    from semkv_vllm import KVSettings
+    from semkv_vllm.kv import SemKVConnector
+    from semkv_vllm.shared import KVShared
+    from semkv_vllm.spec import SemKVManager, SemKVSpec, region_of
 
     def shared() -> KVShared:
         return KVShared(KVSettings(Path(tempfile.mkdtemp())), None, None, dict)

@@ -11,8 +11,8 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from semkv import EnginePrompt, EngineResult, FusionEngine, MediaSegment, Status, TextSegment, model_fingerprint
 from semkv.engines import load_image
-from semkv.keys import weights_digest
 from semkv_lab.settings import RunSettings
+from semkv_stores.digests import weights_digest
 
 
 class LlavaEngine:

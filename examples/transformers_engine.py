@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from semkv import EnginePrompt, EngineResult, Status, TextSegment, model_fingerprint
-from semkv.keys import weights_digest
 from semkv_lab.settings import RunSettings
+from semkv_stores.digests import weights_digest
 
 
 class TransformersEngine:

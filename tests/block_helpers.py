@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from semkv.stores import block_index
-from semkv.stores.block_file import room
-from semkv.stores.blocks import BlockStore, Bounds
+from semkv_stores import block_index
+from semkv_stores.block_file import room
+from semkv_stores.blocks import BlockStore, Bounds
 
 ROW = 512
 LAYOUT = {"layers": [{"name": "layer0", "dtype": "bfloat16", "shape": [256]}], "block_size": 16}
@@ -106,7 +106,7 @@ def header(path: Path) -> dict[str, Any]:
 
 def rewrite(path: Path, **fields: Any) -> None:
     """Give a file another header, with a right checksum."""
-    from semkv.stores import block_file
+    from semkv_stores import block_file
 
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])

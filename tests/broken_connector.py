@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from semkv.connectors.kv import IdleConnector
+from semkv_vllm.kv import IdleConnector
 
 MARK = 11
 PROMISED = 64

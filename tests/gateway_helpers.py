@@ -29,9 +29,9 @@ import uvicorn
 from PIL import Image
 
 from scripted_upstream import Scripted
-from semkv.server.app import App, app_of
-from semkv.server.serve import Protocol
-from semkv.server.settings import ServerSettings
+from semkv_gateway.app import App, app_of
+from semkv_gateway.serve import Protocol
+from semkv_gateway.settings import ServerSettings
 
 ADMIN = "an admin key of sufficient length"
 SECRET = "a secret of sufficient length"
@@ -224,7 +224,7 @@ async def reached(ready: Callable[[], object]) -> None:
 def near_pair(folder: Path) -> Iterator[Pair]:
     """A gateway that answers near-repeats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
+        patch.setattr("semkv_gateway.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
         with Pair(folder, **NEAR) as pair:
             yield pair
 

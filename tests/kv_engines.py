@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import tiny_models
 import vllm_forks
-from semkv.connectors import ConnectorOutcome, disk_process, read_outcome
 from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, report, token_ids
+from semkv_vllm import ConnectorOutcome, disk_process, read_outcome
 
 __all__ = ["BLOCK", "Answer", "answered", "differs", "prompt", "report", "token_ids"]  # for tests
 

@@ -16,10 +16,10 @@ import pytest
 from command_line import invoke
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
-from semkv.stores.blocks import BlockStore
-from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import prepare
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
+from semkv_stores.blocks import BlockStore
+from semkv_stores.fusion import FusionState, FusionStore
 
 SECRET = b"a secret of the deployment"
 

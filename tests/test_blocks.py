@@ -39,10 +39,10 @@ from block_helpers import (
     value,
 )
 from semkv.errors import ConfigError, StoreError
-from semkv.stores import block_file, block_index, blocks
-from semkv.stores.block_file import PAGE, room
-from semkv.stores.blocks import Bounds
 from semkv.stores.maintenance import purge_directory
+from semkv_stores import block_file, block_index, blocks
+from semkv_stores.block_file import PAGE, room
+from semkv_stores.blocks import Bounds
 
 
 def test_only_new_blocks_are_stored(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_sweep_deletes_what_no_index_names_and_a_folder_that_cannot_be_read_en
         raise OSError(errno.EIO, "a bad disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr("semkv.stores.block_file.listed", listed)
+        patch.setattr("semkv_stores.block_file.listed", listed)
         assert store.sweep() == 0
     assert store.counters["errors"] == 1
     assert store.sweep() == 3

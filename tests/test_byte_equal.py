@@ -10,9 +10,9 @@ import pytest
 from cache_helpers import LAYERS, Bench
 from command_line import invoke
 from gateway_helpers import Pair, wait_until
-from semkv.server.settings import ServerSettings
 from semkv.tiers.policies import Decision, FixedThreshold
 from semkv.types import Exactness, Scope
+from semkv_gateway.settings import ServerSettings
 
 DOCUMENT = "The first sentence says one thing. The second says another."
 TYPED = DOCUMENT.replace(" ", "  ")
@@ -87,8 +87,8 @@ def test_the_flag_reaches_the_gateways_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], header: str
 ) -> None:
     given: list[ServerSettings] = []
-    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **__: given.append(settings))
-    monkeypatch.setattr("semkv.server.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
+    monkeypatch.setattr("semkv_gateway.serve.run_server", lambda settings, *_, **__: given.append(settings))
+    monkeypatch.setattr("semkv_gateway.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
     out = invoke(["serve", *flags])
     assert out.exit_code == 0, out.output
     chosen = {name: getattr(given[0], name) for name in ("normalised", "similarity_threshold", "policy")}

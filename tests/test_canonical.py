@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.keys import media_id
-from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise, loads
-from semkv.server.routes import ROUTES, Unkeyable
 from semkv.stores.media import MediaStore
 from semkv.types import Plan
+from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
+from semkv_gateway.routes import ROUTES, Unkeyable
 
 SECRET = b"s" * 32
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

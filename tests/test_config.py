@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import invoke
-from semkv.config import PRESETS, CacheConfig, Environment, _declared, parse
-from semkv.connectors import KVSettings, read_settings
+from semkv.command_line import Environment, parse
+from semkv.config import PRESETS, CacheConfig, _declared
 from semkv.errors import ConfigError
-from semkv.server.settings import ServerSettings, secret_of
 from semkv.types import CacheMode, EmbeddingLayer, PolicyName
+from semkv_gateway.settings import ServerSettings, secret_of
 from semkv_lab.settings import resolve
+from semkv_vllm import KVSettings, read_settings
 
 PROMPT = EmbeddingLayer("prompt", 384, 0.8)
 SECRET = "a secret of sufficient length"
@@ -76,7 +77,7 @@ def test_a_variable_that_is_no_flag_is_named_without_its_value(name: str) -> Non
 
 def test_every_flag_of_the_command_may_be_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr("semkv.server.serve.run_server", lambda *_, **more: started.append(more))
+    monkeypatch.setattr("semkv_gateway.serve.run_server", lambda *_, **more: started.append(more))
     for name, value in {"HOST": "::1", "PORT": "81", "WORKERS": "2"}.items():
         monkeypatch.setenv(f"SEMKV_{name}", value)
     assert invoke(["serve"]).exit_code == 0
@@ -86,7 +87,7 @@ def test_every_flag_of_the_command_may_be_a_variable(monkeypatch: pytest.MonkeyP
 def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
     """The settings that ``semkv serve`` makes of its flags."""
     found: list[ServerSettings] = []
-    monkeypatch.setattr("semkv.server.serve.run_server", lambda settings, *_, **more: found.append(settings))
+    monkeypatch.setattr("semkv_gateway.serve.run_server", lambda settings, *_, **more: found.append(settings))
     assert invoke(["serve", *flags]).exit_code == 0
     return found[0]
 
@@ -135,7 +136,7 @@ class TestFile:
         (text,) = re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         started: list[Any] = []
         monkeypatch.setattr(
-            "semkv.server.serve.run_server", lambda settings, *_, **more: started.append((settings, more))
+            "semkv_gateway.serve.run_server", lambda settings, *_, **more: started.append((settings, more))
         )
         assert invoke(["serve", "--config", write(text)]).output == ""
         ((settings, more),) = started

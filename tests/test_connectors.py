@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+import semkv_vllm as connectors
 import tiny_models
 from kv_engines import BLOCK, SKIP, CachedEngine, answer, full_blocks, in_child
 from maintenance_helpers import purge
-from semkv import connectors
-from semkv.connectors import ConnectorOutcome, ECSettings, KVSettings, identity, read_outcome, read_settings
-from semkv.connectors.shared import BreakEven
 from semkv.errors import ConfigError
-from semkv.keys import digest
-from semkv.stores.block_file import tenant_tag
-from semkv.stores.blocks import BlockStore
-from semkv.stores.fusion import FusionState, FusionStore
 from semkv.stores.maintenance import purge as purge_from_here
+from semkv_stores.block_file import tenant_tag
+from semkv_stores.blocks import BlockStore
+from semkv_stores.digests import digest
+from semkv_stores.fusion import FusionState, FusionStore
+from semkv_vllm import ConnectorOutcome, ECSettings, KVSettings, identity, read_outcome, read_settings
+from semkv_vllm.shared import BreakEven
 
 pytestmark = pytest.mark.engine
 
@@ -110,7 +110,7 @@ class TestEngine:
     def test_what_is_on_its_way_during_a_purge_is_not_kept(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from semkv.connectors.spec import CPUWorker
+        from semkv_vllm.spec import CPUWorker
 
         prompt = engine.prompt("on its way", picture=9, salt="leaves")
         with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ class TestEngine:
         cold = engine.store(prompt)
         (tier,) = engine.connector.manager.secondary_tiers
         with monkeypatch.context() as patch:
-            patch.setattr("semkv.connectors.disk_process._SILENT_S", 0.5)
+            patch.setattr("semkv_vllm.disk_process._SILENT_S", 0.5)
             errors = engine.counts()["errors"]
             os.kill(tier._disk._process.pid, how)
             assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
@@ -246,7 +246,7 @@ class TestEngine:
     def test_a_connector_that_has_too_little_memory_stays_idle(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
     ) -> None:
-        from semkv.connectors import kv
+        from semkv_vllm import kv
 
         def agreed(*args: Any) -> tuple[int, bool]:
             if "fewer" in why:
@@ -262,7 +262,7 @@ class TestEngine:
     def test_capture_and_inject_by_hand(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
 
-        from semkv.connectors.adapter import KVAdapter
+        from semkv_vllm.adapter import KVAdapter
 
         adapter, prompt = KVAdapter(engine.llm), engine.prompt("by hand", picture=22)
         (cold,) = engine.run(prompt)
@@ -307,7 +307,7 @@ class TestEngine:
         """Other weights follow: neither KV nor encoder outputs are served; what another engine stored stays its own."""
         from vllm import SamplingParams
 
-        from semkv.connectors.adapter import KVAdapter
+        from semkv_vllm.adapter import KVAdapter
 
         mine, yours = (engine.prompt("weights", picture=picture) for picture in pictures)
         adapter = KVAdapter(engine.llm)
@@ -411,8 +411,8 @@ def test_kv_events_tell_what_is_on_the_disk(
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved
 
-    monkeypatch.setattr("semkv.connectors.tier._LOOK_S", 0.0)
-    monkeypatch.setattr("semkv.connectors.tier._LOOKS", 1)
+    monkeypatch.setattr("semkv_vllm.tier._LOOK_S", 0.0)
+    monkeypatch.setattr("semkv_vllm.tier._LOOKS", 1)
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     with CachedEngine(checkpoint("opt"), tmp_path, {"max_blocks": 4}, kv_events_config=events) as engine:
         told, take = set[Any](), engine.connector.take_events
@@ -488,7 +488,7 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
     from vllm import LLM, SamplingParams
 
-    from semkv.connectors.spec import region_of
+    from semkv_vllm.spec import region_of
 
     llm = LLM(
         model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
@@ -549,7 +549,7 @@ def test_an_older_vllm_is_named_with_the_floor(
 
 
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:
-    from semkv.connectors.spec import agreed_host_bytes
+    from semkv_vllm.spec import agreed_host_bytes
 
     assert agreed_host_bytes("engine", 1 << 20, tmp_path) == (1 << 20, True)
     assert agreed_host_bytes("engine", 1 << 30, tmp_path) == (1 << 20, False)
@@ -559,7 +559,7 @@ def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> 
 
 def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:
     """Also one that could not be sent, and is followed by another at once."""
-    from semkv.connectors.disk_process import DiskProcess
+    from semkv_vllm.disk_process import DiskProcess
 
     store, memory = BlockStore(tmp_path, "kv"), os.memfd_create("rows")
     os.ftruncate(memory, 4 * 64)
@@ -622,7 +622,7 @@ def test_encoder_outputs_that_wait_are_bounded_and_one_that_fails_stops_none(
 ) -> None:
     import torch
 
-    from semkv.connectors import ec
+    from semkv_vllm import ec
 
     blocks, gate, done = BlockStore(tmp_path, "fusion"), threading.Event(), []
 
@@ -681,7 +681,7 @@ def media(name: str, salt: str | None, identifier: str = "cat.jpg") -> SimpleNam
 
 
 def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
-    from semkv.connectors.ec import ECScheduler
+    from semkv_vllm.ec import ECScheduler
 
     store = FusionStore.open(tmp_path, "ns")
     ec = ECScheduler(store.blocks, "ns", tmp_path)
@@ -713,7 +713,7 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     """Without another picture: neither what is on disk, nor what is on its way there."""
     import torch
 
-    from semkv.connectors.ec import ECScheduler, ECWorker
+    from semkv_vllm.ec import ECScheduler, ECWorker
 
     planned: dict[str, ECScheduler] = {}
     workers: dict[str, ECWorker] = {}

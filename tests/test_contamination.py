@@ -17,9 +17,9 @@ from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, get_preset
 from semkv.engines import EnginePrompt
-from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
 from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
+from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 from vllm_forks import quicken
 
 pytestmark = pytest.mark.engine

@@ -14,9 +14,10 @@ import pytest
 
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import CATALOG, Database
 from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.tables import CACHE, CATALOG
+from semkv_stores.database import Database
 from test_catalog import id_of, record
 
 
@@ -48,7 +49,7 @@ def test_who_has_a_purged_database_open_hears_of_it_and_goes_on(tmp_path: Path) 
         responses.put(response(f"a{number}", b"x" * 10_000))
     assert other.changed()
     before, cursor = other.vectors(["text@1"], 0, 1000)[-1], responses.news("").cursor
-    Database(path, anew=True).close()
+    Database(path, schema=CACHE, anew=True).close()
     assert other.changed()
     assert other.find("shared") == []
     assert responses.usage() == (0, 0)
@@ -62,7 +63,7 @@ def test_who_has_a_purged_database_open_hears_of_it_and_goes_on(tmp_path: Path) 
 
 
 def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path: Path) -> None:
-    database = Database(tmp_path / "cache" / CATALOG)
+    database = Database(tmp_path / "cache" / CATALOG, schema=CACHE)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     for _ in range(2):
         with pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"), database.write():

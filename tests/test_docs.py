@@ -27,8 +27,8 @@ from gateway_helpers import Served, wait_until
 from ports import free_port
 from redis_server import RedisServer
 from scripted_upstream import Scripted
-from semkv.server import Middleware
-from semkv.server.settings import ServerSettings
+from semkv_gateway import Middleware
+from semkv_gateway.settings import ServerSettings
 from semkv_lab.sweep import read_spec
 from vllm_forks import prepare
 from vllm_server import MODULE, VllmServer

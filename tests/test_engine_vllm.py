@@ -13,9 +13,9 @@ import pytest
 import tiny_models
 from semkv import keys
 from semkv.engines import EnginePrompt
-from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Role, Segment, Status, TextSegment
+from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 from vllm_forks import quicken
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ import pytest
 
 from block_helpers import files
 from semkv.errors import CorruptValue
-from semkv.stores.fusion import FusionState, FusionStore
+from semkv_stores.fusion import FusionState, FusionStore
 
 
 def state(key: str = "picture", tokens: int = 6, seed: int = 0) -> FusionState:

@@ -15,9 +15,9 @@ import redis
 
 from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, kind, numbers, wait_until
 from redis_server import RedisServer
-from semkv.server.tenancy import named_tenant
 from semkv.stores.maintenance import purge
 from semkv.stores.responses import Selector
+from semkv.tenants import named_tenant
 
 
 class Settled(Pair):

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import semkv_guards as guards
 from growth import assert_linear
-from semkv import guards
-from semkv.guards import REASONS, Language, no_veto, veto, wording
-from semkv.guards.language import languages
-from semkv.guards.quantities import differ
-from semkv.guards.text import Text
-from semkv.keys import LITERAL
+from semkv_guards import REASONS, Language, no_veto, veto, wording
+from semkv_guards.language import languages
+from semkv_guards.normalise import LITERAL
+from semkv_guards.quantities import differ
+from semkv_guards.text import Text
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 
@@ -169,7 +169,7 @@ def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pyt
     english = (Path(guards.__file__).parent / "words" / "en.toml").read_text(encoding="utf-8")
     (tmp_path / "en.toml").write_text(english, encoding="utf-8")
     (tmp_path / "de.toml").write_text(f'telling = "ich der das ist wie wer"\n{GERMAN_FILE}', encoding="utf-8")
-    monkeypatch.setattr("semkv.guards.language.WORDS", tmp_path)
+    monkeypatch.setattr("semkv_guards.language.WORDS", tmp_path)
     languages.cache_clear()
     try:
         for a, b, reason in GERMAN:

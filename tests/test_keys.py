@@ -10,8 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from growth import assert_linear
-from semkv.keys import LITERAL, Keyed, digest, normalise, weights_digest
+from semkv.keys import Keyed
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
+from semkv_guards.normalise import LITERAL, normalise
+from semkv_stores.digests import digest, weights_digest
 
 
 def test_a_digest_tells_where_a_part_ends() -> None:

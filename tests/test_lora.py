@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, full_blocks
-from semkv.connectors import read_outcome
+from semkv_vllm import read_outcome
 from tiny_models import Checkpoint
 
 
@@ -40,7 +40,7 @@ def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, 
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from semkv.connectors.adapter import KVAdapter
+    from semkv_vllm.adapter import KVAdapter
 
     model = checkpoint("opt")
     path, params = tmp_path / "adapter", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import tiny_models
-from semkv.connectors import identity
-from semkv.connectors.identity import Adapters
-from semkv.connectors.kv import describe
-from semkv.stores.block_file import tenant_tag
+from semkv_stores.block_file import tenant_tag
+from semkv_vllm import identity
+from semkv_vllm.identity import Adapters
+from semkv_vllm.kv import describe
 
 pytestmark = pytest.mark.engine
 BLOCK = 32

@@ -197,7 +197,7 @@ def test_where_few_find_anything_a_lookup_behind_many_is_left_out(
     pair: Pair, answered: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups = pair.semantic.stats().lookups
-    monkeypatch.setattr("semkv.server.cache_client._UNLIKELY", -1)
+    monkeypatch.setattr("semkv_gateway.cache_client._UNLIKELY", -1)
     pair.app.gateway.cache.found_share = 0.0
     assert pair.post(OTHER, headers=answered).headers["x-semkv"] == "miss"
     assert pair.semantic.stats().lookups == lookups

@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 from semkv.encoders import VisionHook, vision
 from semkv.encoders.vision import read_picture
 from semkv.engines import MediaError, load_image
-from semkv.guards.pictures import LIMIT, difference
 from semkv.keys import media_id
+from semkv.pictures import LIMIT, difference
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 from vllm_forks import prepare
 

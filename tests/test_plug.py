@@ -31,10 +31,10 @@ from semkv import (
     TextSegment,
     media_id,
 )
-from semkv.engines.scripted import ScriptedEngine
 from semkv.index import Neighbour, Row
 from semkv.stores.responses import MemoryStore, StoredResponse, open_store
 from semkv.tiers.policies import build_policy
+from semkv_lab.scripted_engine import ScriptedEngine
 from semkv_lab.settings import RunSettings, resolve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -17,9 +17,9 @@ import pytest
 from block_helpers import file_ids, files, open_store, save, served, totals
 from maintenance_helpers import purge
 from other_process import Other, obey
-from semkv.stores import block_file, block_index
-from semkv.stores.block_file import is_store
 from semkv.stores.maintenance import purge_directory
+from semkv_stores import block_file, block_index
+from semkv_stores.block_file import is_store
 
 
 def _serve(cache: Path, pipe: Connection) -> None:

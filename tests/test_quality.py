@@ -15,7 +15,7 @@ from cache_helpers import WrittenEncoder
 from semkv.cli import run
 from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
-from semkv.guards import no_veto
+from semkv_guards import no_veto
 from semkv_lab.caches import Played, SemKV, ask_pair, pair_area, play
 from semkv_lab.labels import Asked, Pair, clusters, fit, zipf
 from semkv_lab.samples import read_rows

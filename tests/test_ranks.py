@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, in_child
-from semkv.connectors import read_outcome
 from semkv.stores.maintenance import purge_directory
+from semkv_vllm import read_outcome
 from tiny_models import Checkpoint
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from gateway_helpers import Held
 from semkv.errors import ConfigError, StoreError
-from semkv.server.routes import ROUTES
 from semkv.stores.responses import MemoryStore, Selector, SteadyClock, open_store
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.response import Lifetime, ResponseCache, parse_rule
+from semkv_gateway.response_cache import Lifetime, ResponseCache, parse_rule
+from semkv_gateway.routes import ROUTES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from semkv.errors import StoreError
 from semkv.stores.responses import Selector, StoredResponse, ahead
 from semkv.stores.responses.ahead import AheadLog, records
 from semkv.stores.responses.sqlite import SqliteStore
-from semkv.tiers.response import ResponseCache
+from semkv_gateway.response_cache import ResponseCache
 from test_responses import GOOD, Asked, payload
 
 

@@ -17,13 +17,13 @@ from lab_helpers import quiet, record
 from semkv import keys
 from semkv.cache import CacheStats, SemanticCache
 from semkv.engines import EnginePrompt, EngineResult, MediaError, load_image
-from semkv.engines.scripted import ScriptedEngine
 from semkv.errors import ConfigError, DatasetError, EngineError
 from semkv.types import MediaSegment, Request, ReuseReport, Status, TextSegment
 from semkv_lab.console import figures, print_summary, sample_line
 from semkv_lab.metrics import Figures
 from semkv_lab.run import execute, run
 from semkv_lab.samples import ImageRef, Sample, SampleRecord
+from semkv_lab.scripted_engine import ScriptedEngine
 from semkv_lab.settings import RunSettings, resolve
 
 

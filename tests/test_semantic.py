@@ -12,7 +12,7 @@ import pytest
 
 from command_line import invoke
 from semkv.encoders.text import SentenceEncoder
-from semkv.guards import veto
+from semkv_guards import veto
 from semkv_lab import caches, semantic
 from semkv_lab.caches import play
 from semkv_lab.labels import KINDS, Asked, Pair

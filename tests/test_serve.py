@@ -26,9 +26,9 @@ from command_line import invoke
 from gateway_helpers import ADMIN, Pair, Served, Started, chat, kind, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
-from semkv.server import serve
-from semkv.server.metrics import FOLDER
-from semkv.server.serve import listening
+from semkv_gateway import serve
+from semkv_gateway.metrics import FOLDER
+from semkv_gateway.serve import listening
 
 KEY = {"Authorization": f"Bearer {ADMIN}"}
 

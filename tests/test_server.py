@@ -19,9 +19,9 @@ import openai
 import pytest
 
 from gateway_helpers import ADMIN, SECRET, Held, Pair, Served, beside, chat, kind, said, wait_until
-from semkv.server import Middleware
-from semkv.server.singleflight import InFlight, SingleFlight
-from semkv.server.sse import Assembler, Recorder
+from semkv_gateway import Middleware
+from semkv_gateway.singleflight import InFlight, SingleFlight
+from semkv_gateway.sse import Assembler, Recorder
 from test_server_attacks import Line, request
 
 

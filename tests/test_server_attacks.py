@@ -81,7 +81,7 @@ class TestBodies:
         assert pair.upstream.total == asked + 2, "it goes on as it came"
 
     def test_a_body_that_comes_too_slowly(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("semkv.server.http._BODY_S", 0.2)
+        monkeypatch.setattr("semkv_gateway.http._BODY_S", 0.2)
         asked, head = pair.upstream.total, request(b"{" + b" " * 99).removesuffix(b" " * 99)
         with Line(pair) as line, Line(pair) as trickle:
             trickle.send(head)
@@ -149,7 +149,7 @@ class TestHeads:
 
     @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost:", b"\r\n"])
     def test_a_connection_without_a_head_ends(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-        monkeypatch.setattr("semkv.server.serve._HEAD_S", 0.2)
+        monkeypatch.setattr("semkv_gateway.serve._HEAD_S", 0.2)
         monkeypatch.setattr(pair.front.server.config, "timeout_keep_alive", 0.2)
         with Line(pair) as line:
             assert line.send(begun).rest() == b""

@@ -16,8 +16,8 @@ from starlette.responses import HTMLResponse
 from gateway_helpers import ADMIN, Pair, Served, chat, kind, wait_until
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
-from semkv.server.serve import Protocol
-from semkv.server.settings import ServerSettings
+from semkv_gateway.serve import Protocol
+from semkv_gateway.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"

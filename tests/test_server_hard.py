@@ -34,7 +34,7 @@ from gateway_helpers import (
     wait_until,
 )
 from scripted_upstream import Scripted
-from semkv.stores.database import CATALOG
+from semkv.stores.tables import CATALOG
 
 
 def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_to_stop(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from gateway_helpers import ONE, OTHER, Pair, Served, Started, beside, chat, kind, later, near_pair, wait_until
 from scripted_upstream import Scripted
-from semkv.server import gateway
+from semkv_gateway import gateway
 
 
 @pytest.fixture(scope="module")

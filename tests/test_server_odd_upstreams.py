@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, kind, reached
-from semkv.server.app import app_of
-from semkv.server.http import AppUpstream, Call
-from semkv.server.settings import ServerSettings
-from semkv.server.sse import Splitter
+from semkv_gateway.app import app_of
+from semkv_gateway.http import AppUpstream, Call
+from semkv_gateway.settings import ServerSettings
+from semkv_gateway.sse import Splitter
 
 
 class Fixed:

@@ -14,8 +14,8 @@ import pytest
 
 from gateway_helpers import Pair, kind
 from scripted_routes import ROUTES as SCRIPTED
-from semkv.server.request_key import Deployment, canonicalise
-from semkv.server.routes import ROUTES, Unkeyable
+from semkv_gateway.request_key import Deployment, canonicalise
+from semkv_gateway.routes import ROUTES, Unkeyable
 from test_server_odd_upstreams import Odd
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from gateway_helpers import NEAR, ONE, OTHER, Pair, beside, chat, kind, picture, wait_until
-from semkv.server.tenancy import Client, Tenants
+from semkv_gateway.tenancy import Client, Tenants
 
 
 def sent(pair: Pair, path: str, raw: bytes, *, key: str, **headers: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def test_a_refused_key_reads_nothing_after_a_restart_until_it_is_accepted(tmp_pa
 def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("semkv.server.tenancy._GOOD_S", 0.2)
+    monkeypatch.setattr("semkv_gateway.tenancy._GOOD_S", 0.2)
     file = str(tmp_path / "shared.sqlite")
     with Pair(tmp_path, store=file) as one, Pair(tmp_path, store=file) as other:
         revoke(one)

@@ -18,8 +18,8 @@ import pytest
 
 from gateway_helpers import ADMIN, PATIENT, SECRET, Served, wait_until
 from semkv.encoders.text import DEFAULT_MODEL, resolve_model
-from semkv.server.app import app_of
-from semkv.server.settings import ServerSettings
+from semkv_gateway.app import app_of
+from semkv_gateway.settings import ServerSettings
 from vllm_forks import prepare
 from vllm_server import MODULE, VllmServer
 
@@ -42,7 +42,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     # An untrained model would fill an answer with blanks.
     plain = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     stock = VllmServer([*COMMAND, *tools, *plain], folder / "stock.log")
-    middleware = ["--middleware", "semkv.server.Middleware", "--api-key", "right"]
+    middleware = ["--middleware", "semkv_gateway.Middleware", "--api-key", "right"]
     inside = VllmServer([*COMMAND, *middleware], folder / "inside.log", **secrets)
     try:
         yield stock.ready(), inside.ready()

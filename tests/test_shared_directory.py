@@ -15,9 +15,9 @@ from gateway_helpers import NEAR, ONE, OTHER, Pair, wait_until
 from kv_engines import in_child
 from semkv.config import get_preset
 from semkv.engines import EnginePrompt
-from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
 from semkv.stores.maintenance import inspect, verify
 from semkv.types import Role, TextSegment
+from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 from vllm_forks import prepare
 
 

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 
 from block_helpers import ROW, file_ids, files, found, lose_index, open_store, restamp, rewrite, right, save, totals
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores import block_index
-from semkv.stores.block_file import BlockFile, room
-from semkv.stores.blocks import Bounds
 from semkv.stores.catalog import Catalog
-from semkv.stores.database import CATALOG
 from semkv.stores.maintenance import inspect, purge, purge_directory, verify
 from semkv.stores.responses import StoredResponse
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.tables import CATALOG
+from semkv_stores import block_index
+from semkv_stores.block_file import BlockFile, room
+from semkv_stores.blocks import Bounds
 from test_catalog import record
 
 PROCESSES = multiprocessing.get_context("forkserver")  # which has everything imported

@@ -12,42 +12,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from pathlib import PurePath
+from semkv_stores.errors import ConfigError, CorruptValue, EngineError, SemkvError, StoreError
 
-
-class SemkvError(Exception):
-    """Base of all errors raised by semkv."""
-
-
-class ConfigError(SemkvError):
-    """A setting is wrong.
-
-    Args:
-        key: the setting's name as the user typed it, such as ``--preset``.
-        value: what was given.
-        allowed: what would have been accepted, as a list of names or a sentence.
-    """
-
-    def __init__(self, key: str, value: object, allowed: str | Iterable[str]) -> None:
-        self.key, self.value = key, str(value) if isinstance(value, PurePath) else value
-        self.allowed = allowed if isinstance(allowed, str) else "one of " + ", ".join(sorted(allowed))
-        shown = re.sub("//.*@", "//", repr(self.value))  # without the name and password of a URL
-        super().__init__(f"{key}: {shown} is not allowed; expected {self.allowed}")
+__all__ = ["ConfigError", "CorruptValue", "DatasetError", "EngineError", "SemkvError", "StoreError"]
 
 
 class DatasetError(SemkvError):
     """A data file cannot be read. The message names the file and, where there is one, the line."""
-
-
-class EngineError(SemkvError):
-    """The inference engine could not be started, or failed on a request."""
-
-
-class StoreError(SemkvError):
-    """A store cannot be opened."""
-
-
-class CorruptValue(StoreError):  # noqa: N818
-    """A stored value failed its checksum, shape, dtype or version test."""

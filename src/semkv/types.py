@@ -211,7 +211,7 @@ class Match:
         score: cosine in [-1, 1] of what decided; 1.0 for an exact or normalised match.
         exactness: of the weakest substituted segment.
         whole: whether the donor's whole prompt matched, so that its answer can be used.
-        wording: how the words differ (`semkv.guards.Wording`); None where nobody asked.
+        wording: how the words differ (`semkv_guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
     """
 

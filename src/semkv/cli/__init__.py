@@ -11,12 +11,12 @@ from cyclopts import Group, Parameter
 from cyclopts.exceptions import CycloptsError
 
 from semkv import __version__
-from semkv.config import command_line, setting_error
+from semkv.command_line import command_line, setting_error
 from semkv.errors import SemkvError
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
-INSTALL_LAB = "from the repository, pip install ./packages/lab"
+INSTALL = "from the repository, pip install ./packages/"
 
 app = command_line(
     name="semkv",
@@ -29,8 +29,6 @@ SERVING = Group("Serving", sort_key=0)
 STORES = Group("Looking after a cache directory", sort_key=1)
 LAB = Group("Measuring", sort_key=2)
 
-app.command("semkv.cli.serve:serve", group=SERVING, help="Answer repeated requests in front of a server.")
-app.command("semkv.cli.serve:warm", group=SERVING, help="Send the prompts of a file through a gateway.")
 app.command("semkv.cli.store:stats", group=STORES, help="Show what a cache holds, by store, tenant and model.")
 app.command("semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum.")
 app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and anything too old.")
@@ -38,6 +36,10 @@ app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or the 
 app.command("semkv.cli.store:export", group=STORES, help="Write a cache into one file.")
 app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of an exported file.")
 
+_GATEWAY = {
+    "serve": "Answer repeated requests in front of a server.",
+    "warm": "Send the prompts of a file through a gateway.",
+}
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
     "demo": "Answer drawn visual questions three times, and compare.",
@@ -50,18 +52,23 @@ _LAB = {
 }
 
 
-def _missing(name: str) -> Callable[..., NoReturn]:
+def _missing(name: str, part: str) -> Callable[..., NoReturn]:
     def missing(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> NoReturn:
-        raise SemkvError(f"semkv {name} is part of semkv-lab, which is not installed: {INSTALL_LAB}")
+        raise SemkvError(f"semkv {name} is part of semkv-{part}, which is not installed: {INSTALL}{part}")
 
     return missing
 
 
-for _name, _help in _LAB.items():
-    if find_spec("semkv_lab"):
-        app.command(f"semkv_lab.cli:{_name.replace('-', '_')}", name=_name, group=LAB, help=_help)
-    else:
-        app.command(_missing(_name), name=_name, group=LAB, help=_help)
+def _add(part: str, commands: str, helps: dict[str, str], group: Group) -> None:
+    """The commands of a distribution. Where it is not installed, each says how to install it."""
+    installed = find_spec(commands.partition(".")[0]) is not None
+    for name, text in helps.items():
+        function = f"{commands}:{name.replace('-', '_')}"
+        app.command(function if installed else _missing(name, part), name=name, group=group, help=text)
+
+
+_add("gateway", "semkv_gateway.commands", _GATEWAY, SERVING)
+_add("lab", "semkv_lab.cli", _LAB, LAB)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter, validators
 from rich.filesize import decimal
 
-from semkv.config import command_line, default_cache_dir
+from semkv.command_line import command_line
 from semkv.errors import ConfigError, StoreError
-from semkv.stores.database import CATALOG
+from semkv.stores.tables import CACHE, CATALOG
+from semkv_stores.settings import default_cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -236,8 +237,8 @@ def _export(
     from rich.console import Console
     from rich.progress import track
 
-    from semkv.stores.database import Database
-    from semkv.stores.files import described, matching, replacing
+    from semkv_stores.database import Database
+    from semkv_stores.files import described, matching, replacing
 
     root = cache_dir or default_cache_dir()
     if not (root / CATALOG).is_file():
@@ -249,7 +250,7 @@ def _export(
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
-            with closing(Database(root / CATALOG, replace=False)) as database, database as db:
+            with closing(Database(root / CATALOG, schema=CACHE, replace=False)) as database, database as db:
                 db.execute("VACUUM INTO ?", (str(copy),))
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
             with replacing(file, private=True) as out, tarfile.open(fileobj=out, mode="w|") as archive:
@@ -278,8 +279,8 @@ def _import(
     from rich import progress
     from rich.console import Console
 
-    from semkv.stores.database import Database
     from semkv.stores.maintenance import make_cache_folder
+    from semkv_stores.database import Database
 
     root = cache_dir or default_cache_dir()
     for left in root.glob(f"{_IMPORTING}*"):  # by an import that was killed
@@ -295,7 +296,7 @@ def _import(
                 archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
-            with closing(Database(made / CATALOG, replace=False)) as database:
+            with closing(Database(made / CATALOG, schema=CACHE, replace=False)) as database:
                 database.check()
             for path in sorted(made.iterdir(), reverse=True):  # the database last
                 path.chmod(0o700 if path.is_dir() else 0o600)
@@ -346,7 +347,7 @@ def _secret(folder: Path) -> bytes:
 def _names(folder: Path, tenant: str) -> list[str]:
     """What a tenant is called in the stores: so, and as the gateway calls whom a trusted proxy calls so, where its
     secret can be had."""
-    from semkv.server.tenancy import named_tenant
+    from semkv.tenants import named_tenant
 
     try:
         tenant.encode()
@@ -361,7 +362,7 @@ def _salts(folder: Path, names: Sequence[str]) -> list[str | None]:
     """The values of ``cache_salt`` under which requests of a tenant reach vLLM: of a client that names it itself, of
     ``semkv run``, and where the gateway's secret can be had, of the gateway."""
     from semkv.engines import EnginePrompt
-    from semkv.server.tenancy import tenant_salt
+    from semkv.tenants import tenant_salt
 
     secret = _secret(folder)
     salts = [salt for name in names for salt in (name, EnginePrompt((), name).cache_salt)]

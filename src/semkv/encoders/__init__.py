@@ -28,8 +28,9 @@ from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders.text import TextEncoder
 from semkv.encoders.vision import MOST_PIXELS, VisionEncoder, build_vision_encoder, pixels_of
 from semkv.errors import ConfigError
-from semkv.keys import digest, media_id
+from semkv.keys import media_id
 from semkv.types import EmbeddingLayer, MediaSegment, Request
+from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
     from semkv.types import Vector

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from semkv.errors import ConfigError
-from semkv.keys import digest, weights_digest
+from semkv_stores.digests import digest, weights_digest
 
 if TYPE_CHECKING:
     import numpy.typing as npt

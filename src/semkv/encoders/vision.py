@@ -20,7 +20,7 @@ import numpy as np
 
 from semkv.encoders.text import at_unit_length, few_threads, load_sentence_transformer
 from semkv.errors import ConfigError
-from semkv.keys import digest, weights_digest
+from semkv_stores.digests import digest, weights_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image

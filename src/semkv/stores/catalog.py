@@ -17,8 +17,9 @@ import numpy as np
 
 from semkv.errors import CorruptValue
 from semkv.keys import Keyed, entry_of, namespace_key
-from semkv.stores.database import Database
+from semkv.stores.tables import CACHE
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
+from semkv_stores.database import Database
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -130,7 +131,7 @@ class Catalog:
 
     def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
         self.path, self.max_entries = path, max_entries
-        self.database = Database(path, timeout_s=timeout_s, replace=replace)
+        self.database = Database(path, schema=CACHE, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
 
     def __len__(self) -> int:

@@ -19,16 +19,17 @@ from typing import Any
 
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
-from semkv.stores import block_index, database
-from semkv.stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
-from semkv.stores.blocks import BlockStore, Bounds
 from semkv.stores.catalog import Catalog, NamespaceUse
-from semkv.stores.database import CACHE, CATALOG, EMPTIED, Database, Schema
-from semkv.stores.files import delete_all, described, in_short, make_folder, matching
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
 from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.sqlite import SqliteStore
+from semkv.stores.tables import CACHE, CATALOG, EMPTIED
+from semkv_stores import block_index, database
+from semkv_stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
+from semkv_stores.blocks import BlockStore, Bounds
+from semkv_stores.database import Database, Schema
+from semkv_stores.files import delete_all, described, in_short, make_folder, matching
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0

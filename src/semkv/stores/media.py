@@ -13,7 +13,7 @@ from pathlib import Path
 
 from semkv.errors import StoreError
 from semkv.keys import media_id as digest_of
-from semkv.stores.files import delete_all, described, make_folder, matching, read_bytes, replacing
+from semkv_stores.files import delete_all, described, make_folder, matching, read_bytes, replacing
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NEW = ".tmp"  # ends the name of a file that is being written

@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
-from semkv.keys import digest
 from semkv.tiers import Latest
 from semkv.tiers.policies import Calibration, Decider, Decision, chance
 from semkv.types import Entry, Match, Request, Score
+from semkv_stores.digests import digest
 
 FLOOR = 0.6
 BANDS = 20  # of estimated risks

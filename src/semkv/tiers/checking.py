@@ -16,13 +16,14 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from semkv.encoders.text import at_unit_length
-from semkv.guards import veto
-from semkv.keys import digest, normalise
 from semkv.stores.catalog import Catalog
-from semkv.stores.files import replace_text
 from semkv.tiers import Latest, Tally
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
+from semkv_guards import veto
+from semkv_guards.normalise import normalise
+from semkv_stores.digests import digest
+from semkv_stores.files import replace_text
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder

@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semkv import plug
+from semkv import pictures, plug
 from semkv.config import CacheConfig
 from semkv.encoders import EmbeddingHook, image_roots, read_media
 from semkv.encoders.text import at_unit_length
 from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
-from semkv.guards import no_veto, pictures, veto, wording
 from semkv.index import as_cosine
-from semkv.keys import Keyed, digest, entry_of, exactness_of, has_chunk_text, same_characters
+from semkv.keys import Keyed, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, status_of
@@ -45,6 +44,8 @@ from semkv.types import (
     Segment,
     Status,
 )
+from semkv_guards import no_veto, veto, wording
+from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.guards import MOST_UNMATCHED, Wording
 from semkv.types import Entry, Match, PolicyName, Request
+from semkv_guards import MOST_UNMATCHED, Wording
 
 FORMAT = 3  # of calibrations
 FLOOR = 0.5  # cosines below match nothing

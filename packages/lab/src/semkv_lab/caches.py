@@ -29,11 +29,11 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, PolicyConfig
 from semkv.encoders.text import TextEncoder
 from semkv.errors import SemkvError
-from semkv.guards import veto, wording
-from semkv.server.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Calibration, build_policy
 from semkv.types import Exactness, Namespace, Request, ReuseReport, TextSegment
+from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
+from semkv_guards import veto, wording
 from semkv_lab.labels import Asked, Pair, logistic
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter, validators
 
-from semkv.config import PolicyConfig, command_line
+from semkv.command_line import command_line
+from semkv.config import PolicyConfig
 from semkv.errors import ConfigError
 from semkv_lab.console import keep_apart, make_console, try_to_write, write_json
 from semkv_lab.settings import FLAT, RunSettings, SemanticFlags, SweepFlags, fill_from_preset

@@ -14,10 +14,9 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from semkv import keys, plug
+from semkv import plug
 from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
-from semkv.stores.files import replacing
 from semkv_lab import minigqa
 from semkv_lab.minigqa import VARIANTS, returning
 from semkv_lab.samples import (
@@ -29,6 +28,8 @@ from semkv_lab.samples import (
     load_jsonl,
     select,
 )
+from semkv_stores.digests import digest
+from semkv_stores.files import replacing
 
 
 def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
@@ -255,8 +256,8 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
     """The folder of the data, drawn where it is not there yet; another version of the generator draws it again."""
     images = max(12, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE))
     source = Path(minigqa.__file__).parent
-    generator = keys.digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
-    folder = options.data_dir / f"minigqa-{split}-{keys.digest(str(images), generator)[:12]}"
+    generator = digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
+    folder = options.data_dir / f"minigqa-{split}-{digest(str(images), generator)[:12]}"
     if folder.is_dir():
         return folder
     try:

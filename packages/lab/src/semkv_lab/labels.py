@@ -26,8 +26,8 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from semkv.encoders.text import TextEncoder
 from semkv.errors import ConfigError, DatasetError
-from semkv.guards import Guard, Wording, veto, wording
 from semkv.tiers.policies import FEATURES, Calibration, features
+from semkv_guards import Guard, Wording, veto, wording
 from semkv_lab.minigqa import QUESTION_VARIANTS, generate
 from semkv_lab.samples import NonEmpty
 

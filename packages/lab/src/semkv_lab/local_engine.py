@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from semkv.connectors import read_outcome
+from semkv_vllm import read_outcome
 
 BLOCK = 32
 

@@ -32,10 +32,11 @@ from transformers.models.llama.modeling_llama import rotate_half
 from semkv import keys
 from semkv.encoders.vision import READING
 from semkv.engines import TEXT_SEPARATOR, EnginePrompt, EngineResult, load_image, system_text, user_parts
-from semkv.engines.vllm import first_line
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status
 from semkv_lab.settings import RunSettings
+from semkv_lab.vllm_engine import first_line
+from semkv_stores.digests import digest, weights_digest
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # language models; images through LLaVA's layout
 _MOST_BYTES = 2 << 30  # of kept KV; the oldest goes first
@@ -166,11 +167,11 @@ class TransformersEngine:
             {
                 "engine": "transformers",
                 "version": transformers.__version__,
-                "weights": keys.weights_digest(model),
+                "weights": weights_digest(model),
                 "id": "" if Path(model).is_dir() else model,
                 "revision": self._commit,
                 "dtype": "float32",
-                "chat_template": keys.digest("template", self._template or ""),
+                "chat_template": digest("template", self._template or ""),
                 "pictures": READING,
             }
         )

@@ -29,7 +29,6 @@ from semkv import plug
 from semkv.cache import CacheStats, SemanticCache
 from semkv.engines import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
-from semkv.stores.files import described
 from semkv.stores.maintenance import prepare
 from semkv.types import CacheMode, MediaSegment, Namespace, Plan, ReuseReport, Role, Status, TextSegment
 from semkv_lab.console import (
@@ -63,6 +62,7 @@ from semkv_lab.samples import (
     read_rows,
 )
 from semkv_lab.settings import RunSettings
+from semkv_stores.files import described
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -334,7 +334,7 @@ def execute(
     if not verbose:
         os.environ.setdefault("TQDM_DISABLE", "1")  # other libraries' bars; ours stays
     if settings.engine in ("vllm", "transformers"):
-        from semkv.engines.vllm import check_model, set_environment
+        from semkv_lab.vllm_engine import check_model, set_environment
 
         check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
         set_environment(verbose=verbose)  # before the cache's encoders import torch
@@ -365,7 +365,7 @@ def make_engine(settings: RunSettings, attach: bool, samples: Sequence[Sample], 
         own: Engine = plug.require("--engine", engine, Engine, settings.engine)
         return own
     if settings.engine in ("scripted", "labels"):
-        from semkv.engines.scripted import ScriptedEngine
+        from semkv_lab.scripted_engine import ScriptedEngine
 
         if settings.engine == "scripted":
             return ScriptedEngine(name=settings.model)
@@ -375,7 +375,7 @@ def make_engine(settings: RunSettings, attach: bool, samples: Sequence[Sample], 
         from semkv_lab.reuse import TransformersEngine
 
         return TransformersEngine(settings, attach)
-    from semkv.engines.vllm import ConnectorOptions, VllmEngine, VllmOptions
+    from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 
     cache = settings.cache
     stores = _copied(cache, "cache_dir fusion_cache_dir fusion")

@@ -23,10 +23,11 @@ from cyclopts import Parameter
 from pydantic import AliasChoices, ConfigDict, Field, TypeAdapter, ValidationError
 
 from semkv import keys
-from semkv.config import POSITIVE, check
 from semkv.engines import MediaError
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
+from semkv_stores.digests import digest
+from semkv_stores.settings import POSITIVE, check
 
 _T = TypeVar("_T")
 
@@ -353,7 +354,7 @@ class RequestBuilder:
 
 def asked(request: Request) -> str:
     """Digest of all that an engine is asked: model, tenant, texts and the bytes of pictures."""
-    return keys.digest("asked", keys.namespace_key(request.namespace), _prompt_key(request.segments))
+    return digest("asked", keys.namespace_key(request.namespace), _prompt_key(request.segments))
 
 
 # -- what came of a sample ------------------------------------------------------------

@@ -27,9 +27,9 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, PolicyConfig, get_preset
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import DatasetError
-from semkv.guards import veto
 from semkv.tiers.checking import wilson
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, PolicyName, Request, TextSegment
+from semkv_guards import veto
 from semkv_lab import caches
 from semkv_lab.caches import Cache, Maker, SemKV, ask_pair, pair_area, play
 from semkv_lab.console import environment, percent, shown, table, version, write_json, writing

@@ -12,26 +12,13 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, ArgumentCollection, Parameter, Token
 
 from semkv import plug
-from semkv.config import (
-    COSINE,
-    DEFAULT_PRESET,
-    EXISTS,
-    IMAGE_ROOT_VARIABLES,
-    NO_FOLDER,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SOME_SHARE,
-    Allowed,
-    CacheConfig,
-    PolicyConfig,
-    check,
-    get_preset,
-    parse,
-)
+from semkv.command_line import parse
+from semkv.config import DEFAULT_PRESET, IMAGE_ROOT_VARIABLES, CacheConfig, PolicyConfig, get_preset
 from semkv.errors import ConfigError
 from semkv_lab.console import keep_apart
 from semkv_lab.datasets import DATASETS
 from semkv_lab.samples import ChunkSource, DatasetOptions
+from semkv_stores.settings import COSINE, EXISTS, NO_FOLDER, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Allowed, check
 
 ENGINES = ("labels", "scripted", "transformers", "vllm")
 ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))

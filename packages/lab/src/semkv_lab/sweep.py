@@ -33,14 +33,14 @@ from pydantic import ConfigDict, Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from semkv.config import typed
 from semkv.errors import ConfigError, DatasetError, SemkvError
-from semkv.stores.files import lock, replace_text
 from semkv.stores.maintenance import prepare
 from semkv_lab.console import keep_apart, writing
 from semkv_lab.results import flatten
 from semkv_lab.samples import as_row, read_jsonl
 from semkv_lab.settings import RunSettings, SweepFlags, resolve
+from semkv_stores.files import lock, replace_text
+from semkv_stores.settings import typed
 
 # -- the file of experiments ------------------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ def _run(e: Experiment) -> str:
     context = multiprocessing.get_context("forkserver")
     preloaded = ["semkv_lab.run"]
     if e.settings.engine not in ("scripted", "labels"):
-        from semkv.engines.vllm import set_environment
+        from semkv_lab.vllm_engine import set_environment
 
         set_environment()  # what the libraries read when they are loaded
         preloaded += _PRELOADED

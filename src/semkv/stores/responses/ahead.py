@@ -23,8 +23,8 @@ from secrets import token_hex
 import xxhash
 
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.files import make_folder, open_file
 from semkv.stores.responses import ResponseStore, Selector, StoredResponse, decode, encode
+from semkv_stores.files import make_folder, open_file
 
 PATTERN = f"{'[0-9a-f]' * 16}.log"
 _FRAME = struct.Struct("<QQ")  # checksum and length of what follows: cursor, head and payload, a line break after each

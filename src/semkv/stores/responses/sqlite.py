@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 from semkv.errors import CorruptValue
-from semkv.stores.database import Database
 from semkv.stores.responses import (
     CHECKSUM,
     LOG,
@@ -25,6 +24,8 @@ from semkv.stores.responses import (
     encode,
     read_selectors,
 )
+from semkv.stores.tables import CACHE
+from semkv_stores.database import Database
 
 _TENANTS_KNOWN = 65_536  # whose bytes are remembered
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
@@ -75,7 +76,7 @@ class SqliteStore(ResponseStore):
         self.path, self.max_bytes, self.max_tenant_bytes = path, max_bytes, max_tenant_bytes
         self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
-        self.database = Database(path, timeout_s=timeout_s, raises_store_error=True, replace=replace)
+        self.database = Database(path, schema=CACHE, timeout_s=timeout_s, raises_store_error=True, replace=replace)
 
     def get(self, key: str) -> StoredResponse | None:
         rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608

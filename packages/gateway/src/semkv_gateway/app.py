@@ -1,0 +1,389 @@
+"""The ASGI applications: the gateway in front of a server (`App`), the same inside it (`Middleware`), and `Operations`.
+
+The cached routes are answered by hand, since they are the hot path; Starlette answers the operators' routes.
+
+those of `semkv_gateway.routes`            answered from the cache where it can be
+/healthz /readyz /metrics
+/semkv                                    dashboard; /semkv/api: admin routes
+anything else                             passed on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from semkv import __version__
+from semkv.cache import SemanticCache
+from semkv.command_line import Environment, parse
+from semkv.errors import SemkvError
+from semkv.stores.responses import Selector, SteadyClock, open_store
+from semkv.stores.responses.ahead import folder_of
+from semkv.stores.tables import CATALOG
+from semkv.tiers.sharing import open_entry_log
+from semkv_gateway import http
+from semkv_gateway.cache_client import CacheClient
+from semkv_gateway.gateway import Gateway
+from semkv_gateway.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
+from semkv_gateway.logs import Seen, Tracing, begin
+from semkv_gateway.metrics import Metrics
+from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
+from semkv_gateway.routes import ROUTES
+from semkv_gateway.settings import ServerSettings, admin_key, secret_of
+from semkv_gateway.tenancy import SALTED, parse_tag_rule
+
+log = logging.getLogger(__name__)
+
+_HOME = "/semkv"
+_FILES = ("index.html", "app.js", "app.css")
+FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
+_STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
+_BODIES = 8  # of the largest size may come in at once
+_CRITERIA = ("key", "tag", "model", "partition", "prefix")
+_TO_ALL = (b"access-control-allow-origin", b"*")
+_EXPOSED = ("X-Semkv", "X-Request-Id")  # what pages may read of an answer's headers
+_SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class App:
+    """The gateway as an ASGI application.
+
+    Args:
+        gateway: answers the cached routes.
+        key: the admin key; empty closes the admin routes.
+    """
+
+    _own = frozenset(("/healthz", "/readyz", "/metrics"))  # of operators, outside ``/semkv``
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self.gateway, self._operations = gateway, Operations(gateway, key).application()
+        settings = gateway.settings
+        self._limit = settings.max_body_mib << 20
+        self._room = http.Room(_BODIES * self._limit)
+        self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
+        self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
+        self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
+        self._otherwise = self._proxy  # answers what the gateway has no route for
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = http.route_path(scope) if scope["type"] == "http" else ""
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        elif path in self._own or path == _HOME or path.startswith(_HOME + "/"):
+            await self._operations(scope, receive, send)
+        elif path and FULL in scope.get("extensions", ()):
+            await self._busy(scope, receive, send)
+        elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
+            await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
+        else:
+            await self._otherwise(scope, receive, send)
+
+    def _opened(self, application: Application) -> Application:
+        """With the headers for pages of ``--cors-origin``."""
+        origins = self.gateway.settings.cors_origins
+        if not origins:
+            return application
+        return CORSMiddleware(
+            application,
+            allow_origins=origins,
+            allow_credentials="*" not in origins,
+            allow_methods=("*",),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
+
+    async def _turn_away(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.gateway.metrics.turned_away.labels("connections").inc()
+        await http.reply(http.busy_answer("connections"), send)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the server's start and stop."""
+        while (await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        await self._close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _close(self) -> None:
+        await self.gateway.aclose()
+        self.gateway.metrics.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        seen, tracing = begin(scope), self._tracing
+        span = None if tracing is None else tracing.start(scope, seen)
+        try:
+            with suppress(http.Vanished, http.UpstreamError):  # an answer that breaks off takes the connection with it
+                await self._deliver(scope, receive, send, seen)
+        finally:
+            if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
+                self.gateway.metrics.live.ended(seen.model, seen.tenant, seen.cache.split(None, 1)[0])
+            if self.gateway.settings.access_log:
+                seen.log()
+            if tracing is not None:
+                tracing.end(span, seen)
+
+    async def _deliver(self, scope: Scope, receive: Receive, send: Send, seen: Seen) -> None:
+        try:
+            if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
+                raise Refused(http.error_answer(400, "no such path"))
+            if scope["path"] in SALTED and http.header(scope, b"content-encoding").lower() not in ("", "identity"):
+                raise Refused(http.error_answer(415, "a content encoding is not read: send the body as it is"))
+            body = await http.read_body(scope, receive, self._limit, self._room)
+            answer = await self._answer(Call(scope, body), receive)
+        except Refused as refused:
+            answer = refused.answer
+            if answer.status == 503:
+                self.gateway.metrics.turned_away.labels("bodies").inc()
+        seen.sign(answer)
+        self._open_to_browsers(scope, answer)
+        sending = http.reply(answer, send)
+        await (sending if answer.stream is None else http.unless_gone(sending, receive))
+
+    async def _answer(self, call: Call, receive: Receive) -> Answer:
+        if call.scope["path"] not in ROUTES or call.scope["method"] != "POST":
+            return await self.gateway.forward(call, receive, "route")
+        try:
+            return await self.gateway.handle(call, receive)
+        except http.Vanished:
+            raise
+        except Exception:  # a fault of ours must not cost the answer
+            log.exception("the gateway failed")
+            self.gateway.metrics.fault("gateway")
+            return await self.gateway.forward(call, receive, "fault")
+
+    def _open_to_browsers(self, scope: Scope, answer: Answer) -> None:
+        """Say who may read an answer. Without ``--cors-origin`` the upstream decides: its own answers pass as they are,
+        and what it opens to all on a cached path is open to all where it comes from here."""
+        if self.gateway.settings.cors_origins:
+            if not answer.ours:
+                answer.headers = [pair for pair in answer.headers if not pair[0].startswith(b"access-control-")]
+        elif http.header(scope, b"origin"):
+            path = scope["path"]
+            if answer.ours and path in self._open_paths:
+                answer.headers.append(_TO_ALL)
+            elif not answer.ours and path in ROUTES and 200 <= answer.status < 300:
+                (self._open_paths.add if _TO_ALL in answer.headers else self._open_paths.discard)(path)
+            if any(name == _TO_ALL[0] for name, _ in answer.headers):
+                answer.headers.append((b"access-control-expose-headers", ", ".join(_EXPOSED).encode()))
+
+
+class Middleware(App):
+    """ASGI middleware that answers from the cache inside vLLM: ``vllm serve --middleware semkv_gateway.Middleware``.
+
+    vLLM makes it with the application it wraps and nothing else, so settings come from the environment (see
+    `semkv_gateway.settings`). Operators' routes are only below ``/semkv``: ``/metrics`` and ``/health`` stay the
+    application's own.
+    """
+
+    _own = frozenset[str]()
+
+    def __init__(self, app: Application) -> None:
+        settings = parse(ServerSettings, [], Environment(os.environ))
+        super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
+        self._otherwise = app
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Close the stores when the application has stopped."""
+
+        async def closing(message: Message) -> None:
+            if message["type"].startswith("lifespan.shutdown"):
+                await self._close()
+            await send(message)
+
+        await self._otherwise(scope, receive, closing)
+
+
+def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
+    """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
+    key = admin_key(environment)
+    return App(gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key)
+
+
+def gateway_of(
+    settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
+) -> Gateway:
+    """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
+    secret = secret_of(settings, environment)
+    config = settings.cache_config()
+    rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
+    metrics = Metrics(workers)
+    where = re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG  # without a password
+    log.info("starting semkv %s: responses are kept in %s", __version__, where)
+    clock = SteadyClock()
+    store = open_store(
+        settings.store,
+        settings.cache_dir / CATALOG,
+        timeout_s=settings.store_timeout,
+        max_bytes=settings.store_mib << 20,
+        max_tenant_bytes=settings.tenant_mib << 20,
+        clock=clock,
+    )
+    responses = ResponseCache(
+        store,
+        max_bytes=settings.memory_mib << 20,
+        lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
+        rules=[parse_rule(rule) for rule in settings.ttl_rules],
+        sampled=settings.sampled,
+        unheard_s=_STORE_AWAY_S,
+        clock=clock,
+        ahead=folder_of(settings.cache_dir, settings.store),
+    )
+    semantic = None
+    if config is not None:
+        entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
+        start = time.perf_counter()
+        log.info("loading the encoder %s", settings.index_encoder)
+        semantic = SemanticCache(config, log=entry_log)
+        semantic.warm_up()
+        log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
+    cache = CacheClient(responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules)
+    gateway = Gateway(settings, secret, upstream, cache, metrics)
+    metrics.read_sizes(gateway.sizes)
+    return gateway
+
+
+# -- operators ----------------------------------------------------------------------------------------------------
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
+    return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
+
+
+class Operations:
+    """The routes' handlers."""
+
+    def __init__(self, gateway: Gateway, key: str) -> None:
+        self._gateway, self._key = gateway, key.encode()
+
+    def application(self) -> Starlette:
+        """The Starlette application."""
+        anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self.metrics}
+        admin = [("GET", self.stats), ("GET", self.hits), ("POST", self.invalidate), ("POST", self.wrong)]
+        return Starlette(
+            routes=[
+                *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
+                *(Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb]) for verb, do in admin),
+                Route(_HOME, self.to_dashboard),
+                Route(f"{_HOME}/", _file),
+                Route(f"{_HOME}/{{name}}", _file),
+            ],
+            exception_handlers=dict.fromkeys((SemkvError, TimeoutError, Exception), self._failed),
+        )
+
+    async def _admin(self, handler: Handler, request: Request) -> Response:
+        """Only with the admin key."""
+        if not self._key:
+            return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, self._key):
+            return _error(401, "wrong admin key")
+        response = await handler(request)
+        response.headers.update(_SECURITY)
+        return response
+
+    async def _failed(self, _: Request, error: Exception) -> Response:
+        """A store fails, in whatever way."""
+        if isinstance(error, SemkvError | TimeoutError):
+            return _error(503, f"the store does not answer: {error}")
+        self._gateway.metrics.fault("operators")
+        return _error(503, f"the store failed: {type(error).__name__}")
+
+    # -- open ---------------------------------------------------------------------------------------------------
+
+    async def health(self, _: Request) -> Response:
+        """This process runs."""
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    async def ready(self, _: Request) -> Response:
+        """200 where the upstream answers, else 503; cached answers are served either way."""
+        up, store_up = await self._gateway.upstream.ready(), self._gateway.cache.responses.store_up
+        said = {"status": "ready" if up else "upstream down", "store": "up" if store_up else "away"}
+        return JSONResponse(said, 200 if up else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        text = await self._gateway.cache.figures(self._gateway.metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def to_dashboard(self, request: Request) -> Response:
+        return RedirectResponse(request.scope.get("root_path", "") + "/semkv/")
+
+    # -- with the admin key -------------------------------------------------------------------------------------
+
+    async def stats(self, _: Request) -> Response:
+        metrics = self._gateway.metrics
+        figures = await self._gateway.cache.figures(metrics.figures)
+        about = {"version": __version__, "workers": metrics.workers}
+        return JSONResponse({**figures, "live": metrics.live.view(), **about})
+
+    async def hits(self, _: Request) -> Response:
+        recent = self._gateway.recent_hits.recent()
+        # An answer may hold half a character, which only escaped JSON can say.
+        shown = await asyncio.to_thread(lambda: json.dumps({"hits": [hit.view() for hit in recent]}))
+        return Response(shown, media_type="application/json")
+
+    async def invalidate(self, request: Request) -> Response:
+        """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
+        body = await _body(request)
+        given = {name: body[name] for name in _CRITERIA if name in body}
+        unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
+        if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
+            return _error(400, f"give a JSON object with at least one of {', '.join(_CRITERIA)}, as text, not empty")
+        dry_run = body.get("dry_run", True)
+        if not isinstance(dry_run, bool):
+            return _error(400, "dry_run must be true or false")
+        count = await self._gateway.cache.invalidate(Selector(**given), dry_run=dry_run)
+        return JSONResponse({"count": count, "dry_run": dry_run})
+
+    async def wrong(self, request: Request) -> Response:
+        """Body: ``id`` of a hit. Its answer is removed; the donor of an approximate one is reported."""
+        number = (await _body(request)).get("id")
+        hit = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
+        if hit is None:
+            answer = _error(404, "no such hit, or it is another worker's: try again")
+            answer.headers["Connection"] = "close"  # the next connection may be another worker's
+            return answer
+        return JSONResponse({"removed": await self._gateway.wrong(hit)})
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The JSON object in a body; an empty one where there is none."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+async def _file(request: Request) -> Response:
+    name = request.path_params.get("name", "index.html")
+    if name not in _FILES:
+        return _error(404, "not found")
+    return FileResponse(Path(__file__).parent / "static" / name, headers=_SECURITY)

@@ -1,0 +1,354 @@
+"""The two caches as the gateway uses them: off the event loop, within time limits, and every fault a counted miss.
+
+The response tier holds whole answers under exact keys. The semantic cache finds a donor for a near-repeat. The donor's
+parts then make a canonical request' with a key of its own, under which the response tier is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from semkv.cache import CacheStats, SemanticCache
+from semkv.stores.responses import Selector
+from semkv.tiers import Candidate
+from semkv.tiers.matching import PendingEntry
+from semkv.types import Exactness, Plan, ReuseReport
+from semkv_gateway.metrics import Metrics
+from semkv_gateway.request_key import CanonicalRequest
+from semkv_gateway.response_cache import Found, ResponseCache
+from semkv_gateway.sse import text_of
+from semkv_gateway.tenancy import TagRule
+
+log = logging.getLogger(__name__)
+
+EXACT = "exact"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_LOOKUP_S = 10.0  # longest wait for a semantic lookup
+_RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
+_RARE = 0.05
+_LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
+_UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
+_NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
+_QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
+_SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
+_NAME = 200  # characters of a model's name that are noted
+_ADMIN_S = 30.0
+_INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the caches have for a request."""
+
+    canonical: CanonicalRequest  # what would be asked upstream: the request, or that of a plan
+    found: Found | None = None  # its stored answer, or None
+    report: ReuseReport | None = None  # of the semantic lookup; None where there was none
+    entry: PendingEntry | None = None  # as near-repeats find it meanwhile; None where they may not
+
+    @property
+    def tier(self) -> str:
+        """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
+        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
+        if self.report is None or match is None or match.exactness is Exactness.EXACT:
+            return EXACT
+        return self.report.provenance
+
+    @property
+    def score(self) -> float | None:
+        """Of the donor; None without one."""
+        match = self.report.plan.match if self.report is not None else None
+        return match.score if match is not None and self.tier != EXACT else None
+
+
+class CacheClient:
+    """Looks up, stores and removes answers."""
+
+    def __init__(
+        self,
+        responses: ResponseCache,
+        semantic: SemanticCache | None,
+        metrics: Metrics,
+        *,
+        store_s: float,
+        tag_rules: Sequence[TagRule] = (),
+    ) -> None:
+        self.responses, self.semantic, self._metrics = responses, semantic, metrics
+        self._store_s, self._tag_rules = store_s, tag_rules
+        self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
+        self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
+        self._records = Pool("semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE)  # no lookup waits behind a record
+        self._running: dict[str, asyncio.Task[Lookup]] = {}
+        self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
+
+    # -- looking up ---------------------------------------------------------------------------------------------
+
+    @property
+    def rarely_finds(self) -> bool:
+        """Whether fewer than 5% of recent lookups found something."""
+        return self.found_share < _RARE
+
+    def _count(self, *, found: bool) -> None:
+        self.found_share += (found - self.found_share) / _RECENT
+
+    async def stored(self, canonical: CanonicalRequest) -> Found | None:
+        """The stored answer to exactly this request."""
+        found = self.responses.peek(canonical.key)
+        if found is not None:
+            return found
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
+
+    async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
+        """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
+        ``writes`` nothing of the request may be stored, and a look for similar images stores its own."""
+        return await self._guarded("lookup", self._look_up(canonical, writes)) or Lookup(canonical)
+
+    async def _look_up(self, canonical: CanonicalRequest, writes: bool) -> Lookup:
+        if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
+            return Lookup(canonical, await self.stored(canonical))
+        running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
+        task = self._running.get(running)
+        if task is None:
+            task = self._running[running] = asyncio.ensure_future(self._find(canonical))
+            task.add_done_callback(lambda _: self._running.pop(running, None))
+        found = await asyncio.shield(task)
+        # From here on with what this request has besides the key, such as its ``request_id``.
+        report = found.report
+        if report is None or not report.plan.substituted:
+            return replace(found, canonical=canonical)
+        other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
+        if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
+            return Lookup(canonical)
+        if other.key == canonical.key:
+            return replace(found, canonical=canonical)
+        return Lookup(other, await self.stored(other), report)
+
+    async def _find(self, canonical: CanonicalRequest) -> Lookup:
+        """The stored answer, else a donor."""
+        start = time.perf_counter()
+        found = await self.stored(canonical)
+        if found is not None and found.age_s <= time.perf_counter() - start:
+            found = None  # it came meanwhile, perhaps for this very request
+        if found is not None or self.semantic is None or canonical.request is None:
+            self._count(found=found is not None)
+            return Lookup(canonical, found)
+        if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
+            return Lookup(canonical)
+        start = time.perf_counter()
+        work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
+        looked = await self._guarded("semantic", work) or Lookup(canonical)
+        self._metrics.lookup_seconds.observe(time.perf_counter() - start)
+        if looked.report is not None:
+            self._count(found=looked.report.rewritten)
+        return looked
+
+    def _try_reuse(self, semantic: SemanticCache, canonical: CanonicalRequest) -> Lookup:
+        request = canonical.with_media(semantic.media)
+        if request is None:
+            return Lookup(canonical)
+        report = semantic.try_reuse(request)
+        stored = self.responses.keeps(canonical, tags=self._tags(canonical))
+        return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
+
+    def pending_group(self, canonical: CanonicalRequest) -> str:
+        """What a request shares with those whose answers it may join; empty where there are none."""
+        if self.semantic is None or canonical.request is None:
+            return ""
+        return self.semantic.pending.group(canonical.request)
+
+    async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+        """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
+        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
+        joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
+        if joined is not None:
+            self._count(found=True)
+        return joined
+
+    def _join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+        assert self.semantic is not None
+        assert lookup.report is not None
+        for key, candidate in candidates:
+            segments = candidate.donor.segments
+            same = lookup.canonical.with_plan(Plan(segments, len(segments)))
+            if same is None or same.key != key:
+                continue
+            report = self.semantic.pending.try_reuse(lookup.report, candidate)
+            if report is not None:
+                return Lookup(same, None, report)
+        return None
+
+    # -- storing ------------------------------------------------------------------------------------------------
+
+    async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
+        """Store an answer; waits until it outlives this process, or the store's time is up."""
+        more: dict[str, object] = {"since": since, "tags": self._tags(canonical)}
+        if len(payload) + len(canonical.prompt) <= _SMALL:
+            try:  # at once, which costs less than a thread does
+                done = self.responses.try_keep(canonical, payload, **more)  # type: ignore[arg-type]
+            except Exception:
+                self._fault("store")
+                done = None
+            if done is not None:
+                return done
+        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, **more)  # type: ignore[arg-type]
+        return await self._guarded("store", keep) is True
+
+    def _tags(self, canonical: CanonicalRequest) -> list[str]:
+        by_rule = {rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)}
+        return sorted(by_rule.union(canonical.tags))
+
+    async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
+        """Tell the semantic cache what was computed, and by which model as the request names it."""
+        if self.semantic is not None:
+            observe = partial(self.semantic.add_observation, report, metadata={"model": model[:_NAME]})
+            await self._guarded("semantic", self._records.run(None, lambda: observe(response=text_of(payload))))
+
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    async def refused(self, name: bytes) -> bool | None:
+        """Whether the upstream has refused these credentials, at whichever gateway; None where that cannot be said."""
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.refused, name.hex()))
+
+    async def refuse(self, name: bytes, *, refused: bool) -> None:
+        """Note that the upstream refused credentials, or accepts them again."""
+        note = self._store.complete(self._store_s, self.responses.refuse, name.hex(), refused=refused)
+        await self._guarded("store", note)
+
+    # -- checking and removing ----------------------------------------------------------------------------------
+
+    def should_check(self, report: ReuseReport) -> bool:
+        """Whether the unchanged request should be run, too."""
+        return self.semantic is not None and self.semantic.should_check(report)
+
+    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, and record it."""
+        if self.semantic is not None:
+            await self._guarded("semantic", self._records.run(None, _check, self.semantic, report, own, given))
+
+    async def report_wrong(self, hit_id: str) -> None:
+        """A hit was wrong: see `SemanticCache.report_wrong`."""
+        if self.semantic is not None and hit_id:
+            await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
+
+    async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
+        """Remove stored answers, or count them."""
+        return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
+
+    async def figures(self, work: Callable[[], _T]) -> _T:
+        """Read figures that need the stores."""
+        return await self._store.run(_ADMIN_S, work)
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
+        gauges = {name: float(n) for name, n in self.responses.sizes().items()}
+        events = {f"response {name}": float(n) for name, n in self.responses.counts().items()}
+        if self.semantic is not None:
+            more, counted = _semantic_figures(self.semantic.stats())
+            gauges.update(more)
+            gauges["media_limit_bytes"] = float(self.semantic.config.media_mib << 20)
+            events.update(counted)
+        return {"gauges": gauges, "events": events}
+
+    # -- faults and the end -------------------------------------------------------------------------------------
+
+    async def _guarded(self, part: str, work: Awaitable[_T]) -> _T | None:
+        """The result of ``work``; None, counted, where it failed or took too long."""
+        try:
+            return await work
+        except TimeoutError:
+            self._metrics.fault(f"{part}: late")
+        except Exception:
+            self._fault(part)
+        return None
+
+    def _fault(self, part: str) -> None:
+        log.exception("%s failed", part)
+        self._metrics.fault(part)
+
+    async def aclose(self) -> None:
+        """Finish what is being written, and close the stores."""
+        for pool in (self._lookups, self._records, self._store):
+            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        self.responses.close()
+        if self.semantic is not None:
+            self.semantic.close()
+
+
+async def _in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Do work that must wait neither for the store nor for lookups."""
+    return await asyncio.wait_for(asyncio.to_thread(work, *args, **kwargs), _LOOKUP_S)
+
+
+def _check(semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> None:
+    semantic.checked(report.hit_id, semantic.same_answer(text_of(own), text_of(given)))
+    semantic.add_observation(report.unchanged(), text_of(own))
+
+
+def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:
+    """Gauges and events of the semantic cache."""
+    gauges = {"semantic_entries": float(stats.entries), "media_bytes": float(stats.media_bytes)}
+    if stats.wrong_rate is not None:
+        gauges |= {"hits_checked": float(stats.checked), "wrong_hit_share": stats.wrong_rate}
+        gauges["wrong_hit_share_upper"] = stats.wrong_interval[1]
+    groups = {"hit": stats.hits, "veto": stats.vetoes, "fault": stats.faults}
+    events = {f"semantic {kind}:{name}": float(n) for kind, group in groups.items() for name, n in group.items()}
+    plain = {"lookup": stats.lookups, "refused": stats.refused, "barred": stats.barred, "recorded": stats.recorded}
+    plain |= {"checked": stats.checked, "checked wrong": stats.checked_wrong, "reported wrong": stats.reported_wrong}
+    events |= {f"semantic {name}": float(n) for name, n in plain.items()}
+    return gauges, events
+
+
+# -- threads ----------------------------------------------------------------------------------------------------
+
+
+class Pool(ThreadPoolExecutor):
+    """A thread pool that refuses work when too much is waiting.
+
+    So a store that hangs costs each request at most the time limit, and nothing once all threads are stuck and the
+    queue is full. When it recovers, the queue drains and work is taken again.
+    """
+
+    def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
+        super().__init__(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
+        self._most_queued = queued
+
+    async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
+        `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
+        return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
+
+    async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """The same, but the job is always done, also after the time limit: for writes."""
+        job = self._start(partial(work, *args, **kwargs))
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
+        return await asyncio.wait_for(asyncio.shield(job), limit_s)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._work_queue.qsize()
+
+    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        if self.waiting >= self._most_queued:
+            raise TimeoutError("too much is waiting")
+        return asyncio.wrap_future(self.submit(work))
+
+
+def _set_niceness(nice: int) -> None:
+    """Raise the niceness of this thread, which on Linux belongs to a thread; where that is refused it stays."""
+    if nice and sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))

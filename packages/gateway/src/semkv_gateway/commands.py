@@ -1,0 +1,157 @@
+"""``semkv serve`` and ``semkv warm``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter, validators
+
+from semkv.command_line import Environment, command_line
+from semkv.errors import DatasetError, SemkvError
+from semkv_gateway.settings import PORT, ServerSettings
+
+serve = command_line(
+    Environment(os.environ),
+    help_epilogue="""Examples:
+
+```
+  semkv serve --upstream http://127.0.0.1:8000 --port 8080
+      in front of a vLLM server; clients use port 8080 instead
+  semkv serve --upstream http://127.0.0.1:8000 --ttl 3600 --no-semantic
+      exact repeats only, for an hour
+  SEMKV_SECRET=... semkv serve --upstream http://127.0.0.1:8000 --store redis://127.0.0.1:6379/0
+      several gateways share their responses
+  SEMKV_ADMIN_KEY=... semkv serve --upstream http://127.0.0.1:8000
+      with the dashboard, at http://127.0.0.1:8080/semkv
+```""",
+)
+warm = command_line()
+_AT_ONCE = 8  # requests that `warm` has under way
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SemkvError(f"this command needs {error.name}: in a checkout of semkv, pip install '.[server]'") from error
+
+
+@serve.default
+def _serve(
+    *,
+    host: str = "127.0.0.1",
+    port: Annotated[int, PORT] = 8080,
+    workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
+    config: Path | None = None,
+    settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
+) -> None:
+    """Answer repeated requests in front of a server.
+
+    Any OpenAI-compatible server will do; near-repeats are answered too, unless --no-semantic is given.
+
+    Secrets come from the environment: SEMKV_SECRET (keys of stored responses), SEMKV_ADMIN_KEY (dashboard, admin
+    routes). So may any flag, as SEMKV_UPSTREAM or SEMKV_TTL.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 for any free one.
+        workers: Processes that answer on the port, one a core; each loads the encoder.
+        config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
+    """
+    del config  # `Environment` has read it
+    with _extra():
+        from semkv_gateway.serve import run_server
+
+    run_server(settings or ServerSettings(), host=host, port=port, workers=workers)
+
+
+@warm.default
+def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = "") -> None:
+    """Send the prompts of a file through a gateway, so that its cache has them.
+
+    The API key is taken from OPENAI_API_KEY.
+
+    Args:
+        prompts: JSON lines: a prompt as a string, or a whole request body.
+        url: The gateway.
+        model: For lines that name none.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "")
+    todo = list(_requests_of(prompts, model))
+    with _extra():
+        there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
+    print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
+    if failures:
+        print(f"first failure: {failures[0]}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of every line; blank lines are skipped.
+
+    A line is a JSON string (a prompt) or a request body with ``messages`` or ``prompt``. Where a body has neither
+    temperature nor seed, it gets temperature 0, since drawn answers are not kept.
+
+    Raises:
+        DatasetError: a line is neither; names file and line.
+    """
+    try:
+        lines = file.read_text("utf-8").split("\n")  # not at every line break that a prompt may hold
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line)
+        except ValueError:
+            raise DatasetError(f"{file}, line {number}: no JSON") from None
+        if isinstance(given, str):
+            given = {"messages": [{"role": "user", "content": given}]}
+        if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
+            raise DatasetError(f"{file}, line {number}: neither a prompt nor a request with messages or prompt")
+        if model:
+            given.setdefault("model", model)
+        if "seed" not in given:
+            given.setdefault("temperature", 0)
+        given.pop("stream", None)
+        given.pop("stream_options", None)
+        yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
+
+
+async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> tuple[int, list[str]]:
+    """How many answers were there already, and why requests failed."""
+    import aiohttp
+    from rich.console import Console
+    from rich.progress import track
+
+    there, failures = 0, list[str]()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    pool, timeout = aiohttp.TCPConnector(limit=_AT_ONCE), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
+
+        async def send(path: str, body: dict[str, Any]) -> bool:
+            """Whether the answer was there already."""
+            async with session.post(url + path, json=body) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}: {text[:200]}")
+                return response.headers.get("x-semkv", "").startswith("hit")
+
+        sending = [asyncio.ensure_future(send(path, body)) for path, body in todo]
+        for done in track(asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)):
+            try:
+                there += await done
+            except ValueError as error:
+                failures.append(str(error))
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+    return there, failures

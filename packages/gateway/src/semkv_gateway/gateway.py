@@ -1,0 +1,600 @@
+"""The core: one request, answered from the caches or by the upstream. Used by the gateway and by the middleware.
+
+    key -> memory -> lookup -> [hit: serve] -> single flight -> serve -> record
+
+`Gateway.handle` reads the key and looks into memory; `Gateway._answer` is the rest of the way. An answer is stored
+under the key of the request it was computed from, before the client has the whole of it. A fault in the cache is
+counted and the request goes on as a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import takewhile
+from typing import Any
+
+from semkv.stores.responses import Selector
+from semkv.types import ReuseReport
+from semkv_gateway import http
+from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
+from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
+from semkv_gateway.logs import ONLY, current
+from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
+from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
+from semkv_gateway.response_cache import Found
+from semkv_gateway.routes import Unkeyable
+from semkv_gateway.settings import ServerSettings
+from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
+from semkv_gateway.sse import NotKeepable, replay
+from semkv_gateway.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
+
+log = logging.getLogger(__name__)
+
+_LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
+_SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
+_CANDIDATES = 4  # requests on their way that the policy is asked about
+_CHECKS = 4  # unchanged requests run for checking at once
+_ENDING_S = 5.0  # how long background work may go on at the end
+_TAG = 8  # digits of a tenant's digest that operators see
+_RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(slots=True)
+class GatewayRequest:
+    """A request that has a key."""
+
+    call: Call  # as it came
+    canonical: CanonicalRequest
+    controls: Controls  # what the client asks of the cache
+    client: Client
+    blocked: str  # why no stored answer will do, such as `sampled`; empty where one will
+    start: float  # by `time.perf_counter`
+    reader: Reader | None = None  # of the upstream answer that it waits for
+    too_old: bool = False  # a stored answer was there, and is older than the client wants
+
+    @property
+    def shared(self) -> bool:
+        """An answer that is on its way to another request would do, and the other way round."""
+        return not self.blocked and self.controls.write and not self.controls.only
+
+    def accepts(self, found: Found) -> bool:
+        """Whether a stored answer is fresh enough for the client."""
+        oldest = self.controls.max_age_s
+        return not self.blocked and (oldest is None or (found.age_s <= oldest and not found.stale))
+
+    @property
+    def why(self) -> str:
+        """Why it is a miss in spite of what may be stored; empty where nothing was found."""
+        if self.blocked or self.too_old:
+            return self.blocked or "too-old"
+        return "" if self.reader is None else self.reader.flight.refused
+
+    def leave(self) -> None:
+        """Wait for no upstream answer."""
+        if self.reader is not None:
+            self.reader.leave()
+        self.reader = None
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request whose answer is on its way, or is being recorded: until then near-repeats find it here."""
+
+    canonical: CanonicalRequest
+    flight: InFlight
+    looking: asyncio.Future[Lookup]
+    cache: CacheClient
+
+    @cached_property
+    def group(self) -> str:
+        """Requests of other groups are never similar. Worked out when it is first asked for."""
+        return self.cache.pending_group(self.canonical)
+
+
+class Gateway:
+    """Answers requests."""
+
+    def __init__(
+        self, settings: ServerSettings, secret: bytes, upstream: Upstream, cache: CacheClient, metrics: Metrics
+    ) -> None:
+        self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
+        self.recent_hits = RecentHits(metrics)
+        self.flights = SingleFlight(metrics.fault, metrics.unkept)
+        self.pending: list[Pending] = []  # in the order in which they went upstream
+        # By running lookup: the key of its request, and what is on its way at any time of it.
+        self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
+        self.background: set[asyncio.Task[object]] = set()
+        self._secret, self._checks = secret, 0
+        self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
+        self._vary = Vary(settings.vary_headers)
+
+    # -- a request ----------------------------------------------------------------------------------------------
+
+    async def handle(self, call: Call, receive: Receive) -> Answer:
+        """Answer a POST to one of `semkv_gateway.routes.ROUTES`. Raises `Vanished` where the client hung up first."""
+        start = time.perf_counter()
+        controls = controls_of(call.scope)
+        if not (controls.read or controls.write):
+            return await self.forward(call, receive, "bypass")
+        client = self._tenants.client(call.scope)
+        try:
+            if len(call.body) > _LARGE:
+                canonical = await asyncio.to_thread(self._canonicalise, call, client)
+            else:
+                canonical = self._canonicalise(call, client)
+        except Unkeyable as error:
+            return await self.forward(call, receive, str(error))
+        seen = current()
+        seen.tenant, seen.model = client.tenant[:_TAG], canonical.model
+        blocked = "" if controls.read else "no-cache"
+        if not blocked and canonical.sampled and not self.settings.sampled:
+            blocked = "sampled"
+        if not blocked and not await self._may_read(client):
+            blocked = "key"
+        request = GatewayRequest(call, canonical, controls, client, blocked, start)
+        answer = self._from_memory(request, Lookup(canonical))
+        return await http.unless_gone(self._answer(request), receive) if answer is None else answer
+
+    async def _answer(self, request: GatewayRequest) -> Answer:
+        """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
+
+        Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
+        that answer is whole is used instead.
+        """
+        found, looking, shared = Lookup(request.canonical), None, list[Pending]()
+        overlaps = (
+            self.settings.overlap and request.shared and len(request.call.body) <= _LARGE and self.cache.rarely_finds
+        )
+        try:
+            if request.controls.read and request.blocked != "sampled":
+                earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
+                look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
+                looking = asyncio.ensure_future(look_up)
+                if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
+                    self._start(request, request.canonical, looking)
+                if request.reader is None:
+                    # Equal requests share a lookup, so what was on its way when it began counts for each of them.
+                    key = self._flight_key(request.canonical)
+                    shared = next((seen for other, seen in self._seen.values() if other == key), shared)
+                    self._seen[looking] = key, earlier
+                    looking.add_done_callback(self._seen.pop)
+                flight = None if request.reader is None else request.reader.flight
+                if flight is not None:
+                    await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
+                if flight is None or not flight.whole:
+                    looked = await asyncio.shield(looking)
+                    if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
+                        found = looked
+                        if (answer := await self._without_asking(request, found, [*shared, *earlier])) is not None:
+                            request.leave()
+                            return answer
+                earlier = shared = []  # none of them stays in memory as long as this request
+            if request.controls.only:
+                return self._none_stored(MISS)
+            if request.reader is None:
+                self._start(request, found.canonical, looking)
+            return await self._serve(request, found, looking)
+        except UpstreamError as error:
+            request.leave()
+            return self._unreachable(error, MISS, request.start, self._cache_header(MISS))
+        except BaseException:
+            request.leave()
+            raise
+
+    async def _without_asking(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Answer | None:
+        """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
+        an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
+        awaited, so that of equal requests only one does. ``earlier``: what was on its way during the lookup."""
+        if (answer := self._hit(request, found)) is not None:
+            return answer
+        if found.canonical.key != request.canonical.key:
+            request.leave()  # the donor's prompt is asked for
+        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
+            return answer
+        if not request.shared or (request.reader is not None and request.reader.joined):
+            return None
+        near = await self._similar(request, found, earlier)
+        if near is not None and (answer := await self._near(request, near)) is not None:
+            return answer
+        return self._join_or_memory(request, found) if request.reader is None else None
+
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    async def _may_read(self, client: Client) -> bool:
+        """Whether stored answers may be given."""
+        known = self._tenants.may_read(client)
+        return self._tenants.looked_up(client, await self.cache.refused(client.name)) if known is None else known
+
+    def _answered(self, client: Client, status: int) -> None:
+        """Note whether the upstream accepts these credentials, and tell the store where that changed."""
+        refused = self._tenants.answered(client, status)
+        if refused is not None:
+            self.spawn(self.cache.refuse(client.name, refused=refused))
+
+    # -- single flight ------------------------------------------------------------------------------------------
+
+    def _flight_key(self, canonical: CanonicalRequest) -> str:
+        """After an invalidation nobody joins a flight that began before it."""
+        return f"{canonical.key} {self.cache.responses.begin()}"
+
+    def _join(self, request: GatewayRequest, canonical: CanonicalRequest) -> bool:
+        """Whether an equal request is on its way, which this one joins."""
+        if request.shared:
+            request.reader = self.flights.join(self._flight_key(canonical))
+        return request.reader is not None
+
+    def _join_or_memory(self, request: GatewayRequest, found: Lookup) -> Answer | None:
+        """Join an equal request that is on its way; where there is none, the answer that memory may have by now."""
+        return None if self._join(request, found.canonical) else self._from_memory(request, found)
+
+    def _start(
+        self,
+        request: GatewayRequest,
+        canonical: CanonicalRequest,
+        looking: asyncio.Future[Lookup] | None,
+        *,
+        stream: bool | None = None,
+        shared: bool = True,
+    ) -> None:
+        """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
+        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on."""
+        started, since = time.perf_counter(), self.cache.responses.begin()
+        shared, streams = shared and request.shared, canonical.stream if stream is None else stream
+
+        async def send() -> Reply:
+            return await self.upstream.send(request.call.with_body(_body(canonical, stream=streams)))
+
+        def on_head(status: int, headers: Headers) -> str:
+            self._answered(request.client, status)
+            return self._vary.refusal(headers, by_credentials=request.client.by_credentials)
+
+        async def on_whole(flight: InFlight) -> None:
+            seconds = time.perf_counter() - started
+            self.metrics.upstream_seconds.observe(seconds)
+            if flight.status == 200 and flight.payload is not None:
+                self.recent_hits.computed(seconds)
+                asked_for = canonical.route.converts or flight.streamed == canonical.stream
+                if asked_for and request.controls.write and not flight.refused:
+                    flight.stored = await self.cache.store(canonical, flight.payload, since)
+
+        key, reading = self._flight_key(canonical), canonical.route.stream()
+        flight = InFlight(self.flights, key, send, on_head, on_whole, reading)
+        request.reader = self.flights.start(flight, shared=shared)
+        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
+            return
+        pending = Pending(canonical, flight, looking, self.cache)
+        if shared:
+            self.pending.append(pending)
+            for _, seen in self._seen.values():
+                seen.append(pending)
+        self.spawn(self._record(request, pending))
+
+    def _may_be_similar(self, request: GatewayRequest) -> bool:
+        """Whether a request is on its way that this one may turn out to be similar to."""
+        others = [pending for pending in self.pending if not pending.flight.done]
+        group = self.cache.pending_group(request.canonical) if others else ""
+        return bool(group) and any(pending.group == group for pending in others)
+
+    async def _similar(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Lookup | None:
+        """What a request that found nothing may use of an earlier one that asks the same in other words."""
+        if found.entry is None:
+            return None
+        own = None if request.reader is None else request.reader.flight
+        now = takewhile(lambda pending: pending.flight is not own, self.pending)
+        others, candidates = dict.fromkeys((*earlier, *now)), []
+        for pending in [pending for pending in others if pending.canonical.key != found.canonical.key]:
+            if pending.flight.done and not pending.flight.stored:
+                continue
+            undecided = not pending.looking.done() and not pending.flight.done
+            if undecided and pending.group == found.entry.group:
+                await asyncio.wait((pending.looking,))
+            entry = pending.looking.result().entry if pending.looking.done() else None
+            if entry is not None and (candidate := entry.donate(found.entry)) is not None:
+                candidates.append((pending.canonical.key, candidate))
+        if not candidates:
+            return None
+        return await self.cache.join(found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES])
+
+    async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
+        """The answer to a request on its way that asks the same in other words, once it is whole. None where the cache
+        may not serve it: it failed, was cut off, or cannot be stored for another reason."""
+        reader = self.flights.join(self._flight_key(near.canonical))
+        if reader is not None:
+            try:
+                await reader.flight.until(lambda: not reader.flight.storable)
+            finally:
+                reader.leave()
+        found = await self.cache.stored(near.canonical)
+        return self._hit(request, replace(near, found=found), joined=reader is not None)
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    def _from_memory(self, request: GatewayRequest, lookup: Lookup) -> Answer | None:
+        """What memory has under a key."""
+        found = None if request.blocked else self.cache.responses.peek(lookup.canonical.key)
+        return None if found is None else self._hit(request, Lookup(lookup.canonical, found, lookup.report))
+
+    def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
+        """The stored answer in the form the client asked for; None where it will not do. ``joined``: the client waited
+        for it to be computed for another request."""
+        found = lookup.found
+        if found is None or not request.accepts(found):
+            request.too_old = found is not None and not request.blocked
+            return None
+        payload = found.response.payload
+        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
+        if answer is None:
+            return None
+        if found.stale and request.shared:
+            self._refresh(request, lookup)
+        seconds = time.perf_counter() - request.start
+        self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
+        if joined:
+            self.metrics.joins.labels(SIMILAR).inc()
+        asked = None if lookup.tier == EXACT else request.canonical.request
+        self.recent_hits.add(lookup, found, asked, request.client.tenant[:_TAG], seconds)
+        self._check_soon(request, lookup.report, payload)
+        scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
+        flags = (" stale" if found.stale else "") + (" joined" if joined else "")
+        text = f"hit tier={lookup.tier}{scored} age={found.age_s:.0f}{flags}"
+        answer.headers.extend(self._cache_header(text, lookup))
+        current().payload = lambda: payload
+        return answer
+
+    def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
+        """A kept answer as a stream; None where a stream would lose something."""
+        if not request.canonical.route.converts:
+            return Answer(200, [http.EVENTS], payload)
+        try:
+            body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
+        except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
+            self.metrics.unkept("no stream of it")
+            return None
+        return Answer(200, [http.EVENTS], body)
+
+    async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
+        """The upstream answer that the request waits for, in the form the client asked for."""
+        answer = await self._upstream_answer(request)
+        if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
+            request.leave()
+            self._start(request, lookup.canonical, looking, shared=False)
+            answer = await self._upstream_answer(request)
+        assert answer is not None
+        assert request.reader is not None
+        flight, tier, why = request.reader.flight, MISS, ""
+        if request.reader.joined:
+            tier = JOINED
+            self.metrics.joins.labels(EQUAL).inc()
+        elif why := request.why:
+            self.metrics.unkept(why)
+        self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
+        reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
+        answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup))
+        current().payload = lambda: flight.payload
+        if answer.stream is None:
+            request.leave()
+        return answer
+
+    async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
+        """The same; None where it is to be had only by a request of one's own."""
+        reader = request.reader
+        assert reader is not None
+        flight, stream, joined = reader.flight, request.canonical.stream, reader.joined
+        await flight.until(lambda: flight.status)
+        if not flight.status and flight.error is not None:
+            raise flight.error
+        if joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
+            return None
+        headers = http.for_others(flight.headers) if joined else list(flight.headers)
+        if not (flight.streamed and stream):
+            await flight.until(lambda: not flight.shared)
+            if flight.done or flight.streamed:
+                if flight.error is not None:
+                    raise flight.error
+                answer = self._whole(request, flight, headers)
+                if answer is not None or joined:
+                    return answer
+        # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
+        usage = not (flight.streamed and stream) or request.canonical.include_usage
+        pieces = reader.pieces(usage=usage)
+        return Answer(flight.status, headers, stream=pieces, close=reader.aclose, ours=joined)
+
+    def _whole(self, request: GatewayRequest, flight: InFlight, headers: Headers) -> Answer | None:
+        """A whole upstream answer in the form that the client asked for; None where it has no such form."""
+        assert request.reader is not None
+        converts, answer = request.canonical.route.converts, None
+        if flight.payload is None or (flight.streamed and not converts):
+            return None
+        if flight.streamed:
+            answer = Answer(200, [http.JSON], flight.payload)
+        elif converts and request.canonical.stream and flight.status == 200:
+            answer = self._as_stream(request, flight.payload)
+        else:
+            return Answer(flight.status, headers, flight.payload, ours=request.reader.joined)
+        if answer is not None:
+            answer.ours = request.reader.joined
+            answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
+        return answer
+
+    def _cache_header(self, text: str, lookup: Lookup | None = None) -> Headers:
+        """The header that says where an answer came from; logs and spans say it too."""
+        seen = current()
+        seen.cache = text
+        if lookup is not None and lookup.report is not None and lookup.report.plan.match is not None:
+            seen.donor = lookup.report.plan.match.entry_id
+        return [(b"x-semkv", text.encode("latin-1", "replace"))]
+
+    def _unreachable(self, error: UpstreamError, tier: str, start: float, header: Headers) -> Answer:
+        """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
+        self.metrics.request(tier, error.status, time.perf_counter() - start)
+        return http.error_answer(error.status, str(error), "upstream_error", header)
+
+    def _none_stored(self, tier: str) -> Answer:
+        """For a client that wants a stored answer or none. No request has failed, so none is counted."""
+        self.metrics.unkept(ONLY)
+        said = f"no stored answer will do, and the client wants no other ({ONLY})"
+        return http.error_answer(504, said, headers=self._cache_header(f"{tier} reason={ONLY}"))
+
+    # -- passing on ---------------------------------------------------------------------------------------------
+
+    async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
+        """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
+        start, client = time.perf_counter(), self._tenants.client(call.scope)
+        current().tenant = client.tenant[:_TAG]
+        if controls_of(call.scope).only:
+            return self._none_stored("pass")
+        header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
+        self.metrics.unkept(reason)
+        try:
+            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
+        except NoPlace as error:
+            self.metrics.request(PASSED, 400, time.perf_counter() - start)
+            return http.error_answer(400, str(error), headers=header)
+        except UpstreamError as error:
+            return self._unreachable(error, PASSED, start, header)
+        if call.scope["method"] != "OPTIONS":  # which anybody may ask
+            self._answered(client, reply.status)
+        self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
+        headers = [*reply.headers, *header]
+        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
+
+    async def _send_on(self, call: Call, tenant: str) -> Reply:
+        scope = call.scope
+        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
+            call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
+        return await self.upstream.send(call)
+
+    def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
+        """The canonical form of a request. Raises `Unkeyable` where it has none."""
+        if not client.believed:
+            raise Unkeyable("tenant")
+        if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+            raise Unkeyable("content type")
+        settings, scope = self.settings, call.scope
+        tags, headers = self._tenants.tags_of(scope), self._vary.read(scope)
+        version, salts = settings.data_version, settings.salt
+        deployment = Deployment(scope["path"], client.tenant, self._secret, version, tags, headers, salts)
+        return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
+
+    # -- recording and checking, in the background ----------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do something in the background; a fault in it is counted."""
+        task = asyncio.ensure_future(work)
+        self.background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[object]) -> None:
+        self.background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+            self.metrics.fault("background")
+
+    async def _record(self, request: GatewayRequest, pending: Pending) -> None:
+        """Tell the semantic cache what was computed."""
+        canonical, flight, payload = pending.canonical, pending.flight, None
+        try:
+            lookup = await asyncio.shield(pending.looking)
+            report = lookup.report
+            if report is not None and lookup.canonical.key != canonical.key:
+                report = report.unused()  # the donor that was found had no part in what was asked
+            await asyncio.wait((flight.task,))
+            await asyncio.sleep(_RECORD_DELAY_S)
+            kept = flight.stored or (canonical.sampled and not flight.refused)
+            if flight.status == 200 and request.controls.write and kept:
+                payload = flight.payload
+            if report is not None and payload is not None:
+                await self.cache.record(report, payload, canonical.model)
+        finally:
+            if pending in self.pending:
+                self.pending.remove(pending)
+        if payload is not None and flight.stored and report is not None and report.plan.substituted:
+            self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
+
+    def _refresh(self, request: GatewayRequest, lookup: Lookup) -> None:
+        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+        background = replace(request, reader=None)
+        self._join(background, lookup.canonical)
+        self.spawn(self._fetch(background, lookup.canonical))
+
+    def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
+        """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
+        if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
+            self._checks += 1
+            self.spawn(self._check(replace(request, reader=None), report, given))
+
+    async def _check(self, request: GatewayRequest, report: ReuseReport, given: bytes) -> None:
+        """Compare the unchanged request's own answer with the one that was given, to know how often they differ."""
+        try:
+            own = await self._fetch(request, request.canonical)
+        finally:
+            self._checks -= 1
+        if own is not None:
+            await self.cache.check(report, own, given)
+
+    async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
+        """The upstream's answer to a request, stored on the way; None where there is none."""
+        if request.reader is None and not self._join(request, canonical):
+            self._start(request, canonical, None, stream=False)
+        assert request.reader is not None
+        flight = request.reader.flight
+        try:
+            await flight.until(lambda: not flight.shared)
+            return flight.payload if flight.status == 200 and not flight.refused else None
+        finally:
+            request.leave()
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    async def wrong(self, hit: Hit) -> int:
+        """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one is reported."""
+        if hit.tier != EXACT:
+            await self.cache.report_wrong(hit.hit_id)
+        return await self.cache.invalidate(Selector(key=hit.response.key), dry_run=False)
+
+    def sizes(self) -> dict[str, dict[str, float]]:
+        """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
+        sizes = self.cache.sizes()
+        sizes["gauges"] |= {
+            "flights": float(len(self.flights.running)),
+            "flight_bytes": float(self.flights.held_bytes),
+            "flight_limit_bytes": float(self.flights.max_total_bytes),
+            "memory_limit_bytes": float(self.settings.memory_mib << 20),
+            "response_limit_bytes": float(self.settings.store_mib << 20),
+        }
+        return sizes
+
+    async def aclose(self) -> None:
+        """Stop upstream requests, finish what is being written, close the stores."""
+        self.flights.close()
+        if self.background:
+            await asyncio.wait(self.background, timeout=_ENDING_S)
+        await self.upstream.aclose()
+        await self.cache.aclose()
+
+
+def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
+    """The canonical form of a body, which nothing else decides."""
+    return canonicalise(loads(raw), deployment)
+
+
+_read_again = lru_cache(_KNOWN)(_read)
+
+
+def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
+    """What is sent upstream."""
+    body = canonical.body()
+    if not canonical.route.converts:
+        return _encode(body).encode()
+    body.pop("stream_options", None)
+    body["stream"] = stream
+    if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
+        body["stream_options"] = {"include_usage": True}
+    return _encode(body).encode()

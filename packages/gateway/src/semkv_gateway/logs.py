@@ -1,0 +1,226 @@
+"""What operators see of single requests: log lines and OpenTelemetry spans, never a prompt, an answer or a key.
+
+Every request has an id: the client's ``X-Request-Id`` where it is one, else a new one. The upstream gets it, the client
+gets it, and every line that is logged for the request has it.
+
+Where spans go, and how many are taken, is said in the usual variables: ``OTEL_EXPORTER_OTLP_ENDPOINT``,
+``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER`` and others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import import_module
+from typing import Any
+
+from semkv.errors import SemkvError
+from semkv_gateway.http import Answer, Scope, header
+from semkv_gateway.sse import usage_of
+
+log = logging.getLogger(__name__)
+
+ONLY = "only-if-cached"  # the reason of a 504 that the client asked for
+
+_REQUEST_ID = b"x-request-id"
+_ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
+_SHOWN = 200  # characters of what a client names
+_LARGE = 64 * 1024  # bytes of an answer that is not read for its usage
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What operators see of one request."""
+
+    request_id: str
+    method: str
+    route: str  # without the query
+    tenant: str = ""  # the beginning of its tenant's digest
+    model: str = ""  # as the client named it; empty where the body was not read
+    cache: str = ""  # what `X-Semkv` says: hit, miss, joined or pass, with the reason
+    status: int = 0  # of the answer; 0 where the client hung up first
+    upstream_id: str = ""  # the upstream's own id for the answer, where it gave another
+    donor: str = ""  # entry that stood in for the request
+    payload: Callable[[], bytes | None] = lambda: None  # reads the whole answer, once there is one
+    start: float = field(default_factory=time.perf_counter)
+
+    def sign(self, answer: Answer) -> None:
+        """Note an answer, and give its client the id. What the upstream has signed itself stays so."""
+        self.status = answer.status
+        own = b"" if answer.ours else next((v for k, v in answer.headers if k == _REQUEST_ID), b"")
+        if own:
+            self.upstream_id = own.decode("latin-1")
+        else:
+            answer.headers.append((_REQUEST_ID, self.request_id.encode()))
+
+    def log(self) -> None:
+        """Write the line of the access log."""
+        upstream_id = "" if self.upstream_id == self.request_id else self.upstream_id
+        fields = {
+            "method": self.method,
+            "route": self.route[:_SHOWN],
+            "model": self.model[:_SHOWN],
+            "tenant": self.tenant,
+            "cache": self.cache,
+            "upstream_request_id": upstream_id[:_SHOWN],
+            "status": self.status or 499,  # as proxies say that the client hung up
+            "ms": round((time.perf_counter() - self.start) * 1e3, 1),
+        }
+        log.info("request", extra={"fields": {name: value for name, value in fields.items() if value != ""}})
+
+    def attributes(self) -> dict[str, Any]:
+        """What a span says; only what is known."""
+        outcome, *words = self.cache.split() or [""]
+        said = dict(word.split("=", 1) for word in words if "=" in word)
+        payload = self.payload()
+        usage = {} if payload is None or len(payload) > _LARGE else usage_of(payload)
+        known = {
+            "http.request.method": self.method,
+            "url.path": self.route,
+            "http.response.status_code": self.status or None,
+            "gen_ai.operation.name": _OPERATIONS.get(self.route),
+            "gen_ai.request.model": self.model,
+            **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
+            "semkv.cache": outcome,
+            "semkv.reason": said.get("reason"),
+            "semkv.tier": said.get("tier") or said.get("reuse"),
+            "semkv.score": float(said["score"]) if "score" in said else None,
+            "semkv.donor.id": self.donor if "score" in said else None,
+            "semkv.tokens_saved": usage.get("output_tokens") if outcome == "hit" else None,
+            "semkv.request.id": self.request_id,
+            "semkv.tenant": self.tenant,
+        }
+        return {name: value for name, value in known.items() if value not in ("", None)}
+
+
+_current: ContextVar[Seen | None] = ContextVar("semkv_request", default=None)
+
+
+def current() -> Seen:
+    """The request that this task works for; one that is not shown where it works for none."""
+    return _current.get() or Seen("", "", "")
+
+
+def begin(scope: Scope) -> Seen:
+    """Name the request of this task, and let its headers say so."""
+    given = header(scope, _REQUEST_ID)
+    named = given if _ID.fullmatch(given) else secrets.token_hex(16)
+    if named != given:
+        kept = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
+        scope["headers"] = [*kept, (_REQUEST_ID, named.encode())]
+    seen = Seen(named, scope["method"], scope["path"])
+    _current.set(seen)
+    return seen
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        seen = _current.get()
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **({} if seen is None else {"request_id": seen.request_id}),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def set_up_logs() -> None:
+    """Lines on standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel("INFO")
+    for noisy in ("httpx", "sentence_transformers", "faiss"):
+        logging.getLogger(noisy).setLevel("WARNING")
+    with contextlib.suppress(ImportError):  # it prints for itself what goes on to the root as well
+        import_module("huggingface_hub.utils.logging")
+        logging.getLogger("huggingface_hub").handlers.clear()
+
+
+# -- spans -------------------------------------------------------------------------------------------------------------
+
+
+class Tracing:
+    """Makes a span for every request, named and described by OpenTelemetry's conventions for generative AI. A fault is
+    counted and costs no request anything."""
+
+    def __init__(self, on_fault: Callable[[str], None]) -> None:
+        try:
+            from opentelemetry import propagate, trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise SemkvError(f"--otel needs {error.name}: in a checkout of semkv, pip install '.[otel]'") from error
+        self._on_fault, self._trace, self._propagate = on_fault, trace, propagate
+        name = os.environ.get("OTEL_SERVICE_NAME") or "semkv"
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("semkv")
+
+    def start(self, scope: Scope, seen: Seen) -> Any:
+        """The span of a request. It continues the trace in the headers; the upstream gets the span's context."""
+        trace, propagate = self._trace, self._propagate
+        try:
+            headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
+            context = propagate.extract(headers)
+            span = self._tracer.start_span(seen.method, context, trace.SpanKind.SERVER)
+            told: dict[str, str] = {}
+            propagate.inject(told, trace.set_span_in_context(span, context))
+            ours = {name.lower().encode(): value.encode("latin-1") for name, value in told.items()}
+            scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] not in ours), *ours.items()]
+        except Exception:
+            self._failed()
+            return trace.INVALID_SPAN
+        return span
+
+    def end(self, span: Any, seen: Seen) -> None:
+        """The request is answered."""
+        try:
+            if span.is_recording():
+                operation = _OPERATIONS.get(seen.route)
+                if operation is not None:
+                    span.update_name(f"{operation} {seen.model}".rstrip())
+                span.set_attributes(seen.attributes())
+                if seen.status >= 500 and not seen.cache.endswith(ONLY):
+                    span.set_status(self._trace.StatusCode.ERROR)
+            span.end()
+        except Exception:
+            self._failed()
+
+    def _failed(self) -> None:
+        log.exception("tracing failed")
+        self._on_fault("tracing")
+
+    def close(self) -> None:
+        """Send what is left. Blocks."""
+        self._provider.shutdown()

@@ -1,0 +1,244 @@
+"""From a request body to its canonical form: the exact key, and what the semantic tiers may look at.
+
+Whatever is not known to leave the answer alone is part of the key. What cannot be keyed makes a request uncacheable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from semkv.keys import media_uuid
+from semkv.stores.media import MediaStore
+from semkv.tenants import tenant_salt
+from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
+from semkv_gateway.routes import ROUTES, Content, Route, Unkeyable
+from semkv_stores.digests import digest
+
+# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
+# two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
+_NOT_IN_KEY = frozenset(
+    "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
+    " prompt_cache_key".split()
+)
+# Choose among the model's answers without changing what it computes of the prompt: outside the semantic namespace.
+_SAMPLING = frozenset(
+    "temperature top_p top_k min_p seed n best_of max_tokens max_completion_tokens min_tokens stop stop_token_ids"
+    " include_stop_str_in_output ignore_eos presence_penalty frequency_penalty repetition_penalty length_penalty"
+    " use_beam_search logit_bias bad_words allowed_token_ids logprobs top_logprobs logprob_token_ids"
+    " skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids repetition_detection"
+    " watermarking".split()
+)
+# Answers that show the prompt belong to this prompt alone.
+_SHOWS_PROMPT = tuple("echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split())
+_UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+
+# Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
+_MOST_SEGMENTS = 1000
+_MOST_TEXT = 1_000_000  # characters
+
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a key depends on in addition to the body.
+
+    Attributes:
+        endpoint: one of `ROUTES`.
+        tenant: opaque; never shares anything with another.
+        secret: of the deployment.
+        version: of model and data; a change makes every stored answer unreachable.
+        tags: labels that came with it; answers are not shared with requests that have others.
+        headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Vary`.
+        salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
+    """
+
+    endpoint: str
+    tenant: str
+    secret: bytes
+    version: str = ""
+    tags: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
+    salts: bool = True
+
+    def key(self, body: str) -> str:
+        head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
+        return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
+
+
+@dataclass(frozen=True)
+class CanonicalRequest:
+    """A request with its exact key."""
+
+    key: str  # hex HMAC-SHA256 over everything that changes the answer, tenant and versions included
+    partition: str  # the tenant, `StoredResponse.partition`
+    model: str  # as the client named it
+    prompt: str  # text of the last user turn; empty where there is none
+    stream: bool  # the client wants a stream; part of the key only where the route does not convert
+    include_usage: bool  # the client wants the usage at the end of its stream
+    sampled: bool  # the answer is drawn at random: neither temperature 0 nor a seed
+    _body: Mapping[str, Any] = field(repr=False)
+    _content: Content = field(repr=False)
+    _deployment: Deployment = field(repr=False)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Labels that came with the request; part of the key."""
+        return self._deployment.tags
+
+    @property
+    def route(self) -> Route:
+        """Where it came in."""
+        return ROUTES[self._deployment.endpoint]
+
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
+        return self.route.refusal(payload, status)
+
+    @cached_property
+    def request(self) -> Request | None:
+        """For `SemanticCache.try_reuse`; None where the request is exact-only. Images have no file: `with_media`.
+
+        Computed when it is first asked for: an exact hit does not pay for it.
+        """
+        segments = self._content.segments
+        if not 0 < len(segments) <= _MOST_SEGMENTS or any(self._shows(name) for name in _SHOWS_PROMPT):
+            return None
+        if sum(len(segment.text) for segment in segments if isinstance(segment, TextSegment)) > _MOST_TEXT:
+            return None
+        if self._content.media and self._body.get("media_io_kwargs"):
+            return None  # the model sees other pictures than the vision layer does
+        rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
+        rest[self._content.name] = self._content.template()
+        deployment = self._deployment
+        headers = (_encode(deployment.headers),) if deployment.headers else ()
+        try:
+            model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest), *headers)
+        except RecursionError:  # nested as deeply as the key could just be made of
+            return None
+        namespace = Namespace(deployment.tenant, model)
+        return Request(self.key, namespace, self._content.segments)
+
+    def _shows(self, name: str) -> bool:
+        value = self._body.get(name)
+        return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
+
+    def with_media(self, store: MediaStore) -> Request | None:
+        """``request`` with a file behind every image, for the vision hook and later donors. Blocks (writes files)."""
+        request = self.request
+        if request is None or not request.media:
+            return request
+        segments = []
+        for segment in request.segments:
+            if isinstance(segment, MediaSegment):
+                data = self._content.media[segment.media_id]
+                segment = replace(segment, source=store.path(store.put(data)))
+            segments.append(segment)
+        return replace(request, segments=tuple(segments))
+
+    def with_plan(self, plan: Plan) -> CanonicalRequest | None:
+        """The canonical request' of a plan, with its own key. Blocks (reads donors' images). None where the plan cannot
+        be mapped back one to one, or a donor's image is gone."""
+        content = self._content.with_segments(plan.segments)
+        if self.request is None or content is None:
+            return None
+        return _build({**self._body, content.name: content.value}, content, self._deployment)
+
+    def body(self) -> dict[str, Any]:
+        """What to send upstream: fresh, the caller may change its top level. Where salts are sent it has the tenant's
+        ``cache_salt`` and uuids of images, by which vLLM knows them without hashing.
+
+        An image's uuid is its digest under the tenant's salt, so nobody else can name it. With ``media_io_kwargs`` the
+        same bytes may be read in another way, which vLLM does not tell apart by uuid: there are none then.
+        """
+        if not self._deployment.salts:
+            return {**self._body, self._content.name: self._content.with_uuids(None)}
+        salt = partial(tenant_salt, self._deployment.secret, self._deployment.tenant)
+        named = bool(self._content.media) and not self._body.get("media_io_kwargs")
+        value = self._content.with_uuids(partial(media_uuid, salt(None)) if named else None)
+        return {**self._body, self._content.name: value, "cache_salt": salt(self._body.get("cache_salt"))}
+
+
+def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRequest:
+    """The canonical form of a request. Raises `Unkeyable` where it has none.
+
+    Use `loads` for the JSON of ``body``: it refuses what JSON readers disagree on.
+    """
+    try:
+        if any(body.get(name) is not None for name in _UNKEYABLE):
+            raise Unkeyable("state of another server")
+        return _build(body, ROUTES[deployment.endpoint].read(body), deployment)
+    except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
+        raise Unkeyable("no canonical JSON") from None
+
+
+def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:
+    stream, options, model = body.get("stream"), body.get("stream_options"), body.get("model")
+    if stream is not None and not isinstance(stream, bool):
+        raise Unkeyable("stream is no boolean")
+    route = ROUTES[deployment.endpoint]
+    asked = options if isinstance(options, dict) else {"unknown": options is not None}
+    if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
+        raise Unkeyable("stream options")
+    if model is not None and not isinstance(model, str):
+        raise Unkeyable("model is no string")
+    keyed = {n: _number(value) for n, value in body.items() if n not in _NOT_IN_KEY or n in route.repeated}
+    keyed[content.name] = content.keyed
+    if stream and not route.converts:
+        keyed["stream"] = [options, body.get("stream_interval")]
+    return CanonicalRequest(
+        key=deployment.key(_encode(keyed)),
+        partition=deployment.tenant,
+        model=model or "",
+        prompt=content.prompt,
+        stream=bool(stream),
+        include_usage=not route.converts or bool(asked.get("include_usage")),
+        sampled=bool(route.fixed_by) and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
+        _body=body,
+        _content=content,
+        _deployment=deployment,
+    )
+
+
+def _fixes(name: str, value: object) -> bool:
+    """Whether a temperature or a seed is one with which nothing is drawn at random."""
+    if isinstance(value, bool):
+        return False
+    return value == 0 if name == "temperature" else isinstance(value, int) and value >= 0
+
+
+def _number(value: Any) -> Any:
+    """One form for a number that a parameter may be written in several ways: 1 and 1.0, 0 and -0.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+def loads(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
+    Raises `Unkeyable`."""
+    try:
+        value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
+        if b"\\u" in raw:
+            _encode(value).encode()  # a lone surrogate cannot be encoded
+    except (ValueError, RecursionError):
+        raise Unkeyable("no JSON") from None
+    if not isinstance(value, dict):
+        raise Unkeyable("no JSON object")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice in one object")
+    return found
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,447 @@
+"""The response tier: whole answers under exact keys, in memory before a store, each for as long as rules say."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
+from semkv.stores.responses.ahead import AheadLog, deliver
+from semkv.tiers import Every, Tally
+
+_T = TypeVar("_T")
+_SKEW_S = 10.0  # between the clocks of gateways on one store
+_AWAY = 5  # looks for invalidations that fail until a store is called away
+FOREVER = float("inf")
+_FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+# -- lifetimes -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """How long an answer may be served.
+
+    Attributes:
+        ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
+        stale_s: seconds after that in which it is still served while a fresh one is fetched.
+        jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
+            together.
+    """
+
+    ttl_s: float = FOREVER
+    stale_s: float = 0.0
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "stale_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "0 or more seconds")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ConfigError("jitter", self.jitter, "a share from 0 to below 1")
+
+    def draw(self) -> float:
+        """Seconds that one answer lives, jitter taken off."""
+        return self.ttl_s * (1.0 - self.jitter * random.random()) if self.jitter else self.ttl_s  # noqa: S311
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Picks answers by their prompt, their model or one of their tags; case does not count.
+
+    Attributes:
+        name: ``prompt``, ``model`` or ``tag``.
+        pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
+    """
+
+    name: str
+    pattern: str
+
+    def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
+        """Whether it picks this answer."""
+        values = tags if self.name == "tag" else (prompt if self.name == "prompt" else model,)
+        return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class LifetimeRule(Pattern):
+    """A lifetime for the answers that a pattern picks."""
+
+    lifetime: Lifetime
+
+
+def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
+    """Read ``FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE]``.
+
+    Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
+
+    >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
+    Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    form = re.fullmatch(
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+    )
+    if form is None:
+        raise ConfigError(key, text, _FORM)
+    name, pattern, ttl, options = form.groups()
+    try:
+        lifetime = Lifetime(_seconds(ttl))
+        for option in options.split(",")[1:]:
+            word, _, value = option.partition("=")
+            if word == "stale":
+                lifetime = replace(lifetime, stale_s=_seconds(value))
+            else:
+                lifetime = replace(lifetime, jitter=float(value))
+        return LifetimeRule(name, pattern, lifetime)
+    except ValueError:
+        raise ConfigError(key, text, _FORM) from None
+
+
+def _seconds(text: str) -> float:
+    if text == "inf":
+        return FOREVER
+    number, unit = (text[:-1], text[-1]) if text[-1:].isalpha() else (text, "")
+    if unit not in _UNITS:
+        raise ValueError(text)
+    return float(number) * _UNITS[unit]
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+class Answerable(Protocol):
+    """What an answer is kept by; `semkv_gateway.request_key.CanonicalRequest` is one."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def partition(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def sampled(self) -> bool: ...
+    def refusal(self, payload: bytes, status: int) -> str:
+        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stored answer that may be served."""
+
+    response: StoredResponse
+    age_s: float  # since it was kept
+    stale: bool  # past its time, but within the grace in which it is served while a fresh one is fetched
+
+
+class ResponseCache:
+    """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
+
+    No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
+    follows the invalidations that others log in the store: memory applies one after ``poll_s`` seconds, and is not
+    served once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
+
+    Args:
+        store: behind the memory; None for memory alone.
+        max_bytes: bound on what memory holds, overhead included.
+        lifetime: of answers that no rule picks; of several rules the first decides.
+        sampled: keep answers that were drawn at random too.
+        poll_s: seconds between two looks for invalidations.
+        unheard_s: how long memory is served without news of the store.
+        pause_s: how long a store is left alone after a fault.
+        clock: seconds since the epoch.
+        ahead: folder of the log in which `try_keep` writes what is on its way to the store; None to go without.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore | None,
+        *,
+        max_bytes: int = 256 << 20,
+        lifetime: Lifetime = Lifetime(),
+        rules: Sequence[LifetimeRule] = (),
+        sampled: bool = False,
+        poll_s: float = 1.0,
+        unheard_s: float = 30.0,
+        pause_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+        ahead: Path | None = None,
+    ) -> None:
+        self._memory = MemoryStore(max_bytes, clock=clock)
+        self._store, self._clock = store, clock
+        self._tally = Tally()
+        self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
+        self._pause_s, self._pausing = pause_s, threading.Lock()
+        self._quiet_until = {False: 0.0, True: 0.0}  # of reads and of writes: a full store can still be read
+        self._hits = 0
+        self._poll_s, self._unheard_s = poll_s, unheard_s
+        self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
+        self._following = threading.Lock()
+        self._follower: Every | None = None
+        self._ahead: AheadLog | None = None
+        if store is not None:
+            if ahead is not None:
+                with self._tally.boundary("answer log"):
+                    self._ahead = AheadLog(ahead, self._bring)
+            self.follow()
+            self._follower = Every(poll_s, self.follow, "semkv-invalidations")
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def peek(self, key: str) -> Found | None:
+        """From memory alone; never blocks."""
+        if self._unheard():
+            return None
+        response = self._memory.get(key)
+        if response is None:
+            return None
+        self._hits += 1
+        return self._found(response)
+
+    def _found(self, response: StoredResponse) -> Found:
+        now = self._clock()
+        return Found(response, max(0.0, now - response.created), now >= response.expires)
+
+    def _unheard(self) -> bool:
+        return self._store is not None and time.monotonic() - self._heard > self._unheard_s
+
+    @property
+    def store_up(self) -> bool:
+        """Whether the store was heard of in the last few seconds; True without one. Never blocks."""
+        return self._store is None or (bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s)
+
+    def lookup(self, key: str) -> Found | None:
+        """From memory, else from the store. Blocks."""
+        found = self.peek(key)
+        if found is not None:
+            return found
+        response = self._memory.get(key) if self._store is None else self._fetch(key)
+        if response is None or response.stale_until <= self._clock():
+            self._tally.add("miss")
+            return None
+        self._tally.add("hit:store" if self._store is not None else "hit:memory")
+        return self._found(response)
+
+    def _fetch(self, key: str) -> StoredResponse | None:
+        since, held = self._memory.cursor, None if self._unheard() else self._memory.get(key)
+        response = self._ask("get", lambda store: store.get(key), None)
+        if response is not None and response.created > self._clock() + _SKEW_S:  # a clock went back: its age is unknown
+            response = None
+        if held is not None and (response is None or response.created < held.created):
+            return held  # still on its way to the store
+        if response is not None:
+            self._memory.put(response, since)  # refused where it was invalidated since the store was asked
+        return response
+
+    # -- keeping ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> str:
+        """To be called before the upstream is asked: hand it to `keep`, which keeps no answer that was invalidated
+        meanwhile, here or by another replica. Never blocks."""
+        return f"{self._memory.cursor} {self._cursor}"
+
+    def keep(
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool:
+        """Keep an answer if it is complete. Blocks. A refused answer is counted under the reason.
+
+        Args:
+            request: the canonical request it was computed from.
+            payload: its JSON, or the events of its stream.
+            status: HTTP status of the answer.
+            since: what `begin` returned before the upstream was asked.
+            tags: labels for invalidation.
+
+        Returns:
+            Whether it was kept, in the store or, where that is down, in memory.
+        """
+        found = self._stored(request, payload, status, tuple(tags))
+        reason = found if isinstance(found, str) else self._write(found, since)
+        self._tally.add(f"refused:{reason}" if reason else "kept")
+        return not reason
+
+    def try_keep(
+        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+    ) -> bool | None:
+        """The same without waiting for the store: an answer is in memory then, and in the log of what is on its way.
+
+        Returns:
+            Whether it was kept; None where nothing was done, since only `keep` can.
+        """
+        if self._ahead is None:
+            return None
+        found = self._stored(request, payload, status, tuple(tags))
+        if isinstance(found, str):
+            self._tally.add(f"refused:{found}")
+            return False
+        own, _, shared = since.partition(" ")
+        if not shared or not self._ahead.append(found, shared):
+            return None
+        kept = self._memory.put(found, own)  # refused where it was invalidated meanwhile, as by the store later
+        self._tally.add("kept" if kept else "refused:invalidated or too large")
+        return kept
+
+    def _bring(self, response: StoredResponse, since: str) -> bool:
+        """What was on its way, to the store. False where that cannot be reached."""
+        try:
+            put = self._ask("put", lambda store: deliver(store, response, since, self._clock()), None)
+            if put is False:
+                self._tally.add("refused:invalidated on its way")
+                self.follow()  # another replica has invalidated it, and memory may not know yet
+        except Exception as error:  # it would be so again
+            self._tally.fault("store put", error)
+            return True
+        return put is not None
+
+    def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
+        """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
+        return (self._sampled or not request.sampled) and bool(self._lifetime_of(request, tags).ttl_s)
+
+    def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
+        picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
+        return next(picked, self._lifetime)
+
+    def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+        """What to keep of an answer, or why nothing."""
+        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
+        if reason:
+            return reason
+        lifetime = self._lifetime_of(request, tags)
+        if not lifetime.ttl_s:
+            return "no lifetime"
+        now, ttl = self._clock(), lifetime.draw()
+        return StoredResponse(
+            key=request.key,
+            partition=request.partition,
+            model=request.model,
+            payload=payload,
+            created=now,
+            expires=now + ttl,
+            stale_until=now + ttl + lifetime.stale_s,
+            tags=tags,
+            prompt=request.prompt,
+        )
+
+    def _write(self, response: StoredResponse, since: str) -> str:
+        """To the store, then to memory. Returns why not, or an empty string."""
+        own, _, shared = since.partition(" ")
+        own = own or self._memory.cursor
+        known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
+        if self._store is not None and known and not self._ask("put", lambda store: store.put(response, shared), True):
+            return "invalidated or too large"
+        in_memory = self._memory.put(response, own)
+        return "" if in_memory or self._store is not None else "invalidated or too large"
+
+    # -- credentials --------------------------------------------------------------------------------------------
+
+    def refused(self, name: str) -> bool | None:
+        """Whether credentials were refused, by their digest; None where the store does not say. Blocks."""
+        if self._store is None:
+            return self._memory.refused(name)
+        return self._ask("get", lambda store: store.refused(name), None)
+
+    def refuse(self, name: str, *, refused: bool) -> None:
+        """Note that credentials were refused, or are accepted again, where the store can be reached. Blocks."""
+        if self._store is None:
+            self._memory.refuse(name, refused=refused)
+        self._ask("put", lambda store: store.refuse(name, refused=refused), None)
+
+    # -- invalidation -------------------------------------------------------------------------------------------
+
+    def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
+        """Delete what the selector names, in the store and in every replica's memory, or only count it.
+
+        Raises:
+            StoreError: the store could not be reached; nothing is promised then, so do it again.
+        """
+        if self._store is None:
+            return self._memory.invalidate(selector, dry_run=dry_run)
+        if not dry_run:
+            self._memory.invalidate(selector)
+        gone = self._store.invalidate(selector, dry_run=dry_run) + self.on_the_way(selector)
+        if not dry_run:
+            self.follow()
+        return gone
+
+    def on_the_way(self, selector: Selector) -> int:
+        """How many answers that a selector names the store has not taken yet; invalidated ones it never will."""
+        return 0 if self._ahead is None else self._ahead.count(selector)
+
+    def follow(self) -> None:
+        """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second."""
+        with self._following:
+            cursor = self._cursor
+            news = self._ask("news", lambda store: store.news(cursor), None)
+            if news is None:
+                return
+            if news.selectors is None or not cursor:  # what memory holds may have been invalidated unheard
+                self._memory.invalidate(Selector())
+            for selector in news.selectors or ():
+                self._memory.invalidate(selector)
+            self._cursor, self._heard = news.cursor, time.monotonic()
+
+    def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
+        """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
+        writes = kind == "put"
+        if self._store is None or not self._may_ask(writes):
+            return otherwise
+        try:
+            result = work(self._store)
+        except CorruptValue as error:
+            self._tally.fault("corrupt", error)
+            result = otherwise
+        except (StoreError, OSError, ValueError) as error:
+            self._quiet_until[writes] = time.monotonic() + self._pause_s
+            self._tally.fault(f"store {kind}", error)
+            return otherwise
+        self._quiet_until[writes] = 0.0
+        return result
+
+    def _may_ask(self, writes: bool) -> bool:
+        """False for a while after a fault; then one caller tries, and the others once the store answers."""
+        with self._pausing:
+            now, until = time.monotonic(), self._quiet_until[writes]
+            if until and now >= until:
+                self._quiet_until[writes] = now + self._pause_s  # the others wait for this one
+            return now >= until
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> Mapping[str, int]:
+        """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``."""
+        counts = self._tally.counts()
+        counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
+        counts["evicted"] = self._memory.evicted
+        return counts
+
+    def sizes(self) -> Mapping[str, int]:
+        """``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says so, ``response_entries`` and
+        ``response_bytes``. Blocks."""
+        entries, nbytes = self._memory.usage()
+        sizes = {"memory_entries": entries, "memory_bytes": nbytes, "store_up": int(self.store_up)}
+        usage = self._ask("usage", lambda store: store.usage(), None)
+        return sizes if usage is None else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
+
+    def close(self) -> None:
+        """Stop following invalidations, close the store."""
+        if self._follower is not None:
+            self._follower.stop(5.0)
+        if self._ahead is not None:
+            self._ahead.close()
+        if self._store is not None:
+            self._store.close()

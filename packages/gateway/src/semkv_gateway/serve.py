@@ -1,0 +1,300 @@
+"""Runs the gateway: uvicorn with uvloop and httptools, bounded heads of requests, one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from asyncio import Transport
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import uvicorn
+from prometheus_client.multiprocess import mark_process_dead
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.supervisors.multiprocess import Multiprocess, Process
+
+from semkv import __version__
+from semkv.errors import ConfigError, SemkvError
+from semkv_gateway.app import FULL, App, app_of
+from semkv_gateway.http import busy_answer
+from semkv_gateway.logs import set_up_logs
+from semkv_gateway.metrics import FOLDER
+from semkv_gateway.settings import ServerSettings, admin_key, secret_of
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 20  # how long open requests may go on after a signal to stop
+_START_S = 120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
+_HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the first piece that comes in
+_HEAD_S = 60  # for a head to come, also the first of a connection
+_FILES = 256  # open in addition to those of connections
+_SPARE = 32  # connections beyond the bound, only for operators' routes
+_HERE, _HERE_6 = {"localhost", "127.0.0.1", "0.0.0.0"}, {"localhost", "::1", "::"}  # noqa: S104
+_MOST = 20_000  # connections, however many files may be open
+
+_BUSY = busy_answer("connections").body
+_TURNED_AWAY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
+    wait without end, and on connections. A wish for another protocol, as Java's client has, costs a request nothing.
+
+    Attributes:
+        most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
+        turned_away: called for a connection that is not answered at all.
+    """
+
+    most = sys.maxsize
+    turned_away: Callable[[], None] = staticmethod(lambda: None)
+    _beyond = False
+    _loose_bytes = 0  # that came since a request began, or since its body went on
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._beyond = len(self.connections) > self.most
+        if len(self.connections) > self.most + _SPARE:
+            self.turned_away()
+            transport.write(_TURNED_AWAY)
+            transport.close()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._loose_bytes += len(data)
+        try:
+            while data:
+                data = self._read(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        else:
+            if self._loose_bytes > _HEAD_BYTES:
+                self.send_400_response("The head of the request is too large.")
+
+    def _read(self, data: bytes) -> bytes:
+        """Let httptools read; what it has to read next. Of a request for another protocol it reads no body, so such a
+        head is read again without that wish."""
+        parser = self.parser
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if parser.get_method() == b"CONNECT":  # this is no proxy
+                raise httptools.HttpParserError from None
+            first = b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())
+            self.parser = httptools.HttpRequestParser(self)  # after ``Connection: close`` that one reads no more
+            lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            return b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]])
+        return b""
+
+    def on_message_begin(self) -> None:
+        self._loose_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._unset_keepalive_if_required()
+        if self._beyond and len(self.connections) > self.most:
+            self.scope["extensions"] = {FULL: {}}
+        super().on_headers_complete()
+        self.headers = []  # what comes behind the body is no header of this request
+
+    def on_body(self, body: bytes) -> None:
+        self._loose_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may; how many connections that is enough for, two files each."""
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # such as on macOS, where there is a limit beside these
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        files = hard
+    most = _MOST if files == resource.RLIM_INFINITY else (files - _FILES) // 2 - _SPARE
+    return min(_MOST, max(_SPARE, most))
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket for a host's IPv4 address, or for the IPv6 address that is given. It takes no connections yet."""
+    sock = None
+    try:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if ":" in host:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((host, port))
+    except (OSError, UnicodeError, TypeError) as error:  # the last for a name that is no text
+        if sock is not None:
+            sock.close()
+        why = getattr(error, "strerror", None) or error
+        raise SemkvError(f"--port {port}, --host {host}: cannot listen there ({why}); name another") from error
+    return sock
+
+
+def described(settings: ServerSettings, address: str) -> str:
+    """One line of what was started."""
+    near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
+    dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
+    return (
+        f"semkv {__version__} on http://{address}: upstream {settings.upstream}, cache in {settings.cache_dir}, "
+        f"near-repeats {near}, dashboard {dashboard}"
+    )
+
+
+def leads_to(url: str, name: str, port: int) -> bool:
+    """Whether a URL leads to the gateway itself, which listens at this address and port."""
+    there = urlsplit(url)
+    at = there.port or (443 if there.scheme == "https" else 80)
+    return at == port and any({there.hostname, name} <= family for family in (_HERE, _HERE_6, {name}))
+
+
+def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) -> None:
+    """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
+
+    Several workers are processes that take connections from the same sockets. One that ends is started again.
+    """
+    set_up_logs()
+    if workers > 1 and settings.store == "memory":
+        raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
+    sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
+    name, bound = sockets[0].getsockname()[:2]
+    address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+    if leads_to(settings.upstream, name, bound):
+        raise ConfigError(
+            "--upstream", settings.upstream, "another server than this one: every request would come back"
+        )
+    said = described(settings, address)
+    if workers == 1:
+        app = _load(settings)
+        log.info(said)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(_config(app)).run(sockets)
+        return
+    log.info("%s, %d workers", said, workers)
+    secret_of(settings, os.environ)  # made by one process
+    # Each would take all cores for its encoder.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    # Workers map these files: on a full disk the kernel kills who writes to a new page.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
+        os.environ[FOLDER] = folder
+        work = partial(_load_worker, settings, workers)
+        supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
+        supervisor.run()
+        if supervisor.failed:
+            raise SemkvError("a worker cannot start; its message is above")
+
+
+def _config(app: Any, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=Protocol,
+        ws="none",
+        access_log=False,
+        log_config=None,
+        proxy_headers=False,  # the client's address decides whose tenant header is believed
+        server_header=False,
+        date_header=False,
+        backlog=4096,
+        timeout_keep_alive=_HEAD_S,
+        timeout_graceful_shutdown=_DRAIN_S,
+        timeout_worker_healthcheck=_START_S,
+        **more,
+    )
+
+
+def _load(settings: ServerSettings, workers: int = 1) -> App:
+    """The application with all that it needs in memory."""
+    # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
+    # Nothing is compiled here.
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+    Protocol.most = raise_file_limit()
+    app = app_of(settings, os.environ, workers)
+    Protocol.turned_away = app.gateway.metrics.turned_away.labels("connections").inc
+    gc.collect()
+    gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
+    return app
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+class Workers(Multiprocess):
+    """uvicorn's supervisor, which starts a worker again that ends. When all end, nobody waits at the sockets."""
+
+    failed = False  # a worker could not start, and no other serves
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        super().__init__(config, sockets)
+        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn notes them, and looks when no worker is being replaced
+            signal.signal(number, lambda *_: self.should_exit.set())
+
+    def restart_all(self) -> None:
+        before = [process.pid for process in self.processes]
+        super().restart_all()
+        for pid in set(before).difference(process.pid for process in self.processes):
+            mark_process_dead(pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
+
+    def keep_subprocess_alive(self) -> None:
+        """uvicorn also asks each whether it hangs, and waits a minute for one that died before it answered."""
+        for at, process in enumerate(self.processes):
+            if process.exitcode is None or self.should_exit.is_set():
+                continue
+            mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
+            others = [other for other in self.processes if other is not process]
+            if process.exitcode == STARTUP_FAILURE and not any(other.is_ready(timeout=1) for other in others):
+                self.failed = True
+                self.should_exit.set()
+                continue
+            log.warning("worker %s ended (%s); another is started", process.pid, process.exitcode)
+            self.processes[at] = Process(self.config, self.sockets)
+            self.processes[at].start()
+
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()
+        super().terminate_all()
+
+
+def _load_worker(settings: ServerSettings, workers: int) -> App:
+    set_up_logs()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        return _load(settings, workers)
+    except SemkvError as error:
+        print(f"semkv: {error}", file=sys.stderr)
+        sys.exit(STARTUP_FAILURE)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)  # it cannot any more
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,168 @@
+"""Settings of the gateway. Secrets come from the environment and are never printed.
+
+SEMKV_SECRET       keys of stored answers are HMACs under it; made once per cache directory where it is not set
+SEMKV_ADMIN_KEY    opens the admin routes and the dashboard; without it they are closed
+SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; a flag given overrides it
+SEMKV_CONFIG       a TOML file of flags; what is given otherwise overrides it
+"""
+
+# The command line reads the annotations of inherited fields: they must be values, not texts.
+
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from cyclopts import Parameter, validators
+
+from semkv import plug
+from semkv.config import BOUNDS, CacheConfig, LookupConfig
+from semkv.errors import ConfigError, StoreError
+from semkv.types import CacheMode
+from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
+
+_KEY_LENGTH = 16
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(text.strip(), strict=False)
+    except ValueError:
+        return None
+
+
+def _is_url(text: str) -> bool:
+    """Whether a request's path can go behind it, and the client's own credentials with it."""
+    try:
+        url = urlsplit(text)
+        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and url.username is None
+    except ValueError:
+        return False
+    return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
+
+
+URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
+NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
+ORIGIN = Allowed(
+    "an origin such as https://app.example.org, or *",
+    re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII).fullmatch,
+    each=True,
+)
+NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch, True)
+PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
+LIFE = Parameter(group="Lifetimes and labels")
+TENANTS = Parameter(group="Tenants")
+
+
+@dataclass(frozen=True)
+class ServerSettings(LookupConfig):
+    """What ``semkv serve`` and the middleware need to know.
+
+    Attributes:
+        upstream: The OpenAI-compatible server behind; not used by the middleware.
+        store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
+        ttl: Seconds a response may be served; 0 for ever.
+        ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
+        tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
+        stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
+        memory_mib: Most MiB of responses held in memory.
+        store_mib: Most MiB of responses held in the store.
+        tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
+        data_version: Part of every key: a change makes every stored response unreachable.
+        sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
+        overlap: Where near-repeats are rare, ask the upstream while they are looked for.
+        trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
+        single_tenant: All API keys share responses.
+        salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
+        access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
+        otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
+        cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
+        vary_headers: A request header that changes the response and is part of the key; may be repeated.
+        max_body_mib: Larger requests are refused.
+        store_timeout: Seconds a request waits for the store.
+    """
+
+    upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
+    store: str = ""
+    ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
+    ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
+    tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
+    stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
+    memory_mib: Annotated[int, POSITIVE, BOUNDS] = 256
+    store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+    tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
+    data_version: Annotated[str, LIFE] = ""
+    sampled: bool = False
+    overlap: bool = True
+    trusted_proxies: Annotated[tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK] = ()
+    single_tenant: Annotated[bool, TENANTS] = False
+    salt: Annotated[bool, TENANTS] = True
+    access_log: bool = False
+    otel: bool = False
+    cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()
+    vary_headers: Annotated[tuple[str, ...], Parameter(name="--vary-header"), NAME] = ()
+    max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
+    store_timeout: Annotated[float, POSITIVE] = 0.25
+
+    @property
+    def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """The trusted proxies."""
+        return tuple(filter(None, map(_network, self.trusted_proxies)))
+
+    def cache_config(self) -> CacheConfig | None:
+        """Settings of the semantic cache; None where it is off."""
+        if not self.semantic or self.mode is CacheMode.OFF:
+            return None
+        return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(LookupConfig)})
+
+
+def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes:
+    """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
+    if given := _given("SEMKV_SECRET", environment):
+        return given.encode()
+    if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
+        raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
+    from semkv.stores.maintenance import make_cache_folder
+
+    file = settings.cache_dir / "secret"
+    make_cache_folder(settings.cache_dir)
+    try:
+        if not file.exists():
+            _make_secret(file)
+        found = file.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{file}: {error.strerror or error}") from error
+    if len(found) < _KEY_LENGTH:
+        raise StoreError(f"{file} holds no secret; delete it to have a new one made")
+    return found
+
+
+def _make_secret(file: Path) -> None:
+    """Whole or not at all, and the first of several processes wins."""
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".secret-")
+    with os.fdopen(handle, "w") as out:
+        out.write(secrets.token_hex(32))
+    try:
+        os.link(temporary, file)
+    except FileExistsError:
+        pass
+    finally:
+        Path(temporary).unlink()
+
+
+def admin_key(environment: Mapping[str, str]) -> str:
+    """``SEMKV_ADMIN_KEY``; empty where the admin routes are closed."""
+    return _given("SEMKV_ADMIN_KEY", environment)
+
+
+def _given(name: str, environment: Mapping[str, str]) -> str:
+    found = environment.get(name, "")
+    if found and len(found) < _KEY_LENGTH:
+        raise ConfigError(name, "(hidden)", f"at least {_KEY_LENGTH} characters")
+    return found

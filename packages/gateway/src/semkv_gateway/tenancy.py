@@ -1,0 +1,276 @@
+"""Tenants: who asks, what they may ask of the cache, which headers are part of a request's key, labels (tags) of
+answers, and the ``cache_salt`` that keeps tenants apart in vLLM's own prefix cache.
+
+Labels come from rules, which look only at prompt and model, and from a header of a trusted proxy. The header's labels
+are part of a request's key: a label removes everything that was ever served under it. Every request to a route that
+takes a salt gets its tenant's, also one that has no key and is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address
+from typing import Any
+
+from semkv.errors import ConfigError
+from semkv.keys import media_uuid
+from semkv.tenants import keyed_digest, named_tenant, tenant_of, tenant_salt
+from semkv.tiers import Latest
+from semkv_gateway.http import Headers, Scope, header
+from semkv_gateway.response_cache import Pattern
+from semkv_gateway.routes import ROUTES, Unkeyable
+
+Network = IPv4Network | IPv6Network
+
+CREDENTIALS = frozenset(
+    (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie")
+)
+REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
+_ACCEPTED_S = 300.0
+_GOOD_S = 10.0  # after that long another gateway is asked, through the store, whether it was refused there
+_REMEMBERED = 10_000  # credentials, by their digests
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What a client asked of the cache."""
+
+    read: bool = True  # an answer may come from the cache
+    write: bool = True  # the answer may be kept
+    max_age_s: float | None = None  # oldest answer that will do; None for any
+    only: bool = False  # no answer but a stored one will do
+
+
+def controls_of(scope: Scope) -> Controls:
+    """Read ``Cache-Control`` (no-cache, no-store, max-age, only-if-cached) and ``X-Semkv-Bypass``; anything else is
+    ignored."""
+    if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
+        return Controls(read=False, write=False)
+    words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
+    ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
+    age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
+    return Controls(
+        "no-cache" not in words and age != 0.0, "no-store" not in words, max_age_s=age, only="only-if-cached" in words
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asks."""
+
+    tenant: str  # its digest; empty in a single-tenant deployment
+    believed: bool  # the tenant is not merely claimed
+    name: bytes  # digest of the credentials
+    by_credentials: bool = False  # the credentials name the tenant, not a proxy
+
+
+class Tenants:
+    """Tells tenants apart.
+
+    By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
+    like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
+    from any other client means that somebody relies on it, so such a request is not cached.
+    """
+
+    def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
+        self._secret, self._trusted, self._single = secret, trusted, single
+        self._accepted: Latest[bytes, float] = Latest(_REMEMBERED)  # until when they are good
+        self._refused: Latest[bytes, None] = Latest(_REMEMBERED)
+
+    def client(self, scope: Scope) -> Client:
+        """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
+        lines = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
+        held, named = b"\n".join(lines).decode("latin-1"), header(scope, b"x-semkv-tenant")
+        name = keyed_digest(self._secret, "key:", held)
+        if not named:
+            return Client("" if self._single else tenant_of(name), True, name, not self._single)
+        if self._from_proxy(scope):
+            return Client(named_tenant(self._secret, named), True, name)
+        return Client(tenant_of(keyed_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
+
+    def tags_of(self, scope: Scope) -> tuple[str, ...]:
+        """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client."""
+        given = header(scope, b"x-semkv-tags") if self._trusted else ""
+        return read_tags(given) if given and self._from_proxy(scope) else ()
+
+    def _from_proxy(self, scope: Scope) -> bool:
+        """Whether the connection comes from a trusted proxy. An address that uvicorn took from a header (it has port 0)
+        does not count: any client can send that header."""
+        client = scope.get("client")
+        if not self._trusted or not client or not client[1]:
+            return False
+        try:
+            address = ip_address(client[0])
+        except ValueError:
+            return False
+        plain = getattr(address, "ipv4_mapped", None) or address
+        return any(plain in network for network in self._trusted)
+
+    def may_read(self, client: Client) -> bool | None:
+        """Whether cached answers may be given before the upstream has seen these credentials.
+
+        Where tenants are told apart by their credentials, anyone who finds an answer has been let in before, and may
+        read until the upstream refuses a request of theirs: None where another gateway, or this one before it was
+        started, may know of that. The store is then asked by one request; for others what was known holds meanwhile.
+        Where all are one tenant, credentials count once the upstream has accepted them, and for five minutes.
+        """
+        if not self._single and client.name in self._refused:
+            return False
+        until, now = self._accepted.get(client.name), time.monotonic()
+        if until is not None and until > now:
+            return True
+        if until is not None and until > now - _GOOD_S and not self._single:
+            self._accepted[client.name] = now + _GOOD_S
+        return False if self._single else None
+
+    def looked_up(self, client: Client, refused: bool | None) -> bool:
+        """Whether stored answers may be given, by what the store says; where it says nothing (None), what was so
+        before holds."""
+        if refused:
+            self._refuse(client)
+        if client.name in self._refused or (refused is None and client.name not in self._accepted):
+            return False
+        self._accepted[client.name] = time.monotonic() + _GOOD_S
+        return True
+
+    def _refuse(self, client: Client) -> None:
+        self._accepted.pop(client.name, None)
+        self._refused[client.name] = None
+
+    def answered(self, client: Client, status: int) -> bool | None:
+        """The upstream has answered a request with these credentials.
+
+        A success lets them in, 401 and 403 shut them out; anything else may have been said before they were looked at.
+        Returns what the store must note: that they are refused (True), or are not any more; None for nothing.
+        """
+        if status in REFUSED:
+            self._refuse(client)
+            return None if self._single else True
+        if 200 <= status < 300:
+            was_refused = client.name in self._refused
+            self._refused.pop(client.name, None)
+            self._accepted[client.name] = time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S)
+            return False if was_refused and not self._single else None
+        return None
+
+
+# -- headers in the key ------------------------------------------------------------------------------------------------
+
+_IN_KEY = frozenset(
+    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
+)
+# Answers always come uncompressed, and who may read them in a browser is no part of them.
+_HARMLESS = frozenset(b"accept-encoding origin access-control-request-method access-control-request-headers".split())
+
+
+class Vary:
+    """Tells which requests may have one answer, as far as their headers go."""
+
+    def __init__(self, more: Iterable[str] = ()) -> None:
+        self._names = _IN_KEY | {name.lower().encode() for name in more}
+
+    def read(self, scope: Scope) -> tuple[tuple[str, str], ...]:
+        """What goes into the key, in one order, the query (``?beta=true``) under a name that no header has.
+        ``Accept-Language: *`` says what no such header says."""
+        found = [(k, v) for k, v in scope["headers"] if k in self._names and (k, v) != (b"accept-language", b"*")]
+        found.sort(key=lambda pair: pair[0])
+        if query := scope.get("query_string"):
+            found.append((b"?", query))
+        return tuple((k.decode("latin-1"), v.decode("latin-1")) for k, v in found)
+
+    def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
+        """Why an answer with these headers may go to nobody else; empty where it may."""
+        for name, value in headers:
+            if name == b"cache-control":
+                words = {word.partition(b"=")[0].strip() for word in value.lower().split(b",")}
+                if b"no-store" in words or b"private" in words:
+                    return "no-store" if b"no-store" in words else "private"
+            elif name == b"vary":
+                names = {word.strip() for word in value.lower().split(b",")} - _HARMLESS - self._names - {b""}
+                if names - CREDENTIALS if by_credentials else names:
+                    return "vary"
+        return ""
+
+
+# -- labels of answers -------------------------------------------------------------------------------------------------
+
+MOST = 16  # labels in one header
+_TAG = re.compile(r"[\w.:/@+-]{1,64}", re.ASCII)
+_ALLOWED = "1 to 64 letters, digits or _.:/@+-"
+_FORM = f"FIELD:PATTERN=TAG, FIELD being prompt or model and TAG {_ALLOWED}, such as prompt:*weather*=weather"
+
+
+@dataclass(frozen=True, slots=True)
+class TagRule(Pattern):
+    """A label for the answers that a pattern picks."""
+
+    tag: str
+
+
+def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
+    """Read ``FIELD:PATTERN=TAG``.
+
+    >>> parse_tag_rule("model:*-news=news").tag
+    'news'
+    """
+    form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
+    if form is None or not _TAG.fullmatch(form[3]):
+        raise ConfigError(key, text, _FORM)
+    return TagRule(form[1], form[2], form[3])
+
+
+def read_tags(given: str) -> tuple[str, ...]:
+    """The labels in a header, separated by commas: each once, sorted. Raises `Unkeyable`: an answer without them could
+    not be removed by them."""
+    tags = sorted({part for piece in given.split(",") if (part := piece.strip())})
+    if len(tags) > MOST or not all(map(_TAG.fullmatch, tags)):
+        raise Unkeyable("tags")
+    return tuple(tags)
+
+
+# -- salts -------------------------------------------------------------------------------------------------------------
+
+# Routes of vLLM that run the model and read `cache_salt` from the body.
+SALTED = ROUTES.keys() | frozenset(
+    "/v1/chat/completions/batch /v1/systemone /classify /pooling /inference/v1/generate /invocations".split()
+)
+
+
+class NoPlace(ValueError):  # noqa: N818
+    """The body is no JSON object, so it has no place for a salt."""
+
+
+def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
+
+    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
+    `NoPlace` where it is no JSON object.
+    """
+    try:
+        body = json.loads(raw)
+        if not isinstance(body, dict):
+            raise NoPlace("the body is no JSON object")
+        if "messages" in body:
+            body["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
+        body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
+        return json.dumps(body, separators=(",", ":")).encode()
+    except (ValueError, RecursionError) as error:
+        raise NoPlace("the body is no JSON object, or nested too deeply") from error
+
+
+def _named(value: Any, salt: str) -> Any:
+    """``value`` with the client's own media uuids made the tenant's; they never equal one that `body` makes."""
+    if isinstance(value, list):
+        return [_named(item, salt) for item in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = dict(value)
+    if isinstance(value.get("content"), list):
+        renamed["content"] = _named(value["content"], salt)
+    if isinstance(uuid := value.get("uuid"), str):
+        renamed["uuid"] = media_uuid(salt, f"own {uuid}")
+    return renamed

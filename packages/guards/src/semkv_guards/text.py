@@ -1,0 +1,305 @@
+"""A text as the guards see it: words with stems, numbers, code, quotations and operators. Linear in its length."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from semkv_guards.language import Language, Token, token_of
+from semkv_guards.normalise import LITERAL, one_style
+from semkv_guards.quantities import Quantities
+
+_LONGEST = 200  # characters of a chunk that is still looked into
+_FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a stray hyphen
+_EDGE = ".,;:!?\"“”„«»…‘'`*"
+_BRACKETS = "()[]{}<>"
+_SIGNS = frozenset("%°$€£¥₹")
+_SYMBOLS = frozenset(("So", "Sk", "Sm", "Sc", "Co", "Cn"))  # kinds of signs in Unicode, and what is newer or private
+_SKINS = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
+_FLAG_LETTERS = frozenset(map(chr, range(0xE0020, 0xE0080)))  # of the flags of England, Scotland and Wales
+STOPS = frozenset(",;?")
+"""Signs that are tokens, since a question may start after one."""
+END = Token("?", "?", False)
+_NONE: frozenset[str] = frozenset()
+
+_PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
+_CODE = re.compile(
+    r"""
+    --?[a-zA-Z][\w-]*=?\S*              # a flag
+    | \S*(?:://|::|->|=>|\\|\+\+|\w--)\S*
+    | [~.]{0,2}/\S+                     # a path
+    | [\w.%+-]+@[\w.-]+                 # an address
+    | [a-z_][\w.]*\((?!e?s\))\S*        # a call
+    | \#(?=\S*\d)\S+
+    | \S*[_@=|^~\[\]{}<>]\S*
+    | \S*/\S*/\S*
+    | [vV]\d+(?:\.\d+)*                 # versions
+    | \d+(?:\.\d+){2,}
+    | %[-+.\d]*[a-z]{1,2}                # a format
+    """,
+    re.VERBOSE,
+)
+CAMEL = re.compile(r"[a-z]{2,}[A-Z]\w*")
+"""A word that is written "likeThis"."""
+_DOTTED = re.compile(r"[\w-]{2,}(?:\.[\w-]+)*\.[a-z][\w-]+|\w\.[a-z][\w-]+")
+_RATIO = re.compile(r"(\d[\d.,]*)?([^\W\d_]+/[^\W\d_]+)")
+_DATE = re.compile(r"\d{1,4}([-/.])\d{1,2}\1\d{1,4}")
+_MARK = re.compile("[\"“„«`'‘]")
+_QUOTES = re.compile(
+    r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|`([^`]{1,200})`"
+    r"|(?<!\w)['‘]([^'‘]{1,200})'(?!\w)"
+)
+
+_ONE_FORM = str.maketrans(
+    {"→": "->", "⇒": "=>", "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "≤": "<=", "≥": ">=", "≠": "!="}
+)
+_SIZE = re.compile(r"\b([ckmd]?m)([²³])")
+_POWER = re.compile(r"(?<=[\w)\]])[²³]")
+_SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/%^]{1,2}\s*+\d[\d.,]*+)+")
+_OPERATOR = re.compile(r"[<>=*+^|~%&]|[-/](?![^\W\d])|\b(?:AND|X?OR|NOT)\b")
+_INSIDE = re.compile(r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])")
+_ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
+_CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
+
+
+class Text:
+    """A text taken apart: what the guards compare."""
+
+    def __init__(self, text: str, language: Language) -> None:
+        plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+        pieces = plain.split()
+        self.language = language
+        self._typed = (plain.isupper() or plain.istitle()) and one_style(plain)
+        self._titled = self._typed or _titled(pieces)
+        self._start = True  # of a sentence
+        self._capitals: list[int] = []  # places of function words that are written like names
+        self.code: set[str] = set()
+        """Identifiers, flags, paths and versions; folded where their case may be a way of typing."""
+        self.spelled: set[str] = set()
+        """Chunks between blanks that are no plain words, as written and folded: where the code of the other text is
+        looked for."""
+        self.dates: set[str] = set()
+        """Dates in figures whose order of day and month is open."""
+        self.starts: set[str] = set()
+        """Words whose capital is that of their sentence, folded."""
+        self._cased: set[str] = set()
+        self._read: list[Token] = []
+        # A plain word has neither signs nor several capitals.
+        odd = " ".join([piece for piece in pieces if not self._plain(piece)])
+        _tell_letters(self._read, self._capitals, language)
+        self.tokens = _phrased(self._read, language)
+        self.spine = tuple([t for t in self.tokens if t.word not in language.articles])
+        """The tokens but for articles."""
+        self.words = frozenset([t.word for t in self.tokens])
+        self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
+        """How often each occurs."""
+        self.quantities = Quantities(self.tokens, language)
+        self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
+        """Signs between operands."""
+        self.symbols = "" if plain.isascii() else _symbols(plain)
+        """Emojis and signs that are no words, in their order."""
+        self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
+        self.cased = None if self._titled else self._cased
+        """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+
+    def _add(self, word: str, name: bool = False) -> None:
+        found = token_of(word, name, self.language)
+        if name and not found.name:
+            self._capitals.append(len(self._read))
+        self._read.append(found)
+
+    def _add_initial(self, letter: str) -> None:
+        """A letter before a name: the "A." of "A. Weber" is no article, and the "m." of "20 m." no initial."""
+        word, language = letter.casefold(), self.language
+        apart = word in language.function and (letter.isupper() or word not in language.all_units)
+        self._add(f"{word}_" if apart else word, True)
+
+    def _plain(self, chunk: str) -> bool:
+        """Take apart what stands between two blanks, and say whether it is a plain word."""
+        written = chunk[:-1] if chunk[-1] in ",.?!" else chunk
+        if not written.isalpha() or not (len(written) == 1 or written[1:].islower()):
+            self._mixed(chunk)
+            return False
+        word = written.casefold()
+        capital = word != written
+        if capital:
+            (self.starts if self._start else self._cased).add(word if self._start else written)
+        if chunk[1:] == ".":
+            self._add_initial(written)
+        else:
+            self._add(word, capital and not self._start and not self._titled)
+        if chunk[-1] in STOPS:
+            self._add(chunk[-1])
+        self._start = chunk[-1] in ".?!"
+        return True
+
+    def _mixed(self, chunk: str) -> None:
+        core = chunk.strip(_EDGE)
+        inner = core.strip(_BRACKETS + _EDGE)
+        folded = inner.casefold()
+        self.spelled |= {inner, folded}
+        if len(core) > _LONGEST:
+            self.code.add(folded)
+        elif _DATE.fullmatch(core):
+            self._date(core)
+        elif is_code(core):
+            literal = LITERAL.search(core) or ("[" in core and not self._typed)
+            cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
+            self.code.add((inner if cased else folded) or core)
+            self.spelled.add(core)
+            self._add(folded or core)
+        else:
+            self._parts(chunk, folded)
+        self._start = chunk[-1] in ".?!:" or (self._start and not core)
+
+    def _date(self, core: str) -> None:
+        parts = re.split(r"[-/.]", core)
+        if len(parts[0]) == 4 and 1 <= int(parts[1]) <= 12:
+            for word in (parts[2], f"month:{int(parts[1])}", parts[0]):
+                self._add(word)
+        else:
+            self.dates.add("/".join(str(int(part)) for part in parts))
+
+    def _parts(self, chunk: str, folded: str) -> None:
+        compound = _RATIO.fullmatch(folded) if "/" in folded else None
+        if folded in self.language.clock:
+            parts = [folded]
+        elif compound and self.language.unit(compound[2]):
+            parts = [part for part in compound.groups() if part]
+        else:
+            parts = _PART.findall(chunk)
+        for i, part in enumerate(parts):
+            if part in STOPS:
+                self._add(part)
+            elif part == "-" and _is_sign(parts, i):
+                self._add("minus")
+            elif part[0].isalnum() or part in _SIGNS:
+                after = parts[i + 1] if i + 1 < len(parts) else ""
+                if len(part) == 1 and self._is_affix(part.casefold(), parts[:i], after):
+                    self._add(f"{part.casefold()}_", True)
+                elif len(part) == 1 and part.isupper() and after == ".":
+                    self._add_initial(part)
+                else:
+                    self._part(part, after, first=self._start and i == 0)
+
+    def _is_affix(self, letter: str, before: Sequence[str], after: str) -> bool:
+        """Whether a letter that is a word or a unit elsewhere belongs to an identifier: "LN-5567A", "gate 12A"."""
+        quiet = letter in self.language.function
+        if not before:
+            return quiet and after.isdigit()
+        whole = [part for part in before if part not in "-(["]
+        if not letter.isalpha() or after.isalnum() or not whole or not whole[-1].isdigit():
+            return False
+        if whole[0].isalpha() and whole[-1] == before[-1] and _SIGNS.isdisjoint(whole):
+            return letter != "s"
+        return quiet and letter not in self.language.all_units
+
+    def _part(self, part: str, after: str, *, first: bool) -> None:
+        bare = part.removesuffix("'s")
+        if bare.casefold() != bare:
+            if first and bare.istitle():
+                self.starts.add(bare.casefold())
+            else:
+                self._cased.add(bare)
+        name = part[0].isupper() and not self._titled and (part[1:].isupper() or not first)
+        if part == "C" and after in ("+", "#"):
+            self._add(f"c{after}", True)
+            self.code.add(f"c{after}")
+        elif part.endswith(("'s", "'S")):
+            self._add(part[:-2].casefold(), name)
+            self._add("'s")
+        else:
+            apart = None if self._typed else self.language.capitals.get(part)
+            self._add(apart or part.casefold(), name)
+
+
+def is_code(core: str) -> bool:
+    """Whether a chunk without the marks around it is an identifier, a flag, a path or a version."""
+    if not core or core.isalpha():
+        return bool(CAMEL.fullmatch(core))
+    if core[0] in _SIGNS - {"%"} or not any(map(str.isalnum, core)):
+        return False
+    inner = core if "(" in core.lstrip("(") else core.strip(_BRACKETS)
+    inner = inner.lstrip("([{<").strip(_EDGE)
+    if not inner or inner.isalpha():
+        return bool(CAMEL.fullmatch(inner))
+    if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
+        return False
+    return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
+
+
+def _is_sign(parts: Sequence[str], i: int) -> bool:
+    """Whether a hyphen is the sign of a number, as in "-5", "(-$5" and "3*-2", and neither a dash nor a range."""
+    after = "".join(parts[i + 1 : i + 3]).lstrip("$€£¥₹")
+    return after[:1].isdigit() and (i == 0 or not (parts[i - 1][-1].isalnum() or parts[i - 1] in ("-", ".", "%")))
+
+
+def _titled(pieces: Sequence[str]) -> bool:
+    """Whether capitals say nothing here: A Title Like This, OR SHOUTING."""
+    heads = [piece[0] for piece in pieces[1:30]]
+    capitals = sum(map(str.isupper, heads))
+    return capitals > 2 and 3 * capitals > 2 * sum(map(str.isalpha, heads))
+
+
+def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
+    """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
+    for i, (x, between, y) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
+        joined = between.word in STOPS or between.stem in language.ties
+        if joined and len(x.word) == len(y.word) == 1 and x.word in language.articles:
+            tokens[i] = token_of(f"{x.word}_", True, language)
+    if any(t.name and len(t.word) == 1 for t in tokens):
+        for i in capitals:
+            word, before = tokens[i].word, tokens[i - 1].word if i else ""
+            spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
+            if len(word) == 1 and word in language.articles and not spelled:
+                tokens[i] = token_of(f"{word}_", True, language)
+
+
+def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
+    """Tokens with every phrase of the language replaced by what is read in its place."""
+    found: list[Token] = []
+    done = 0
+    words = [t.word for t in tokens]
+    for i in [i for i, word in enumerate(words) if word in language.starts]:
+        for phrase, instead in language.starts[words[i]] if i >= done else ():
+            if words[i : i + len(phrase)] == phrase:
+                found += tokens[done:i]
+                found += [token_of(part, tokens[i].name, language) for part in instead]
+                done = i + len(phrase)
+                break
+    return tuple(found + tokens[done:] if done else tokens)
+
+
+def _quoted(text: str) -> frozenset[str]:
+    found = (next(filter(None, m.groups())) for m in _QUOTES.finditer(text.replace('""', '"')))
+    return frozenset(" ".join(_PART.findall(content.casefold())) for content in found)
+
+
+def _symbols(text: str) -> str:
+    """Its emojis and signs in their order, repeated ones once, whatever their skin; two letters are a flag."""
+    signs = (sign for sign in text if not sign.isascii() and sign not in _SIGNS and sign not in _SKINS)
+    kept = (sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS)
+    return "".join(sign for sign, _ in itertools.groupby(kept))
+
+
+def _one_form(text: str) -> str:
+    """A text with one form of every sign, powers as "x^2" and sizes as "sqm"."""
+    text = _SIZE.sub(lambda found: ("sq" if found[2] == "²" else "cb") + found[1], text)
+    return _POWER.sub(lambda found: "^2" if found[0] == "²" else "^3", text).translate(_ONE_FORM)
+
+
+def operators(text: str, *, typed: bool) -> tuple[str, ...]:
+    """Signs of arithmetic, comparison and shells; figures with a sign between them are one with their operands.
+
+    ``typed``: the text's capitals are a way of typing.
+    """
+    sums = ["".join(found.split()).rstrip(".,") for found in _SUM.findall(text) if not _DATE.match(found)]
+    chunks = _SUM.sub(" 0 ", text).split() or [""]
+    found = [sign for chunk in chunks for sign in _INSIDE.findall(chunk)]
+    alone = (chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:])
+    found += [sign for sign in alone if _ALONE.fullmatch(sign)]
+    found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
+    return (*sums, *("!=" if sign == "<>" else sign for sign in found))

@@ -1,0 +1,223 @@
+"""What vLLM loads: connectors that keep KV blocks and encoder outputs in host memory and on disk. vLLM 0.32 or 0.33.
+
+With semkv installed, this is all there is to type:
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "SemKVConnector", "kv_role": "kv_both"}' \\
+                     --ec-transfer-config '{"ec_connector": "SemECConnector", "ec_role": "ec_both"}'
+
+The directory is ``cache_dir`` in ``kv_connector_extra_config``, else ``SEMKV_CACHE_DIR``, else ``~/.cache/semkv``.
+`KVSettings` and `ECSettings` describe what else may stand there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from semkv_stores.blocks import KV_MAX_BYTES, Bounds
+from semkv_stores.errors import ConfigError
+from semkv_stores.fusion import FUSION_MAX_BYTES
+from semkv_stores.settings import NOT_NEGATIVE, check, default_cache_dir
+
+KV_CONNECTOR = "SemKVConnector"
+EC_CONNECTOR = "SemECConnector"
+KV_MODULE = "semkv_vllm.kv"
+EC_MODULE = "semkv_vllm.ec"
+SPEC = "SemKVSpec"
+SPEC_MODULE = "semkv_vllm.spec"
+TIER = "semkv"
+
+FLOOR = (0, 32)
+"""The oldest vLLM whose OffloadingConnector has out-of-tree tiers, partial promotion and hit sources."""
+
+log = logging.getLogger("semkv.connectors")
+
+
+def register() -> None:
+    """Make the connectors, the spec and the tier known to vLLM by name. vLLM calls this in every process
+    (``vllm.general_plugins``).
+
+    Calling it again changes nothing. The modules are imported when an engine asks for them. An older vLLM gets a
+    warning that names the oldest version.
+    """
+    if (installed := _too_old()) is not None:
+        log.warning("semkv: no connectors: vLLM %d.%d or newer is needed, and %s is installed", *FLOOR, installed)
+        return
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if KV_CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
+        ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
+        OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
+        SecondaryTierFactory.register_tier(TIER, "semkv_vllm.tier", "SemKVTier")
+
+
+def _too_old() -> str | None:
+    """The version of the installed vLLM where it is below `FLOOR`. Its modules do not tell: 0.26 has those of today."""
+    import vllm
+
+    numbers = tuple(int(word) for word in vllm.__version__.split(".")[:2] if word.isdecimal())
+    return str(vllm.__version__) if len(numbers) == 2 and numbers < FLOOR else None
+
+
+# -- settings, as they stand in kv_connector_extra_config and ec_connector_extra_config -------------------------------
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """Settings of the KV connector.
+
+    Attributes:
+        cache_dir: the directory; KV blocks go under ``kv``.
+        max_bytes: bound on the bytes of all KV block files in the directory; 0 for none.
+        max_blocks: bound on the blocks in the directory; 0 for none.
+        max_age_s: seconds after which a block is neither served, from host memory or the disk, nor kept; 0 for ever.
+        capture_decode: also store the blocks of generated tokens.
+        host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
+            256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
+        break_even: do not load from the disk what is computed faster, by what was measured in this engine.
+        fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
+            pause and resets, at which vLLM does not tell whether other weights follow. Never set it where they do:
+            what the old weights computed would be served.
+        secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
+            entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others do not hear of resets, so
+            they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
+            cached.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    max_bytes: Annotated[int, NOT_NEGATIVE] = KV_MAX_BYTES
+    max_blocks: Annotated[int, NOT_NEGATIVE] = 0
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    capture_decode: bool = False
+    host_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    break_even: bool = True
+    fixed_weights: bool = False
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check(self, flags=False)
+        if not all(tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers):
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
+        if any(tier["type"] == "example" for tier in self.secondary_tiers):
+            allowed = "no tier of type 'example': vLLM's demonstration says that blocks were loaded and loads none"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
+        ours = [tier for tier in self.secondary_tiers if tier["type"] == TIER]
+        if len(ours) < len(self.secondary_tiers) and not self.fixed_weights:
+            allowed = f"only {TIER!r} without fixed_weights: other tiers would serve what old weights computed"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
+        if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
+            allowed = f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"
+            raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """All tiers below host memory, ours among them."""
+        tiers = [dict(tier) for tier in self.secondary_tiers]
+        return tiers if any(tier["type"] == TIER for tier in tiers) else [{"type": TIER}, *tiers]
+
+
+@dataclass(frozen=True)
+class ECSettings:
+    """Settings of the encoder-cache connector.
+
+    Attributes:
+        cache_dir: the directory; fusion states go under ``fusion``.
+        fusion_dir: the fusion states' own directory instead of ``cache_dir/fusion``.
+        max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
+        max_age_s: seconds after which a state is neither served nor kept; 0 for ever.
+    """
+
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    fusion_dir: Path | None = None
+    max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
+    max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+
+    def __post_init__(self) -> None:
+        check(self, flags=False)
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.max_bytes, max_age_s=self.max_age_s)
+
+    @property
+    def root(self) -> Path:
+        return self.fusion_dir or self.cache_dir / "fusion"
+
+
+_S = TypeVar("_S", KVSettings, ECSettings)
+
+
+def read_settings(kind: type[_S], extra: Mapping[str, Any] | None) -> _S:
+    """Make settings from a connector's extra config.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type or range.
+    """
+    known = [item.name for item in fields(kind)]
+    for key in extra or {}:
+        if key not in known:
+            raise ConfigError(f"{kind.__name__} key", key, known)
+    return kind(**(extra or {}))
+
+
+# -- what they did for one request, read from vLLM's output -----------------------------------------------------------
+
+REPORT_KEY = "semkv"
+"""The key of our report inside ``kv_transfer_params`` and ``ec_transfer_params``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOutcome:
+    """What came from the stores. A field is None when nothing is known: no connector, or its report is off.
+
+    Attributes:
+        loaded_tokens: prompt tokens whose KV was loaded from the KV store.
+        sources: of those, by where they came from: ``host``, ``disk``, ``p2p``.
+        fusion_loaded: media items whose encoder output was loaded from the fusion store.
+        fusion_encoded: media items that the encoder processed for this request. An item in neither count was in
+            vLLM's own encoder cache, or lay in a part of the prompt whose KV was there.
+        cached_tokens: prompt tokens vLLM did not compute, from its own prefix cache or from the store.
+    """
+
+    loaded_tokens: int | None = None
+    sources: Mapping[str, int] = field(default_factory=dict)
+    fusion_loaded: int | None = None
+    fusion_encoded: int | None = None
+    cached_tokens: int | None = None
+
+
+def read_outcome(output: object) -> ConnectorOutcome:
+    """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes. The reports of
+    several SemKVConnectors in one MultiConnector, of which one loads for a request, are added up."""
+    kv, ec = _reports(output, "kv_transfer_params"), _reports(output, "ec_transfer_params")
+    loaded, sources = [report["loaded_tokens"] for report in kv if "loaded_tokens" in report], Counter[str]()
+    for report in kv:
+        sources.update(report.get("sources", {}))
+    return ConnectorOutcome(
+        loaded_tokens=sum(loaded) if loaded else None,
+        sources=dict(sources),
+        fusion_loaded=ec[0].get("loaded") if ec else None,
+        fusion_encoded=ec[0].get("encoded") if ec else None,
+        cached_tokens=getattr(output, "num_cached_tokens", None),
+    )
+
+
+def _reports(output: object, where: str) -> list[Mapping[str, Any]]:
+    params = getattr(output, where, None)
+    found = [params[name] for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
+    return [report for report in found if isinstance(report, Mapping)]
+
+
+def wants_skip(params: object) -> bool:
+    """Whether a request's ``kv_transfer_params`` (or ``ec_transfer_params``) say ``{"semkv": {"skip": true}}``."""
+    asked = params.get(REPORT_KEY) if isinstance(params, Mapping) else None
+    return isinstance(asked, Mapping) and asked.get("skip") is True

@@ -1,0 +1,237 @@
+"""The process that copies blocks between vLLM's host memory and block files.
+
+vLLM schedules in one Python thread. Threads that read and write files in the same process compete with it for the
+interpreter, and the engine's steps get slower. So another process reads and writes. It maps the same host memory and
+gets one job for each file over a socket. Its answer says which blocks are right.
+
+The process finishes its jobs and exits when the engine has ended. If the process dies first, its jobs count as failed
+and another process is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import math
+import mmap
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import MsgspecError, msgpack
+
+from semkv_stores.block_index import BlockRef
+from semkv_stores.blocks import BlockStore, Bounds
+
+log = logging.getLogger("semkv.connectors")
+
+_READERS, _WRITERS = 8, 2  # threads of the process
+_RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
+_CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
+_SEND_S = 2  # how long sending a job may take
+_SILENT_S = 60.0  # without an answer while something is under way, the process counts as dead
+
+
+@dataclass(frozen=True, slots=True)
+class FileJob:
+    """Blocks of one file to write or to read.
+
+    Attributes:
+        number: under which it is answered.
+        namespace, layout, keys: as `BlockStore` takes them.
+        chunks: the rows of host memory, one for each key.
+        file, places: the file to read and the rows of it; empty for a job that writes.
+        owner, since: as `BlockStore.write` takes them.
+    """
+
+    number: int
+    namespace: str
+    layout: Any
+    keys: list[bytes]
+    chunks: list[int]
+    file: str = ""
+    places: list[int] = field(default_factory=list)
+    owner: str = ""
+    since: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileDone:
+    """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right;
+    and what the process's store has counted since its last answer. Small, so that it comes in one piece."""
+
+    number: int
+    good: bytes
+    counters: Mapping[str, int]
+
+
+class DiskProcess:
+    """The engine's side. For one thread."""
+
+    def __init__(self, memory: int, rows: int, row_bytes: int, store: BlockStore) -> None:
+        """Start the process.
+
+        Args:
+            memory: descriptor of vLLM's host memory.
+            rows, row_bytes: its shape.
+            store: whose directory, bounds and writer the process shares.
+        """
+        self._memory = memory
+        about = {"rows": rows, "row_bytes": row_bytes, "root": str(store.root), "kind": store.kind}
+        self._about = about | {"bounds": asdict(store.bounds), "writer": store.writer}
+        self._under_way: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._started = -_RESTART_S
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._started = self._heard = time.monotonic()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                fds = (self._memory, theirs.fileno())
+                arguments = ["-P", "-m", __name__, *map(str, fds), json.dumps(self._about)]
+                process = subprocess.Popen(
+                    [sys.executable, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            # A process that does not read must not hold up the engine: then sending fails.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+            self._connection = Connection(ours.detach())
+            self._process = process
+        except Exception:  # whatever it is, a job that is half handed over would leave rows in use
+            log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
+
+    def submit(self, **job: Any) -> int:
+        """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
+        # What is still under way was given to another process, or to none: `finished` must say so first.
+        if self._process is None and not self._under_way and time.monotonic() - self._started > _RESTART_S:
+            self._start()
+        number = next(self._numbers)
+        if not self._under_way:
+            self._heard = time.monotonic()
+        self._under_way.add(number)
+        if self._process is not None:
+            try:
+                self._connection.send_bytes(msgpack.encode(FileJob(number, **job)))
+            except OSError:
+                self._ended()
+        return number
+
+    def finished(self, wait_s: float = 0.0) -> Iterator[FileDone]:
+        """What has ended since the last call; of what the process left undone, that nothing came of it."""
+        while self._process is not None and self._under_way:
+            try:
+                if not self._connection.poll(wait_s):
+                    if time.monotonic() - self._heard > _SILENT_S:
+                        self._ended()
+                        break
+                    return
+                done = msgpack.decode(self._connection.recv_bytes(), type=FileDone)
+            except (OSError, EOFError, MsgspecError):
+                self._ended()
+                break
+            self._heard = time.monotonic()
+            self._under_way.discard(done.number)
+            yield done
+        if self._process is None:
+            undone, self._under_way = self._under_way, set()
+            yield from (FileDone(number, b"", {"errors": 1}) for number in undone)
+
+    def _ended(self) -> None:
+        """The process is gone or silent. It must be dead before host memory is used for anything else; while the
+        kernel does not let go of it, what it had to do stays unanswered."""
+        process = self._process
+        assert process is not None
+        process.kill()
+        try:
+            process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._heard = time.monotonic()
+            return
+        log.warning("semkv: the process for the disk has ended; what it had to read is computed")
+        self._process = None
+        self._connection.close()
+
+    def drain(self, limit_s: float = math.inf) -> list[FileDone]:
+        """Wait until nothing is under way."""
+        done, until = list[FileDone](), time.monotonic() + limit_s
+        while self._under_way and time.monotonic() < until:
+            done += self.finished(1.0)
+        return done
+
+    def close(self) -> None:
+        """Let the process write what it was given, and wait for its end."""
+        self.drain(_CLOSE_S)
+        if (process := self._process) is None:
+            return
+        self._process = None
+        self._connection.close()  # which ends the process
+        try:
+            process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+# ---------------------------------------------------------------------- the other side
+
+
+def main() -> None:
+    """Serve one engine until it closes its end of the socket."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's end is the sign
+    memory, end, about = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    shape = about["rows"], about["row_bytes"]
+    rows = np.frombuffer(mmap.mmap(memory, shape[0] * shape[1]), np.uint8).reshape(shape)
+    store = BlockStore(Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"])
+    connection, lock, told = Connection(end), threading.Lock(), Counter[str]()
+
+    def run(job: FileJob) -> None:
+        try:
+            good = _read(store, rows, job) if job.file else _write(store, rows, job)
+        except Exception:
+            log.warning("semkv: a job for the disk failed", exc_info=True)
+            store.counters["errors"] += 1
+            good = b""
+        with lock, contextlib.suppress(OSError):
+            new = Counter(store.counters) - told
+            told.update(new)
+            connection.send_bytes(msgpack.encode(FileDone(job.number, good, new)))
+
+    with (
+        ThreadPoolExecutor(_READERS, "semkv-read") as readers,
+        ThreadPoolExecutor(_WRITERS, "semkv-write") as writers,
+        contextlib.suppress(EOFError, OSError),
+    ):
+        while True:
+            job = msgpack.decode(connection.recv_bytes(), type=FileJob)
+            (readers if job.file else writers).submit(run, job)
+    store.close()
+
+
+def _read(store: BlockStore, rows: Any, job: FileJob) -> bytes:
+    refs = [BlockRef(job.file, place, 0.0, job.owner) for place in job.places]
+    return bytes(store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks]))
+
+
+def _write(store: BlockStore, rows: Any, job: FileJob) -> bytes:
+    mine = [rows[chunk] for chunk in job.chunks]
+    done = store.write(job.namespace, job.layout, job.keys, mine, owner=job.owner, since=job.since)
+    return bytes([done is not None]) * len(job.keys)
+
+
+if __name__ == "__main__":
+    main()

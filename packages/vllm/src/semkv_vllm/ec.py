@@ -1,0 +1,315 @@
+"""`SemECConnector`: encoder outputs on disk, so that a media item seen before needs no encoder.
+
+An identifier of vLLM's is not a key by itself: ours covers identifier, model, weights, dtype, processor settings, the
+request's ``cache_salt`` and its LoRA adapter's weights. vLLM's own encoder cache on the device knows identifiers only;
+two tenants that name the same item alike share it there while it lasts, as they do without this connector.
+
+A promised item that then cannot be loaded ends the engine, so `has_cache_item` reads and checks the bytes, and they
+travel to the workers inside the step's metadata.
+
+vLLM tells an encoder-cache connector nothing of weights that are exchanged in a running engine. Where the KV connector
+is in the same engine, it calls this one's `ECScheduler.reset` at each reset of its own (`identity.FOLLOWERS`). Without
+it such an engine must not use this connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+
+from semkv_stores.block_file import tenant_tag
+from semkv_stores.blocks import BlockStore
+from semkv_stores.digests import digest
+from semkv_stores.errors import StoreError
+from semkv_stores.fusion import FusionState, FusionStore
+from semkv_vllm import REPORT_KEY, ECSettings, identity, read_settings, wants_skip
+from semkv_vllm.identity import Adapters
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("semkv.connectors")
+
+_T = TypeVar("_T")
+_MOST_WAITING = 64  # encoder outputs that may wait for the disk; what comes on top is dropped and counted
+
+
+@dataclass
+class SemECMetadata(ECConnectorMetadata):
+    """One step's work, by identifier: states to put in, and for what gets encoded the key and the tenant's tag
+    (`block_file.tenant_tag`) to save it under. ``since``: the last purge when the step was planned."""
+
+    namespace: str = ""
+    since: int = 0
+    loads: dict[str, FusionState] = field(default_factory=dict)
+    saves: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request with media. ``tenant``: its salt and LoRA adapter, or None when its items are to be left alone."""
+
+    tenant: str | None
+    rows: dict[str, int]
+    loaded: int = 0
+    encoded: int = 0
+
+
+class ECScheduler:
+    """Which items to load and to save. Runs in the scheduler's thread."""
+
+    def __init__(self, blocks: BlockStore, namespace: str, cache_dir: Path) -> None:
+        self.namespace = self._named = namespace
+        self.store = FusionStore(blocks, namespace)
+        self._adapters = Adapters(cache_dir)
+        self._live: dict[str, _Live] = {}
+        self._promised: dict[str, FusionState] = {}
+        self._step = SemECMetadata(namespace)
+
+    def reset(self) -> None:
+        """See `semkv_vllm.kv.SemKVConnector.reset_cache`, which calls this."""
+        before = self.store
+        self.namespace = identity.namespace_after(self.namespace)
+        self.store = FusionStore(before.blocks, self.namespace)
+        self._promised.clear()
+        self._step = SemECMetadata(self.namespace)
+        before.blocks.disown(before.namespace)
+
+    def observe(self, request: Any) -> _Live:
+        """Remember whose items these are; called before `has` for the same request."""
+        live = self._live.get(request.request_id)
+        if live is None:
+            features = [f for f in request.mm_features if f.modality != "prompt_embeds"]
+            rows = {f.identifier: f.mm_position.get_num_embeds() for f in features}
+            live = self._live[request.request_id] = _Live(self._tenant(request), rows)
+        return live
+
+    def _tenant(self, request: Any) -> str | None:
+        adapter = None if wants_skip(request.ec_transfer_params) else self._adapters.identity(request.lora_request)
+        if adapter is None:
+            return None
+        tenant = request.cache_salt or ""
+        return digest("adapter", tenant, adapter) if adapter else tenant
+
+    def _key(self, identifier: str) -> str | None:
+        """The item's key, or None when the requests that name it belong to several tenants or want no cache."""
+        tenants = {live.tenant for live in self._live.values() if identifier in live.rows}
+        tenant = tenants.pop() if len(tenants) == 1 else None
+        return None if tenant is None else digest("ec", identifier, tenant)
+
+    def has(self, identifier: str) -> bool:
+        """Whether the item can be loaded; if so its bytes are read, checked and kept for this step."""
+        state, key = self._promised.pop(identifier, None), self._key(identifier)
+        if key is None:
+            return False
+        if state is None or state.key != key:
+            state = self.store.load(key)
+        if state is None:
+            return False
+        rows = next(live.rows[identifier] for live in self._live.values() if identifier in live.rows)
+        if len(state.shape) != 2 or state.shape[0] != rows:
+            log.warning("semkv: an encoder output of shape %s does not fill %d positions", state.shape, rows)
+            return False
+        self._promised[identifier] = state
+        return True
+
+    def allocated(self, request: Any, index: int) -> None:
+        """An encoder-cache entry was set aside: for a promised item to be loaded, else for the encoder."""
+        identifier = request.mm_features[index].identifier
+        promised = self._promised.get(identifier)
+        if promised is not None:  # first: vLLM counts on it
+            self._step.loads[identifier] = promised
+        live = self.observe(request)
+        if promised is not None:
+            live.loaded += 1
+            return
+        live.encoded += 1
+        if identifier in live.rows and (key := self._key(identifier)) is not None:
+            self._step.since = self._step.since or self.store.blocks.last_purge()
+            self._step.saves[identifier] = key, tenant_tag(request.cache_salt)
+
+    def build_step(self) -> SemECMetadata:
+        step, self._step = self._step, SemECMetadata(self.namespace)
+        self._promised.clear()
+        return step
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        live = self._live.pop(request.request_id, None)
+        return None if live is None else {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
+
+    def close(self) -> None:
+        """Delete what nobody will find, which is what this engine stored since a reset, and close the files."""
+        if self.namespace != self._named:
+            self.store.blocks.disown(self.store.namespace)
+        self.store.blocks.close()
+
+
+class ECWorker:
+    """Loads into and saves from the runner's encoder cache. One rank of a tensor-parallel group saves, in a thread.
+
+    Args:
+        blocks: None where the directory cannot be used; then nothing is saved.
+        device: of the encoder cache.
+        saves: whether this rank does.
+    """
+
+    def __init__(self, blocks: BlockStore | None, device: str, *, saves: bool) -> None:
+        self._blocks, self._device, self._saves = blocks, device, saves
+        self._writer = ThreadPoolExecutor(1, "semkv-ec-writer")
+        self._room = threading.Semaphore(_MOST_WAITING)
+
+    def load(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        import torch
+
+        for identifier, state in step.loads.items():
+            if identifier not in encoder_cache:
+                tensor = torch.from_numpy(state.data).view(getattr(torch, state.dtype)).view(state.shape)
+                encoder_cache[identifier] = tensor.to(self._device)
+
+    def save(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str) -> None:
+        """Start to copy an output to the host and to write it; the engine waits for neither."""
+        if identifier not in step.saves or not self._saves or self._blocks is None:
+            return
+        # Without its number the last purge might be missed.
+        if not step.since or not self._room.acquire(blocking=False):
+            self._blocks.counters["dropped"] += 1
+            return
+        try:
+            self._writer.submit(self._write, step, identifier, *_to_host(encoder_cache[identifier].detach()))
+        except BaseException:
+            self._room.release()
+            raise
+
+    def _write(self, step: SemECMetadata, identifier: str, host: torch.Tensor, copied: Any) -> None:
+        import torch
+
+        assert self._blocks is not None
+        try:
+            if copied is not None:
+                copied.synchronize()
+            (key, owner), dtype = step.saves[identifier], str(host.dtype).removeprefix("torch.")
+            state = FusionState(key, host.view(-1).view(torch.uint8).numpy(), tuple(host.shape), dtype)
+            FusionStore(self._blocks, step.namespace).save(state, owner, step.since)
+        except Exception:
+            log.exception("semkv: an encoder output is not stored")
+            self._blocks.counters["errors"] += 1
+        finally:
+            self._room.release()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything saved is on disk and found by lookups; False when ``timeout`` seconds are too few."""
+        try:
+            self._writer.submit(int).result(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._writer.shutdown()
+        if self._blocks is not None:
+            self._blocks.close()
+
+
+def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy in host memory, and on a GPU the event that ends it."""
+    import torch
+
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    host.copy_(tensor, non_blocking=True)
+    if not tensor.is_cuda:
+        return host, None
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(tensor.device))
+    return host, copied
+
+
+class SemECConnector(ECConnectorBase):
+    """Keeps encoder outputs on disk, checked and bounded. See `semkv_vllm.ECSettings`."""
+
+    def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
+        """Build one half.
+
+        Raises:
+            ConfigError: an unknown or wrong key in ``ec_connector_extra_config``.
+        """
+        super().__init__(vllm_config=vllm_config, role=role)
+        settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
+        engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
+        self._blocks: BlockStore | None = None
+        try:
+            self._blocks = BlockStore(settings.root, "fusion", settings.bounds(), engine)
+        except StoreError as error:
+            log.warning("semkv: no encoder outputs are kept: %s", error)
+        self.scheduler_half: ECScheduler | None = None
+        self.worker_half: ECWorker | None = None
+        if role != ECConnectorRole.SCHEDULER:
+            from vllm.distributed.parallel_state import get_tp_group
+            from vllm.platforms import current_platform
+
+            first = get_tp_group().rank_in_group == 0
+            self.worker_half = ECWorker(self._blocks, current_platform.device_type, saves=first)
+        elif self._blocks is not None:
+            facts = identity.model_facts(vllm_config, settings.cache_dir)
+            self.scheduler_half = ECScheduler(self._blocks, identity.namespace_digest(facts), settings.cache_dir)
+            identity.FOLLOWERS[str(vllm_config.instance_id)] = self.scheduler_half
+
+    def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
+        """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""
+        try:
+            return what(*arguments)
+        except Exception:
+            if self._blocks is not None:
+                self._blocks.counters["errors"] += 1
+            log.warning("semkv: an encoder output is computed or not stored, by a fault of semkv's", exc_info=True)
+            return otherwise
+
+    # ------------------------------------------------------------------ scheduler half
+
+    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+        if self.scheduler_half is not None:
+            self._try(None, self.scheduler_half.observe, request)
+        return True
+
+    def has_cache_item(self, identifier: str) -> bool:
+        half = self.scheduler_half
+        return half is not None and self.is_consumer and self._try(False, half.has, identifier)
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        if self.scheduler_half is not None:
+            self._try(None, self.scheduler_half.allocated, request, index)
+
+    def build_connector_meta(self, scheduler_output: Any) -> SemECMetadata:
+        if self.scheduler_half is None:
+            return SemECMetadata()
+        self._try(None, self.scheduler_half.store.blocks.disown)  # what failed at a reset
+        return self.scheduler_half.build_step()
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, None if self.scheduler_half is None else self._try(None, self.scheduler_half.finished, request)
+
+    # ------------------------------------------------------------------ worker half
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        step = self._connector_metadata
+        if self.worker_half is not None and isinstance(step, SemECMetadata):
+            self.worker_half.load(step, encoder_cache)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        step = self._connector_metadata
+        if self.worker_half is not None and self.is_producer and isinstance(step, SemECMetadata):
+            self._try(None, self.worker_half.save, step, encoder_cache, mm_hash)
+
+    def shutdown(self) -> None:
+        """Write what waits and close the files."""
+        if self.worker_half is not None:
+            self.worker_half.close()
+        elif self.scheduler_half is not None:
+            identity.FOLLOWERS.pop(str(self._vllm_config.instance_id), None)
+            self.scheduler_half.close()

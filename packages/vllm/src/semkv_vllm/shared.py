@@ -1,0 +1,151 @@
+"""What the parts of a KV connector share: its names in the store, its counters, what was measured of its disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from semkv_stores.blocks import BlockStore
+from semkv_stores.digests import digest
+from semkv_vllm import REPORT_KEY, KVSettings, identity
+
+log = logging.getLogger("semkv.connectors")
+
+_LEAST = 4  # measurements before a rate counts
+_WEIGHT = 0.2  # of the newest measurement
+_RETRY = 32  # refusals after which one load is done all the same, to measure again
+_BIG_STEP = 256  # tokens from which on a step's time says something of the rate
+
+
+def request_fact(params: Mapping[str, Any] | None, name: str) -> str:
+    """What the tier must know of a request beyond its keys: ``owner``, the tag of its tenant
+    (`semkv_stores.block_file.tenant_tag`), or ``adapter``, the digest of its LoRA adapter's weights; empty for none.
+
+    Both travel in the request's ``kv_transfer_params``, which vLLM hands to every tier; the connector writes them over
+    whatever a client sent.
+    """
+    return str(((params or {}).get(REPORT_KEY) or {}).get(name, ""))
+
+
+@dataclass
+class KVShared:
+    """See the module.
+
+    Attributes:
+        settings: of the connector.
+        store: on disk; None where it cannot be opened.
+        layout: of a row, as it stands in the head of every block file.
+        facts: what the namespace is a digest of; called once, when the first request comes.
+        model: digest of the facts that are known at the start.
+        gate: whether a load from disk is worth it; None where that is not asked.
+        counters: of this process, its store's too, and of the disk process; see `semkv_vllm.tier.COUNTERS`.
+        records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
+        stamp: another object after each purge and reset; what was found in the index before does not count any more.
+        heard: the last purge that host memory knows of.
+        storing: False while nothing may be stored.
+        renamed: whether a reset gave this engine a namespace of its own, which ends with it.
+    """
+
+    settings: KVSettings
+    store: BlockStore | None
+    layout: Any
+    facts: Callable[[], dict[str, object]]
+    model: str = ""
+    gate: BreakEven | None = None
+    counters: Counter[str] = field(default_factory=Counter)
+    records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
+    stamp: object = field(default_factory=object)
+    heard: int = 0
+    storing: bool = True
+    renamed: bool = False
+    _names: dict[str, str] = field(default_factory=dict)  # by adapter, of the requests since the last reset
+
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            self.counters.update(self.store.counters)
+            self.store.counters = self.counters
+
+    def namespace(self, adapter: str = "") -> str:
+        """The name under which this engine's blocks lie in the store, for one LoRA adapter or none."""
+        if "" not in self._names:
+            self._names[""] = digest("kv", json.dumps(self.facts(), sort_keys=True, default=str))
+        if adapter not in self._names:
+            self._names[adapter] = digest("adapter", self._names[""], adapter)
+        return self._names[adapter]
+
+    def rename(self) -> list[str]:
+        """Go on under a namespace of this engine's own; returns the names that it used so far."""
+        base, used = self.namespace(), self.used()
+        self._names, self.renamed, self.stamp = {"": identity.namespace_after(base)}, True, object()
+        return used
+
+    def used(self) -> list[str]:
+        """The namespaces in use since the last reset."""
+        return list(self._names.values())
+
+    def fault(self, where: str) -> None:
+        """Count and log the exception that is being handled: it is a miss."""
+        log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
+        self.counters["errors"] += 1
+
+
+# ---------------------------------------------------------------------- is the disk faster than computing?
+
+
+class Rate:
+    """A moving average of ``amount`` per second."""
+
+    def __init__(self) -> None:
+        self._rate, self._count = 0.0, 0
+
+    def measured(self, amount: int, seconds: float) -> None:
+        if seconds > 0 and amount > 0:
+            self._count += 1
+            self._rate += max(_WEIGHT, 1 / self._count) * (amount / seconds - self._rate)
+
+    def seconds(self, amount: int) -> float | None:
+        """How long ``amount`` takes; None while too little was measured."""
+        return amount / self._rate if self._count >= _LEAST else None
+
+
+class BreakEven:
+    """Whether a load from disk is worth it. For the scheduler's thread.
+
+    Attributes:
+        disk: bytes a second, from the request for them until they are checked in host memory.
+        prefill: tokens a second that the engine computes in steps of many tokens.
+    """
+
+    def __init__(self) -> None:
+        self.disk, self.prefill = Rate(), Rate()
+        self._steps: deque[tuple[int, float]] = deque(maxlen=2)  # vLLM has at most two under way
+        self._last_end = 0.0
+        self._refused = 0
+
+    def step_begins(self, tokens: int) -> None:
+        """The scheduler hands out a step of so many tokens."""
+        if tokens:
+            self._steps.append((tokens, time.perf_counter()))
+
+    def step_ends(self) -> None:
+        """The oldest step under way has ended. A step begins no earlier than the one before it ends."""
+        now = time.perf_counter()
+        if self._steps:
+            tokens, begun = self._steps.popleft()
+            if tokens >= _BIG_STEP:
+                self.prefill.measured(tokens, now - max(begun, self._last_end))
+        self._last_end = now
+
+    def worth(self, tokens: int, nbytes: int) -> bool:
+        """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a rate is not known, and
+        once in a while all the same."""
+        compute, read = self.prefill.seconds(tokens), self.disk.seconds(nbytes)
+        if compute is None or read is None or read <= compute:
+            return True
+        self._refused = (self._refused + 1) % _RETRY
+        return self._refused == 0

@@ -1,0 +1,27 @@
+"""How the tenants of a deployment are named in its stores and in vLLM: by digests that need the deployment's secret."""
+
+from __future__ import annotations
+
+import hmac
+import json
+
+
+def named_tenant(secret: bytes, name: str) -> str:
+    """The digest of the tenant that a trusted proxy calls so; ``name`` is text decoded as Latin-1, as headers are."""
+    return tenant_of(keyed_digest(secret, "named:", name))
+
+
+def tenant_of(found: bytes) -> str:
+    """The name that a tenant has in the stores."""
+    return found[:16].hex()
+
+
+def keyed_digest(secret: bytes, kind: str, name: str) -> bytes:
+    """A digest that only holders of the secret can compute; ``kind`` keeps names of different origin apart."""
+    return hmac.digest(secret, (kind + name).encode("utf-8", "surrogateescape"), "sha256")
+
+
+def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
+    """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none)."""
+    said = json.dumps(["salt", tenant, own], sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return hmac.digest(secret, said.encode(), "sha256").hex()
