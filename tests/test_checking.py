@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from cache_helpers import Bench, WrittenEncoder
+from semkv.counting import Tally
 from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
-from semkv.tiers import Tally
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
 from semkv.types import CacheMode, Exactness, Match, Namespace, PolicyName, Request, ReuseReport, TextSegment

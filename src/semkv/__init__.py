@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
     from semkv.stores.responses import ResponseStore
-    from semkv.tiers import Tier
     from semkv.tiers.policies import Decider, Decision
+    from semkv.tiers.tier import Tier
     from semkv.types import (
         Entry,
         Match,
@@ -74,7 +74,7 @@ _MODULES = {
     "keys": "media_id model_fingerprint",
     "stores.responses": "ResponseStore",
     "index": "Index",
-    "tiers": "Tier",
+    "tiers.tier": "Tier",
     "tiers.policies": "Decider Decision",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`

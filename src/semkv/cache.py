@@ -28,18 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.config import CacheConfig
+from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.errors import StoreError
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
-from semkv.tiers import Tally, Tier
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import SimilarTier
+from semkv.tiers.tier import Tier
 from semkv.types import CacheMode, Entry, Exactness, Namespace, Plan, Request, ReuseReport
 
 if TYPE_CHECKING:

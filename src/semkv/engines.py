@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from semkv import keys, plug
+from semkv.counting import Tally
 from semkv.encoders.vision import READING, read_picture
 from semkv.errors import EngineError
-from semkv.tiers import Tally
 from semkv.types import MediaSegment, Namespace, Role, Segment, Status, TextSegment
 from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import Bounds

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
-from semkv.tiers import Latest
+from semkv.latest import Latest
 from semkv.tiers.policies import Calibration, Decider, Decision, chance
 from semkv.types import Entry, Match, Request, Score
 from semkv_stores.digests import digest

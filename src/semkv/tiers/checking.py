@@ -15,9 +15,10 @@ from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
+from semkv.counting import Tally
 from semkv.encoders.text import at_unit_length
+from semkv.latest import Latest
 from semkv.stores.catalog import Catalog
-from semkv.tiers import Latest, Tally
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
 from semkv_guards import veto

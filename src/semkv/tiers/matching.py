@@ -18,6 +18,7 @@ import numpy as np
 
 from semkv import pictures, plug
 from semkv.config import CacheConfig
+from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, image_roots, read_media
 from semkv.encoders.text import at_unit_length
 from semkv.encoders.vision import read_picture
@@ -26,10 +27,10 @@ from semkv.index import as_cosine
 from semkv.keys import Keyed, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
-from semkv.tiers import EXACT, SEMANTIC, Candidate, Tally, Tier, status_of
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.similar import VISION, SimilarTier, unit_vectors
+from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
     CacheMode,
     Entry,

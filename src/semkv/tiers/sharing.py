@@ -34,12 +34,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from semkv.counting import Tally
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
 from semkv.stores.catalog import Catalog, Criteria, Record, Removed, dump_segments, load_segments, pack
 from semkv.stores.responses import is_redis
 from semkv.stores.responses.redis import asking, connect, root_of
-from semkv.tiers import Tally
 from semkv.types import Entry, MediaSegment, Namespace
 from semkv_stores.files import lock
 

@@ -23,12 +23,15 @@ import numpy as np
 
 from semkv import plug
 from semkv.config import CacheConfig
+from semkv.counting import Tally
 from semkv.encoders import wrong_dimension
 from semkv.encoders.text import at_unit_length
 from semkv.index import Index, Neighbour, Row, VectorIndex
 from semkv.keys import Keyed, with_media
+from semkv.periodic import Every
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
-from semkv.tiers import SEMANTIC, Candidate, Every, Layer, Tally, status_of
+from semkv.tiers.layer import Layer
+from semkv.tiers.tier import SEMANTIC, Candidate, status_of
 from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
 from semkv.stores.responses import Selector
-from semkv.tiers import Candidate
 from semkv.tiers.matching import PendingEntry
+from semkv.tiers.tier import Candidate
 from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest

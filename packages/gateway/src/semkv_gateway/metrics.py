@@ -20,8 +20,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.samples import Sample
 
+from semkv.latest import Latest
+from semkv.periodic import Every
 from semkv.stores.responses import StoredResponse
-from semkv.tiers import Every, Latest
 from semkv.types import MediaSegment, Request, Segment
 from semkv_gateway.response_cache import Found
 from semkv_gateway.sse import text_of, usage_of

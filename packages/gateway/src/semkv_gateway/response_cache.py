@@ -12,10 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from semkv.counting import Tally
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.periodic import Every
 from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
 from semkv.stores.responses.ahead import AheadLog, deliver
-from semkv.tiers import Every, Tally
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store

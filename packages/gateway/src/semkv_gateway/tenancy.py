@@ -18,8 +18,8 @@ from typing import Any
 
 from semkv.errors import ConfigError
 from semkv.keys import media_uuid
+from semkv.latest import Latest
 from semkv.tenants import keyed_digest, named_tenant, tenant_of, tenant_salt
-from semkv.tiers import Latest
 from semkv_gateway.http import Headers, Scope, header
 from semkv_gateway.response_cache import Pattern
 from semkv_gateway.routes import ROUTES, Unkeyable
