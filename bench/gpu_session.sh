@@ -21,7 +21,8 @@ scratch=${SCRATCH:-/tmp/bench-scratch}; mkdir -p "$scratch" /tmp/semkv-site/semk
 # Stands for an installed package: vLLM finds the connectors by this entry point.
 printf 'Metadata-Version: 2.1\nName: semkv\nVersion: 0\n' >/tmp/semkv-site/semkv-0.dist-info/METADATA
 printf '[vllm.general_plugins]\nsemkv = semkv_vllm:register\n' >/tmp/semkv-site/semkv-0.dist-info/entry_points.txt
-export PYTHONPATH="$root/src:$root/packages/lab/src:/tmp/semkv-site:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 HF_HUB_OFFLINE=1
+parts=$(printf '%s:' "$root"/packages/*/src)
+export PYTHONPATH="$root/src:$parts/tmp/semkv-site:${PYTHONPATH:-}" PYTHONUNBUFFERED=1 PYTHONHASHSEED=0 HF_HUB_OFFLINE=1
 export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-/tmp/vllm-cache} VLLM_NO_USAGE_STATS=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 # no NVLink multicast
 limit=${STEP_S:-540}

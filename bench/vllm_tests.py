@@ -153,9 +153,7 @@ def run(root: Path, model: Path, *, ours: bool, tests: list[str]) -> dict[str, t
     """Outcome and reason by test."""
     report = root / f"report-{'ours' if ours else 'theirs'}.xml"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE), str(HERE.parent / "src"), str(root), os.environ.get("PYTHONPATH", "")]
-        ),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")]),
         "SEMKV_TESTS_MODEL": str(model),
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
