@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,7 @@ import redis
 from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, kind, numbers, wait_until
 from redis_server import RedisServer
 from semkv.stores.maintenance import purge
-from semkv.stores.responses import Selector
 from semkv.tenants import named_tenant
-
-
-class Settled(Pair):
-    """A gateway whose answers are in the store when `post` returns, where that takes any: others find them later."""
-
-    def post(self, text: Any, **more: Any) -> httpx.Response:
-        answer = super().post(text, **more)
-        while self.app.gateway.cache.responses.on_the_way(Selector()) and self._takes():
-            time.sleep(0.001)
-        return answer
-
-    def _takes(self) -> bool:
-        url = self.app.gateway.settings.store
-        try:
-            with redis.Redis.from_url(url, socket_timeout=0.5, socket_connect_timeout=0.5) as client:
-                return bool(client.set("probe", "x", px=1))
-        except redis.RedisError:
-            return False
 
 
 class Two:
@@ -44,7 +24,7 @@ class Two:
     def __init__(self, folder: Path, server: RedisServer, **settings: Any) -> None:
         more = {"store": server.url, "store_timeout": 10.0, "trusted_proxies": ("127.0.0.0/8",), **settings}
         self.server = server
-        self.one, self.other = (Settled(folder / name, **more) for name in ("one", "other"))
+        self.one, self.other = (Pair(folder / name, **more) for name in ("one", "other"))
 
     def __enter__(self) -> Two:
         self.one.__enter__()
@@ -124,6 +104,9 @@ def test_a_full_redis_is_still_read_and_invalidated(two: Two) -> None:
                 pair.app.gateway.cache.responses._memory._entries.clear()
             assert two.told("from before") == ("hit", "hit"), "from the store"
             assert events(two.one, "response fault:store put") > 0
+            assert events(two.one, "response unwritten:full") > 0
+            assert httpx.get(f"{two.one.url}/readyz", timeout=60).json()["store"] == "full"
+            assert two.one.metric("semkv_store_writable") == 0
         finally:
             client.config_set("maxmemory", 0)
     wait_until(two.in_step)

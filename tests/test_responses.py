@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ class Asked:
     model: str = "model"
     prompt: str = "What is the weather?"
     sampled: bool = False
+    choices: int = 1
 
     def refusal(self, payload: bytes, status: int) -> str:
-        return ROUTES["/v1/chat/completions"].refusal(payload, status)
+        return ROUTES["/v1/chat/completions"].refusal(payload, status, {"n": self.choices})
 
 
 class Clock:
@@ -53,7 +54,8 @@ GOOD = payload("stop")
     ("body", "status", "why"),
     [
         (GOOD, 200, ""),
-        (payload("tool_calls"), 200, ""),
+        (payload("tool_calls"), 200, "empty"),
+        (payload("stop", "stop"), 200, "not as many as asked"),
         (GOOD, 500, "status"),
         (payload("stop", "length"), 200, "unfinished"),
         (payload(None), 200, "unfinished"),
@@ -74,9 +76,9 @@ def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> N
 
 
 def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
-    body = payload("stop", "tool_calls", usage={"total_tokens": 3}, system_fingerprint="é").replace(b": ", b" :  ")
+    body = payload("stop", "stop", usage={"total_tokens": 3}, system_fingerprint="é").replace(b": ", b" :  ")
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
-    assert cache.keep(Asked(), body, tags=("x",))
+    assert cache.keep(Asked(choices=2), body, tags=("x",))
     cache.close()
     again = ResponseCache(SqliteStore(tmp_path / "a"))
     assert again.peek("a") is None
@@ -227,6 +229,52 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     assert cache.keep(Asked("y"), GOOD)
     assert store.get("y") is not None
     cache.close()
+
+
+def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_room(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, poll_s=600.0, pause_s=0.0)
+    since = cache.begin()
+    assert cache.keep(Asked("before"), GOOD, since=since)
+    assert (cache.store_state, cache.sizes()["store_writable"]) == ("up", 1)
+    with store.database as db:
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count={pages}")  # SQLite then says what it says of a full disk
+    large = payload("stop", padding="x" * 100_000)
+    for number in range(40):
+        assert cache.keep(Asked(f"x{number}"), large, since=since), "memory has it"
+    assert cache.counts()["unwritten:full"] == 40
+    sizes = cache.sizes()
+    assert (cache.store_state, sizes["store_writable"], sizes["unwritten_entries"]) == ("full", 0, 40)
+    assert cache.store_up
+    assert cache.lookup("before") is not None
+    assert cache.lookup("x5") is not None
+    cache.invalidate(Selector(key="x7"))  # needs no room
+    other = SqliteStore(tmp_path / "a")
+    cache._tend()
+    assert cache.store_state == "full"
+    with store.database as db:
+        db.execute("PRAGMA max_page_count=1000000")
+    newer = replace(cache.lookup("x3").response, created=cache.lookup("x3").response.created + 1)  # type: ignore[union-attr]
+    assert other.put(newer), "of another gateway"
+    cache._tend()
+    assert (cache.store_state, cache.sizes()["unwritten_entries"]) == ("up", 0)
+    assert [n for n in range(40) if other.get(f"x{n}") is None] == [7], "invalidated meanwhile"
+    assert other.get("x3") == newer
+    assert cache.counts()["written late"] == 38
+    cache.close()
+    other.close()
+
+
+def test_what_waits_for_the_store_reaches_it_at_the_end() -> None:
+    store = Broken()
+    cache = ResponseCache(store, poll_s=600.0, pause_s=0.0)
+    store.broken = True
+    assert cache.keep(Asked(), GOOD, since=cache.begin())
+    assert cache.counts()["unwritten:failed"] == 1
+    store.broken, store.close = False, lambda: None  # type: ignore[method-assign]
+    cache.close()
+    assert store.get("a") is not None
 
 
 def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> None:

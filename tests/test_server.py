@@ -267,6 +267,22 @@ class TestSingleFlight:
         assert late.result().json()["id"] != old
 
 
+def test_who_wants_the_other_form_of_what_has_none_asks_once(pair: Pair) -> None:
+    """Streams of this upstream have a field that nobody knows, so no other answer can be made of them."""
+    text = "[odd] in two forms"
+    with beside(pair, text, stream=True) as first:
+        calls = len(pair.upstream.calls)
+        others = [pair.soon(text) for _ in range(5)]
+        wait_until(lambda: pair.readers == 6)
+        pair.upstream.gate.set()
+        answers = [other.result() for other in others]
+    assert len(pair.upstream.calls) == calls + 1
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    assert pair.post(text, stream=True).content == first.result().content
+    assert pair.post(text).content == answers[0].content
+    pair.admin("invalidate", {"prefix": "[odd]", "dry_run": False})
+
+
 def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
     async def story() -> None:
         flights = SingleFlight(print, print)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, kind, reached
+from gateway_helpers import PATIENT, SECRET, Pair, Served, chat, kind, reached, wait_until
 from semkv_gateway.app import app_of
 from semkv_gateway.http import AppUpstream, Call
 from semkv_gateway.settings import ServerSettings
@@ -102,15 +102,14 @@ WHOLE_STREAMS = {
 TORN_STREAMS = {
     "no end": (HELLO[:-1], "without end"),
     "no blank line at the end": ([STREAM[:-2]], "without end"),
-    "two ends": ([*HELLO[:2], DONE, *HELLO[2:]], "without usage"),
-    "no usage": ([*HELLO[:3], DONE], "without usage"),
     "an empty object": ([*HELLO[:2], b"data: {}\n\n", *HELLO[3:]], "of unknown form"),
-    "an index that is no number": (
-        [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO], "of unknown form"
-    ),
     "no object": ([HELLO[0], b"data: 5\n\n", *HELLO[1:]], "of unknown form"),
     "no JSON": ([HELLO[0], b"data: {\n\n", *HELLO[1:]], "of unknown form"),
-    "an unknown field": ([chunk("x", odd={"a": 1}), *HELLO], "with an unknown field"),
+    "an error": ([HELLO[0], chunk("x", error={"message": "x"}), *HELLO[1:]], "with an error"),
+    "an error in an old form": ([HELLO[0], b'data: {"object": "error", "message": "x"}\n\n', DONE], "with an error"),
+    "an error in a field": ([chunk("x", x_groq={"error": "x"}), *HELLO], "with an error"),
+    "an error by name": ([HELLO[0], b"event: error\n" + HELLO[1], *HELLO[2:]], "with an error"),
+    "an error without a name": ([HELLO[0], b'data: {"detail": "x"}\n\n', *HELLO[1:]], "of unknown form"),
     "nothing": ([], "without end"),
 }  # fmt: skip
 
@@ -137,6 +136,137 @@ def test_one_that_is_not_passes_as_it_came_and_is_not_kept_and_counted(odd: Odd,
     for answer in answers:
         assert (answer.status_code, answer.headers["x-semkv"]) == (200, "miss")
         assert answer.content.replace(USAGE, b"").split() == b"".join(pieces).replace(USAGE, b"").split()
+
+
+def piece(*calls: Any, **delta: Any) -> bytes:
+    return chunk(choices=[{"index": 0, "delta": {**delta, **({"tool_calls": calls} if calls else {})}}])
+
+
+def call(number: str | None, name: str | None, arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+CALLED = [chunk(finish="tool_calls"), USAGE, DONE]
+FOR_STREAMS = {
+    "no usage": [*HELLO[:3], DONE],
+    "an unknown field of the chunk": [chunk("x", citations=["u"]), *HELLO],
+    "an unknown field of the delta": [piece(content="x", annotations=[{"url": "u"}]), *HELLO],
+    "an unknown field of the choice": [chunk("x"), chunk(choices=[{"index": 0, "filter": {"hate": 1}}]), *HELLO],
+    "parts of a text": [piece(content=[{"type": "text", "text": "x"}]), *HELLO],
+    "text after the end": [*HELLO[:3], chunk("x"), USAGE, DONE],
+    "another kind of object": [chunk("x", object="chat.completion.extra"), *HELLO],
+    "a name that goes on": [piece(call("a", "re", "", index=0)), piece(call("a", "ad", "{}", index=0)), *CALLED],
+    "no id": [piece(call(None, "read", "{}", index=0)), *CALLED],
+    "one id twice": [piece(call("a", "read", "{}", index=0), call("a", "read", "{}", index=1)), *CALLED],
+    "the second index alone": [piece(call("a", "read", "{}", index=1)), *CALLED],
+    "some without index": [piece(call("a", "read", "{}", index=0), call("b", "read", "{}", index=None)), *CALLED],
+    "arguments that are an object": [piece(call("a", "read", {"a": 1}, index=0)), *CALLED],
+    "a call of another kind": [piece({"index": 0, "id": "a", "type": "function", "function": {
+        "name": "read", "arguments": "{}", "strict": True}}), *CALLED],
+}  # fmt: skip
+NOT_COMPLETE = {
+    "two ends": [*HELLO[:2], DONE, *HELLO[2:]],
+    "cut off": [*HELLO[:2], chunk(finish="length"), USAGE, DONE],
+    "cut off, for streams": [chunk("x", odd=1), *HELLO[:2], chunk(finish="length"), USAGE, DONE],
+    "filtered": [*HELLO[:2], chunk(finish="content_filter"), USAGE, DONE],
+    "two reasons": [*HELLO[:2], chunk(finish="length"), *HELLO[2:]],
+    "empty": [chunk(""), chunk(finish="stop"), USAGE, DONE],
+    "empty, for streams": [chunk("", odd=1), chunk(finish="stop"), USAGE, DONE],
+    "reasoning alone": [piece(reasoning="x"), chunk(finish="stop"), USAGE, DONE],
+    "no choice": [USAGE, DONE],
+    "another choice": [chunk(choices=[{"index": 1, "delta": {"content": "x"}, "finish_reason": "stop"}]), USAGE, DONE],
+    "more choices": [chunk(choices=[{"index": 1, "delta": {"content": "x"}, "finish_reason": "stop"}]), *HELLO],
+    "an index that is no number": [chunk("x", choices=[{"index": "0", "delta": {"content": "x"}}]), *HELLO],
+    "no call": [chunk("x"), *CALLED],
+    "half of the arguments": [piece(call("a", "read", '{"a": ', index=0)), *CALLED],
+    "half of the arguments, for streams": [piece(call(None, "read", '{"a": ', index=0)), *CALLED],
+    "no arguments, for streams": [piece(call("a", "read", "", index=0), call("b", "re", "{}", index=0)), *CALLED],
+    "no arguments": [piece(call("a", "read", "", index=0)), *CALLED],
+    "arguments that are no object": [piece(call("a", "read", "5", index=0)), *CALLED],
+    "two calls cut into each other": [
+        piece(call("a", "read", '{"a": ', index=0)), piece(call("b", "read", '{"b": ', index=0)),
+        piece(call("a", None, "1}", index=0)), *CALLED,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", FOR_STREAMS)
+def test_a_stream_that_cannot_be_put_together_is_kept_for_streams(odd: Odd, which: str) -> None:
+    odd.says(*FOR_STREAMS[which])
+    first, again, whole, last = odd.ask(True, True, False, True)
+    assert [kind(answer) for answer in (first, again, whole, last)] == ["miss", "hit", "miss", "hit"]
+    assert odd.upstream.asked == 2
+    assert first.content == again.content == last.content
+    assert first.content == b"".join(FOR_STREAMS[which]).replace(USAGE, b""), "nobody asked for the usage"
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    assert odd.post(f"question {odd.number}", **asked).content == b"".join(FOR_STREAMS[which])
+
+
+def test_a_stale_stream_for_streams_only_is_fetched_anew_as_one(tmp_path: Path) -> None:
+    with Pair(tmp_path, upstream=Fixed(), ttl=3600.0, stale=3600.0) as pair:
+        upstream, responses = pair.upstream, pair.app.gateway.cache.responses
+        upstream.headers = [(b"content-type", b"text/event-stream")]
+        upstream.pieces = [chunk("old", odd=1), chunk(finish="stop"), DONE]
+        assert [kind(pair.post("a", stream=True)) for _ in range(2)] == ["miss", "hit"]
+        now = responses._clock()
+        responses._clock = lambda: now + 5000.0
+        upstream.pieces = [chunk("new", odd=1), chunk(finish="stop"), DONE]
+        stale = pair.post("a", stream=True)
+        assert "stale" in stale.headers["x-semkv"]
+        assert "old" in stale.text
+        wait_until(lambda: "new" in pair.post("a", stream=True).text)
+        assert upstream.asked == 2
+
+
+@pytest.mark.parametrize("which", NOT_COMPLETE)
+def test_a_stream_that_is_not_complete_is_not_kept(odd: Odd, which: str) -> None:
+    odd.says(*NOT_COMPLETE[which])
+    assert [kind(answer) for answer in odd.ask(True, True, False)] == ["miss"] * 3
+
+
+@pytest.mark.parametrize(
+    ("fragments", "names"),
+    [
+        ([call("a", "read", "{}", index=0), call("b", "list", '{"b": 1}', index=0)], ["read", "list"]),
+        ([call("a", "read", "{}"), call("b", "read", "{}")], ["read", "read"]),
+        ([call("b", "list", "{", index=1), call("a", "read", "{}", index=0), call("", "", "}", index=1)], ["read", "list"]),  # noqa: E501
+        ([call("a", "read", "{", index=0), call("a", "read", "", index=0), call("a", "read", "}", index=0)], ["read"]),
+    ],
+)  # fmt: skip
+def test_calls_are_put_together(odd: Odd, fragments: list[Any], names: list[str]) -> None:
+    odd.says(*(piece(fragment) for fragment in fragments), *CALLED)
+    first, again, whole = odd.ask(True, True, False)
+    assert [kind(answer) for answer in (first, again, whole)] == ["miss", "hit", "hit"]
+    calls = whole.json()["choices"][0]["message"]["tool_calls"]
+    assert [one["function"]["name"] for one in calls] == names
+    assert all(isinstance(json.loads(one["function"]["arguments"]), dict) for one in calls)
+
+
+@pytest.mark.parametrize(
+    "field", [{"obfuscation": "x"}, {"provider": "x"}, {"timings": {"a": 1}}, {"x_groq": {"id": "x"}}, {"error": None}]
+)
+def test_what_says_nothing_of_the_answer_keeps_no_form_from_being_made(odd: Odd, field: dict[str, Any]) -> None:
+    odd.says(*(chunk(text, **field) for text in ("Hel", "lo")), chunk(finish="stop", **field), USAGE, DONE)
+    assert [kind(answer) for answer in odd.ask(True, True, False)] == ["miss", "hit", "hit"]
+    odd.says(json.dumps({**WHOLE, **field}).encode(), kind=b"application/json")
+    assert [kind(answer) for answer in odd.ask(False, False, True)] == ["miss", "hit", "hit"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"citations": ["u"]},
+        {"choices": [{**WHOLE["choices"][0], "filter": {"a": 1}}]},
+        {"choices": [{**WHOLE["choices"][0], "message": {"content": "x", "annotations": [{"a": 1}]}}]},
+        {"choices": [{**WHOLE["choices"][0], "message": {"content": [{"type": "text", "text": "x"}]}}]},
+    ],
+)
+def test_an_answer_of_which_no_stream_can_be_made_is_for_others_only(odd: Odd, more: dict[str, Any]) -> None:
+    odd.says(json.dumps({**WHOLE, **more}).encode(), kind=b"application/json")
+    assert [kind(answer) for answer in odd.ask(False, False)] == ["miss", "hit"]
+    odd.says(*HELLO[:3], DONE)
+    question = f"question {odd.number}"
+    assert [kind(odd.post(question, stream=stream)) for stream in (True, True, False)] == ["miss", "hit", "hit"]
 
 
 ODD_ANSWERS = {

@@ -250,5 +250,5 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
         found |= {path: path.stat().st_mode & 0o777 for path in (folder, *folder.rglob("*"))}
     finally:
         os.umask(before)
-    assert {path.name for path in found} >= {"catalog.sqlite", "catalog.sqlite-wal", "media", "ahead"}
+    assert {path.name for path in found} >= {"catalog.sqlite", "catalog.sqlite-wal", "media"}
     assert {path: mode for path, mode in found.items() if mode not in (0o600, 0o700)} == {}

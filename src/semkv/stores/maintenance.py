@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,6 @@ from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog, NamespaceUse
 from semkv.stores.media import check_image
 from semkv.stores.responses import Selector
-from semkv.stores.responses.ahead import deliver, folder_of, replay
 from semkv.stores.responses.sqlite import SqliteStore
 from semkv.stores.tables import CACHE, CATALOG, EMPTIED
 from semkv_stores import block_index, database
@@ -41,11 +41,13 @@ _REMEDY = (
     "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
 _IMAGES = f"media/??/{'[0-9a-f]' * 64}"
+_DIGEST = re.compile(r"[0-9a-f]{32}|")
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
 # What semkv writes into a cache directory besides databases and block stores.
-_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, *_STRAYS)
+# Earlier versions kept answers on their way to a store in folders `ahead*`.
+_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, "ahead*/*.log", *_STRAYS)
 _FOLDERS = (*_STORES, "media", "media/??", "weights", "ahead*")
 
 
@@ -175,8 +177,7 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
 
 @contextmanager
 def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore]]:
-    """The catalog and the responses. Responses that an ended gateway had on their way are stored first. With ``whole``
-    the structure of the database is checked before."""
+    """The catalog and the responses. With ``whole`` the structure of the database is checked before."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
         raise FileNotFoundError(file)
@@ -186,8 +187,6 @@ def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog,
     ):
         if whole:
             catalog.database.check()
-        # A StoreError leaves the rest for another time.
-        replay(folder_of(cache_dir), lambda response, since: deliver(store, response, since, time.time()) or True)
         yield catalog, store
 
 
@@ -393,11 +392,10 @@ def _purge_entries(
     if not dry_run:
         with suppress(sqlite3.OperationalError):
             catalog.database.truncate_log()  # which makes room on a full disk
-    # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name.
-    if responses.usage()[0] or any(cache_dir.glob("ahead*")):
-        for tenant in (None,) if tenants is None else tenants:
-            selector = Selector(partition=tenant, tag=tag, before=before)
-            found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
+    # A gateway's tenants are digests. Any other name is of no answer, and would stay in the log of invalidations.
+    for tenant in (None,) if tenants is None else filter(_DIGEST.fullmatch, tenants):
+        selector = Selector(partition=tenant, tag=tag, before=before)
+        found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
     removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
     found.counts["entries"] = len(removed.entry_ids)
     gone = set(removed.media)
@@ -441,8 +439,6 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.counts |= {"entries": 0, "answers": 0}
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
-        for folder in matching(root, "ahead*"):  # responses on their way to this store, or to another
-            replay(folder, lambda response, since: True)
         files |= listed()  # what came meanwhile
     found.counts["files"] = len(files) if dry_run else _delete(sorted(files), found)
 

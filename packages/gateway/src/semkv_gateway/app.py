@@ -34,7 +34,6 @@ from semkv.cache import SemanticCache
 from semkv.command_line import Environment, parse
 from semkv.errors import SemkvError
 from semkv.stores.responses import Selector, SteadyClock, open_store
-from semkv.stores.responses.ahead import folder_of
 from semkv.stores.tables import CATALOG
 from semkv.tiers.sharing import open_entry_log
 from semkv_gateway import http
@@ -139,6 +138,9 @@ class App:
         try:
             with suppress(http.Vanished, http.UpstreamError):  # an answer that breaks off takes the connection with it
                 await self._deliver(scope, receive, send, seen)
+        except asyncio.CancelledError:
+            if not self.gateway.stopping.is_set():
+                raise  # else the server has given up on it, which its log says
         finally:
             if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
                 self.gateway.metrics.live.ended(seen.model, seen.tenant, seen.cache.split(None, 1)[0])
@@ -251,7 +253,6 @@ def gateway_of(
         sampled=settings.sampled,
         unheard_s=_STORE_AWAY_S,
         clock=clock,
-        ahead=folder_of(settings.cache_dir, settings.store),
     )
     semantic = None
     if config is not None:
@@ -324,8 +325,8 @@ class Operations:
 
     async def ready(self, _: Request) -> Response:
         """200 where the upstream answers, else 503; cached answers are served either way."""
-        up, store_up = await self._gateway.upstream.ready(), self._gateway.cache.responses.store_up
-        said = {"status": "ready" if up else "upstream down", "store": "up" if store_up else "away"}
+        up = await self._gateway.upstream.ready()
+        said = {"status": "ready" if up else "upstream down", "store": self._gateway.cache.responses.store_state}
         return JSONResponse(said, 200 if up else 503)
 
     async def metrics(self, _: Request) -> Response:

@@ -43,7 +43,6 @@ _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on withou
 _UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
-_SMALL = 64 * 1024  # bytes of an answer that the event loop itself looks into and writes
 _NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
@@ -103,12 +102,12 @@ class CacheClient:
     def _count(self, *, found: bool) -> None:
         self.found_share += (found - self.found_share) / _RECENT
 
-    async def stored(self, canonical: CanonicalRequest) -> Found | None:
-        """The stored answer to exactly this request."""
-        found = self.responses.peek(canonical.key)
-        if found is not None:
+    async def stored(self, *keys: str) -> Found | None:
+        """The first answer that is stored under one of the keys."""
+        found = self.responses.peek(keys[0])
+        if found is not None and not found.stale:
             return found
-        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, canonical.key))
+        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, *keys))
 
     async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
         """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
@@ -117,7 +116,7 @@ class CacheClient:
 
     async def _look_up(self, canonical: CanonicalRequest, writes: bool) -> Lookup:
         if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
-            return Lookup(canonical, await self.stored(canonical))
+            return Lookup(canonical, await self.stored(*canonical.keys))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
         task = self._running.get(running)
         if task is None:
@@ -133,12 +132,12 @@ class CacheClient:
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)
-        return Lookup(other, await self.stored(other), report)
+        return Lookup(other, await self.stored(other.key), report)
 
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
         start = time.perf_counter()
-        found = await self.stored(canonical)
+        found = await self.stored(*canonical.keys)
         if found is not None and found.age_s <= time.perf_counter() - start:
             found = None  # it came meanwhile, perhaps for this very request
         if found is not None or self.semantic is None or canonical.request is None:
@@ -193,16 +192,8 @@ class CacheClient:
 
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
-        more: dict[str, object] = {"since": since, "tags": self._tags(canonical)}
-        if len(payload) + len(canonical.prompt) <= _SMALL:
-            try:  # at once, which costs less than a thread does
-                done = self.responses.try_keep(canonical, payload, **more)  # type: ignore[arg-type]
-            except Exception:
-                self._fault("store")
-                done = None
-            if done is not None:
-                return done
-        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, **more)  # type: ignore[arg-type]
+        tags = self._tags(canonical)
+        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, since=since, tags=tags)
         return await self._guarded("store", keep) is True
 
     def _tags(self, canonical: CanonicalRequest) -> list[str]:

@@ -50,6 +50,7 @@ def _serve(
     host: str = "127.0.0.1",
     port: Annotated[int, PORT] = 8080,
     workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
+    drain_timeout: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=86400))] = 20.0,
     config: Path | None = None,
     settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
 ) -> None:
@@ -64,13 +65,14 @@ def _serve(
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         workers: Processes that answer on the port, one a core; each loads the encoder.
+        drain_timeout: Seconds that open requests have after a signal to stop, before they are ended with an error.
         config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
     """
     del config  # `Environment` has read it
     with _extra():
         from semkv_gateway.serve import run_server
 
-    run_server(settings or ServerSettings(), host=host, port=port, workers=workers)
+    run_server(settings or ServerSettings(), host=host, port=port, workers=workers, drain_timeout=drain_timeout)
 
 
 @warm.default

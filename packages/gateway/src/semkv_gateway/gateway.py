@@ -13,11 +13,11 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from semkv.stores.responses import Selector
 from semkv.types import ReuseReport
@@ -28,10 +28,10 @@ from semkv_gateway.logs import ONLY, current
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
-from semkv_gateway.routes import Unkeyable
+from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
-from semkv_gateway.sse import NotKeepable, replay
+from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
 from semkv_gateway.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
 _RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
+_T = TypeVar("_T")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -111,6 +112,8 @@ class Gateway:
         # By running lookup: the key of its request, and what is on its way at any time of it.
         self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
+        self.stopping = asyncio.Event()  # what is still open is ended
+        self._stop: asyncio.TimerHandle | None = None
         self._secret, self._checks = secret, 0
         self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
         self._vary = Vary(settings.vary_headers)
@@ -242,13 +245,19 @@ class Gateway:
         *,
         stream: bool | None = None,
         shared: bool = True,
+        form: str = "",
     ) -> None:
         """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
-        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on."""
+        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on, by
+        ``form`` where they want no other form."""
         started, since = time.perf_counter(), self.cache.responses.begin()
-        shared, streams = shared and request.shared, canonical.stream if stream is None else stream
+        shared = shared and request.shared
+        converts = canonical.route.converts
+        streams = canonical.stream if stream is None or not converts else stream
 
         async def send() -> Reply:
+            if self.stopping.is_set():
+                raise _stopped()
             return await self.upstream.send(request.call.with_body(_body(canonical, stream=streams)))
 
         def on_head(status: int, headers: Headers) -> str:
@@ -260,12 +269,13 @@ class Gateway:
             self.metrics.upstream_seconds.observe(seconds)
             if flight.status == 200 and flight.payload is not None:
                 self.recent_hits.computed(seconds)
-                asked_for = canonical.route.converts or flight.streamed == canonical.stream
+                asked_for = flight.streamed == streams or (converts and not flight.verbatim)
                 if asked_for and request.controls.write and not flight.refused:
-                    flight.stored = await self.cache.store(canonical, flight.payload, since)
+                    kept_as = canonical.streamed() if converts and flight.verbatim else canonical
+                    flight.stored = await self.cache.store(kept_as, flight.payload, since)
 
-        key, reading = self._flight_key(canonical), canonical.route.stream()
-        flight = InFlight(self.flights, key, send, on_head, on_whole, reading)
+        key = form or self._flight_key(canonical)
+        flight = InFlight(self.flights, key, send, on_head, on_whole, canonical.route.stream())
         request.reader = self.flights.start(flight, shared=shared)
         if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
             return
@@ -311,15 +321,23 @@ class Gateway:
                 await reader.flight.until(lambda: not reader.flight.storable)
             finally:
                 reader.leave()
-        found = await self.cache.stored(near.canonical)
+        found = await self.cache.stored(near.canonical.key)
         return self._hit(request, replace(near, found=found), joined=reader is not None)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
     def _from_memory(self, request: GatewayRequest, lookup: Lookup) -> Answer | None:
-        """What memory has under a key."""
-        found = None if request.blocked else self.cache.responses.peek(lookup.canonical.key)
-        return None if found is None else self._hit(request, Lookup(lookup.canonical, found, lookup.report))
+        """What memory has under a key. Of a donor a stream that is for streams only is no answer to others."""
+        own = lookup.canonical.key == request.canonical.key
+        keys = lookup.canonical.keys if own else (lookup.canonical.key,)
+        for key in () if request.blocked else keys:
+            found = self.cache.responses.peek(key)
+            if (
+                found is not None
+                and (answer := self._hit(request, replace(lookup, found=found, entry=None))) is not None
+            ):
+                return answer
+        return None
 
     def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
         """The stored answer in the form the client asked for; None where it will not do. ``joined``: the client waited
@@ -329,11 +347,18 @@ class Gateway:
             request.too_old = found is not None and not request.blocked
             return None
         payload = found.response.payload
-        answer = self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
+        verbatim = found.response.key != lookup.canonical.key
+        if verbatim:
+            events = payload if request.canonical.include_usage else without_usage(payload)
+            answer: Answer | None = Answer(200, [http.EVENTS], events)
+        else:
+            answer = (
+                self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
+            )
         if answer is None:
             return None
         if found.stale and request.shared:
-            self._refresh(request, lookup)
+            self._refresh(request, lookup, stream=verbatim)
         seconds = time.perf_counter() - request.start
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
@@ -362,7 +387,14 @@ class Gateway:
     async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused or its answer is its own, or a form that this one cannot have
+        if answer is None and request.reader is not None and request.reader.flight.whole:
+            request.leave()  # there is no such form of it, so who wants this form asks once for all others who do
+            form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
+            request.reader = self.flights.join(form)
+            if request.reader is None:
+                self._start(request, lookup.canonical, looking, form=form)
+            answer = await self._upstream_answer(request)
+        if answer is None:  # another's key was refused, or its answer is its own
             request.leave()
             self._start(request, lookup.canonical, looking, shared=False)
             answer = await self._upstream_answer(request)
@@ -410,7 +442,7 @@ class Gateway:
         """A whole upstream answer in the form that the client asked for; None where it has no such form."""
         assert request.reader is not None
         converts, answer = request.canonical.route.converts, None
-        if flight.payload is None or (flight.streamed and not converts):
+        if flight.payload is None or flight.verbatim:
             return None
         if flight.streamed:
             answer = Answer(200, [http.JSON], flight.payload)
@@ -453,7 +485,8 @@ class Gateway:
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
         self.metrics.unkept(reason)
         try:
-            reply = await http.unless_gone(self._send_on(call, client.tenant), receive)
+            sending = self._unless_stopping(self._send_on(call, client.tenant))
+            reply = await http.unless_gone(sending, receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
             return http.error_answer(400, str(error), headers=header)
@@ -463,7 +496,50 @@ class Gateway:
             self._answered(client, reply.status)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
         headers = [*reply.headers, *header]
-        return Answer(reply.status, headers, stream=reply.pieces(), close=reply.aclose, ours=False)
+        pieces = self._pieces(reply, call.scope["path"])
+        return Answer(reply.status, headers, stream=pieces, close=reply.aclose, ours=False)
+
+    async def _pieces(self, reply: Reply, path: str) -> AsyncIterator[bytes]:
+        """The body of an answer that is passed on. A stream of events that breaks off ends with an error event."""
+        pieces = reply.pieces()
+        events = http.is_event_stream(reply.headers)
+        last = b"\n\n"
+        try:
+            while (piece := await self._unless_stopping(anext(pieces, None))) is not None:
+                yield piece
+                last = (last + piece)[-4:]
+        except UpstreamError as error:
+            if not events:
+                raise
+            if not last.endswith((b"\n\n", b"\r\n\r\n")):
+                yield b"\n\n"  # it broke off within an event
+            reading = ROUTES[path].stream() if path in ROUTES else Assembler(chat=True)
+            yield reading.broken(**http.error_of(error.status, str(error), "upstream_error"))
+
+    async def _unless_stopping(self, work: Awaitable[_T]) -> _T:
+        """Await ``work``. Raises `UpstreamError` where the gateway stops first."""
+        working = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _stopped()
+            return working.result()
+        finally:
+            stopping.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
+
+    def stop_soon(self, seconds: float) -> None:
+        """Stop after so many seconds, counted from the first call."""
+        if self._stop is None:
+            self._stop = asyncio.get_running_loop().call_later(seconds, self.stop)
+
+    def stop(self) -> None:
+        """End what is still open: streams with an error event, all else with a 503 where it has not begun."""
+        self.stopping.set()
+        self.flights.close()
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
@@ -508,7 +584,7 @@ class Gateway:
             await asyncio.wait((flight.task,))
             await asyncio.sleep(_RECORD_DELAY_S)
             kept = flight.stored or (canonical.sampled and not flight.refused)
-            if flight.status == 200 and request.controls.write and kept:
+            if flight.status == 200 and request.controls.write and kept and not flight.verbatim:
                 payload = flight.payload
             if report is not None and payload is not None:
                 await self.cache.record(report, payload, canonical.model)
@@ -518,11 +594,11 @@ class Gateway:
         if payload is not None and flight.stored and report is not None and report.plan.substituted:
             self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
 
-    def _refresh(self, request: GatewayRequest, lookup: Lookup) -> None:
-        """Fetch a fresh answer in place of a stale one: what is on its way already goes on for it."""
+    def _refresh(self, request: GatewayRequest, lookup: Lookup, *, stream: bool) -> None:
+        """Fetch a fresh answer in place of a stale one, in its form: what is on its way already goes on for it."""
         background = replace(request, reader=None)
         self._join(background, lookup.canonical)
-        self.spawn(self._fetch(background, lookup.canonical))
+        self.spawn(self._fetch(background, lookup.canonical, stream=stream))
 
     def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
         """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
@@ -539,15 +615,18 @@ class Gateway:
         if own is not None:
             await self.cache.check(report, own, given)
 
-    async def _fetch(self, request: GatewayRequest, canonical: CanonicalRequest) -> bytes | None:
+    async def _fetch(
+        self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool = False
+    ) -> bytes | None:
         """The upstream's answer to a request, stored on the way; None where there is none."""
         if request.reader is None and not self._join(request, canonical):
-            self._start(request, canonical, None, stream=False)
+            self._start(request, canonical, None, stream=stream)
         assert request.reader is not None
         flight = request.reader.flight
         try:
             await flight.until(lambda: not flight.shared)
-            return flight.payload if flight.status == 200 and not flight.refused else None
+            is_usable = flight.status == 200 and not flight.refused and not flight.verbatim
+            return flight.payload if is_usable else None
         finally:
             request.leave()
 
@@ -578,6 +657,10 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
+
+
+def _stopped() -> UpstreamError:
+    return UpstreamError("the gateway stops", 503)
 
 
 def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:

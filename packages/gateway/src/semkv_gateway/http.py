@@ -100,6 +100,13 @@ def header(scope: Scope, name: bytes) -> str:
     return b",".join(found).decode("latin-1") if found else ""
 
 
+def is_event_stream(headers: Headers) -> bool:
+    """Whether an answer is a stream of events that can be read: a compressed one passes as it is."""
+    named = dict(headers)
+    is_stream = named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+    return is_stream and b"content-encoding" not in named
+
+
 def route_path(scope: Scope) -> str:
     """The path without the ``root_path`` in front of it, which a proxy may or may not have taken off."""
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")

@@ -97,6 +97,8 @@ _HELP = {
     "response_entries": "Stored answers.",
     "memory_bytes": "Bytes of answers held in memory.",
     "store_up": "1 while the store answers; 0 while it is away and only memory is served.",
+    "store_writable": "1 while the store takes new answers; 0 while it is full, read-only or away.",
+    "unwritten_entries": "Answers that memory alone has, until the store takes them.",
     "flights": "Upstream requests on their way.",
     "flight_bytes": "Bytes of answers on their way.",
     "semantic_entries": "Entries of the semantic cache.",
@@ -109,7 +111,7 @@ _HELP = {
 # How the gauges of several workers make one; all others are added up.
 _SHARED = ("response_entries", "response_bytes", "response_limit_bytes", "semantic_entries", "media_bytes")
 _MODES = dict.fromkeys((*_SHARED, "media_limit_bytes", "wrong_hit_share", "wrong_hit_share_upper"), "livemax")
-_MODES["store_up"] = "livemin"
+_MODES |= dict.fromkeys(("store_up", "store_writable"), "livemin")
 
 
 class Metrics:
@@ -135,9 +137,9 @@ class Metrics:
             "uncacheable", "Requests that the cache could not answer, and answers that it could not keep.", "reason"
         )
         self.turned_away = self._counter(
-            "turned_away", "Requests answered with 503 for want of room, by what there is too much of.", "what"
+            "turned_away", "Requests answered with 503, or cut, for want of room, by what there is too much of.", "what"
         )
-        for what in ("connections", "bodies"):
+        for what in ("connections", "bodies", "unread"):
             self.turned_away.labels(what)
         self._faults = self._counter("faults", "Faults that became a miss.", "part")
         self.joins = self._counter(

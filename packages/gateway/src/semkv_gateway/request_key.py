@@ -86,6 +86,22 @@ class CanonicalRequest:
     _content: Content = field(repr=False)
     _deployment: Deployment = field(repr=False)
 
+    @cached_property
+    def stream_key(self) -> str:
+        """Under which a stream is kept that is for streams only; empty where streams have the request's own key."""
+        if not self.route.converts:
+            return ""
+        return hmac.digest(self._deployment.secret, f"stream {self.key}".encode(), "sha256").hex()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Under which an answer to it may be kept, the best one first."""
+        return (self.stream_key, self.key) if self.stream and self.stream_key else (self.key,)
+
+    def streamed(self) -> CanonicalRequest:
+        """The same for a stream that is for streams only."""
+        return replace(self, key=self.stream_key)
+
     @property
     def tags(self) -> tuple[str, ...]:
         """Labels that came with the request; part of the key."""
@@ -98,7 +114,7 @@ class CanonicalRequest:
 
     def refusal(self, payload: bytes, status: int) -> str:
         """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
-        return self.route.refusal(payload, status)
+        return self.route.refusal(payload, status, self._body)
 
     @cached_property
     def request(self) -> Request | None:

@@ -9,18 +9,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from semkv.counting import Tally
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv.latest import Latest
 from semkv.periodic import Every
 from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
-from semkv.stores.responses.ahead import AheadLog, deliver
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
 _AWAY = 5  # looks for invalidations that fail until a store is called away
+_CLOSING_S = 5.0  # for what memory alone has to reach the store at the end
+_UNWRITTEN = 100_000  # answers that memory alone has, and that are brought to the store later
 FOREVER = float("inf")
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -166,7 +167,6 @@ class ResponseCache:
         unheard_s: how long memory is served without news of the store.
         pause_s: how long a store is left alone after a fault.
         clock: seconds since the epoch.
-        ahead: folder of the log in which `try_keep` writes what is on its way to the store; None to go without.
     """
 
     def __init__(
@@ -181,7 +181,6 @@ class ResponseCache:
         unheard_s: float = 30.0,
         pause_s: float = 1.0,
         clock: Callable[[], float] = time.time,
-        ahead: Path | None = None,
     ) -> None:
         self._memory = MemoryStore(max_bytes, clock=clock)
         self._store, self._clock = store, clock
@@ -194,13 +193,11 @@ class ResponseCache:
         self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
         self._following = threading.Lock()
         self._follower: Every | None = None
-        self._ahead: AheadLog | None = None
+        self._write_fault = ""  # why the store took nothing when it was last written to
+        self._unwritten: Latest[str, str] = Latest(_UNWRITTEN)  # by key: where the store's log was
         if store is not None:
-            if ahead is not None:
-                with self._tally.boundary("answer log"):
-                    self._ahead = AheadLog(ahead, self._bring)
             self.follow()
-            self._follower = Every(poll_s, self.follow, "semkv-invalidations")
+            self._follower = Every(poll_s, self._tend, "semkv-invalidations")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -226,14 +223,28 @@ class ResponseCache:
         """Whether the store was heard of in the last few seconds; True without one. Never blocks."""
         return self._store is None or (bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s)
 
-    def lookup(self, key: str) -> Found | None:
-        """From memory, else from the store. Blocks."""
-        found = self.peek(key)
-        if found is not None:
-            return found
+    @property
+    def store_state(self) -> str:
+        """``up``; ``away`` where the store is not heard of; else why it takes nothing new, such as ``full``. Never
+        blocks."""
+        return (self._write_fault or "up") if self.store_up else "away"
+
+    def lookup(self, *keys: str) -> Found | None:
+        """The first answer under one of the keys, from memory, else from the store; a stale one where none is fresh.
+        Blocks."""
+        stale: Found | None = None
+        for key in keys:
+            found = self.peek(key) or self._from_store(key)
+            if found is not None and not found.stale:
+                return found
+            stale = stale or found
+        if stale is None:
+            self._tally.add("miss")
+        return stale
+
+    def _from_store(self, key: str) -> Found | None:
         response = self._memory.get(key) if self._store is None else self._fetch(key)
         if response is None or response.stale_until <= self._clock():
-            self._tally.add("miss")
             return None
         self._tally.add("hit:store" if self._store is not None else "hit:memory")
         return self._found(response)
@@ -269,45 +280,13 @@ class ResponseCache:
             tags: labels for invalidation.
 
         Returns:
-            Whether it was kept, in the store or, where that is down, in memory.
+            Whether it was kept, in the store or, where that is down, in memory. Where it is True and the store takes
+            answers, the answer outlives this process.
         """
         found = self._stored(request, payload, status, tuple(tags))
         reason = found if isinstance(found, str) else self._write(found, since)
         self._tally.add(f"refused:{reason}" if reason else "kept")
         return not reason
-
-    def try_keep(
-        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
-    ) -> bool | None:
-        """The same without waiting for the store: an answer is in memory then, and in the log of what is on its way.
-
-        Returns:
-            Whether it was kept; None where nothing was done, since only `keep` can.
-        """
-        if self._ahead is None:
-            return None
-        found = self._stored(request, payload, status, tuple(tags))
-        if isinstance(found, str):
-            self._tally.add(f"refused:{found}")
-            return False
-        own, _, shared = since.partition(" ")
-        if not shared or not self._ahead.append(found, shared):
-            return None
-        kept = self._memory.put(found, own)  # refused where it was invalidated meanwhile, as by the store later
-        self._tally.add("kept" if kept else "refused:invalidated or too large")
-        return kept
-
-    def _bring(self, response: StoredResponse, since: str) -> bool:
-        """What was on its way, to the store. False where that cannot be reached."""
-        try:
-            put = self._ask("put", lambda store: deliver(store, response, since, self._clock()), None)
-            if put is False:
-                self._tally.add("refused:invalidated on its way")
-                self.follow()  # another replica has invalidated it, and memory may not know yet
-        except Exception as error:  # it would be so again
-            self._tally.fault("store put", error)
-            return True
-        return put is not None
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
@@ -339,14 +318,54 @@ class ResponseCache:
         )
 
     def _write(self, response: StoredResponse, since: str) -> str:
-        """To the store, then to memory. Returns why not, or an empty string."""
+        """To memory, then to the store. Returns why not, or an empty string."""
         own, _, shared = since.partition(" ")
-        own = own or self._memory.cursor
+        in_memory = self._memory.put(response, own or self._memory.cursor)
+        if self._store is None:
+            return "" if in_memory else "invalidated or too large"
         known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
-        if self._store is not None and known and not self._ask("put", lambda store: store.put(response, shared), True):
-            return "invalidated or too large"
-        in_memory = self._memory.put(response, own)
-        return "" if in_memory or self._store is not None else "invalidated or too large"
+        put = self._put(response, shared) if known else None
+        if put is False:  # perhaps another replica has invalidated it, which memory does not know yet
+            self._memory.invalidate(Selector(key=response.key))
+        elif put is None and in_memory:
+            self._note_unwritten(response.key, shared if known else None)
+        return "" if put or (put is None and in_memory) else "invalidated or too large"
+
+    def _put(self, response: StoredResponse, since: str) -> bool | None:
+        """Write to the store: `ResponseStore.put`, and None where it fails or is left alone after a fault."""
+        return self._ask("put", lambda store: store.put(response, since), None)
+
+    # -- what the store has not taken ---------------------------------------------------------------------------
+
+    def _note_unwritten(self, key: str, since: str | None) -> None:
+        """Count an answer that only memory has. It is brought to the store once that takes answers again, where it was
+        begun at a known place of the store's log."""
+        self._tally.add(f"unwritten:{self._write_fault or 'away'}")
+        if since is not None:
+            with self._pausing:
+                self._unwritten[key] = since
+
+    def _bring(self, until: float = float("inf")) -> None:
+        """Write what only memory has, as long as the store takes it. Blocks, at most until that time of the monotonic
+        clock."""
+        while time.monotonic() < until:
+            with self._pausing:
+                key, since = next(iter(self._unwritten.items()), ("", ""))
+            if not key:
+                return
+            response = self._memory.get(key)  # None where it has gone meanwhile
+            if response is not None and not self._is_stored(response):
+                put = self._put(response, since)
+                if put is None:
+                    return
+                self._tally.add("written late" if put else "refused:invalidated on its way")
+            with self._pausing:
+                self._unwritten.pop(key, None)
+
+    def _is_stored(self, response: StoredResponse) -> bool:
+        """Whether the store has this answer or a newer one, of another replica."""
+        stored = self._ask("get", lambda store: store.get(response.key), None)
+        return stored is not None and stored.created >= response.created
 
     # -- credentials --------------------------------------------------------------------------------------------
 
@@ -374,14 +393,10 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
-        gone = self._store.invalidate(selector, dry_run=dry_run) + self.on_the_way(selector)
+        gone = self._store.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self.follow()
         return gone
-
-    def on_the_way(self, selector: Selector) -> int:
-        """How many answers that a selector names the store has not taken yet; invalidated ones it never will."""
-        return 0 if self._ahead is None else self._ahead.count(selector)
 
     def follow(self) -> None:
         """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second."""
@@ -396,6 +411,10 @@ class ResponseCache:
                 self._memory.invalidate(selector)
             self._cursor, self._heard = news.cursor, time.monotonic()
 
+    def _tend(self) -> None:
+        self.follow()
+        self._bring()
+
     def _ask(self, kind: str, work: Callable[[ResponseStore], _T], otherwise: _T) -> _T:
         """What ``work`` gets from the store; ``otherwise`` where it fails (counted) or is left alone after a fault."""
         writes = kind == "put"
@@ -409,8 +428,12 @@ class ResponseCache:
         except (StoreError, OSError, ValueError) as error:
             self._quiet_until[writes] = time.monotonic() + self._pause_s
             self._tally.fault(f"store {kind}", error)
+            if writes:
+                self._write_fault = getattr(error, "reason", "failed")
             return otherwise
         self._quiet_until[writes] = 0.0
+        if writes:
+            self._write_fault = ""
         return result
 
     def _may_ask(self, writes: bool) -> bool:
@@ -424,17 +447,21 @@ class ResponseCache:
     # -- operators ----------------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[str, int]:
-        """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``."""
+        """``hit:memory``, ``hit:store``, ``miss``, ``kept``, ``refused:<reason>``, ``evicted``, ``fault:<kind>``;
+        ``unwritten:<reason>`` where memory alone has an answer, and ``written late`` once the store has it, too."""
         counts = self._tally.counts()
         counts["hit:memory"] = counts.get("hit:memory", 0) + self._hits
         counts["evicted"] = self._memory.evicted
         return counts
 
     def sizes(self) -> Mapping[str, int]:
-        """``memory_entries``, ``memory_bytes``, ``store_up`` and, where the store says so, ``response_entries`` and
-        ``response_bytes``. Blocks."""
+        """``memory_entries``, ``memory_bytes``, ``store_up``, ``store_writable`` and, where the store says so,
+        ``response_entries`` and ``response_bytes``. Blocks."""
         entries, nbytes = self._memory.usage()
+        state = self.store_state
         sizes = {"memory_entries": entries, "memory_bytes": nbytes, "store_up": int(self.store_up)}
+        sizes["store_writable"] = int(state == "up")
+        sizes["unwritten_entries"] = len(self._unwritten)
         usage = self._ask("usage", lambda store: store.usage(), None)
         return sizes if usage is None else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
 
@@ -442,7 +469,6 @@ class ResponseCache:
         """Stop following invalidations, close the store."""
         if self._follower is not None:
             self._follower.stop(5.0)
-        if self._ahead is not None:
-            self._ahead.close()
+            self._bring(time.monotonic() + _CLOSING_S)
         if self._store is not None:
             self._store.close()

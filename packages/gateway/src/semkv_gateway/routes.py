@@ -1,10 +1,10 @@
 """The routes whose answers are cached, one row of `ROUTES` for each: what is read of a request, how a stream ends, when
 an answer is whole.
 
-Chats and completions put a stream together to the answer it amounts to, so both forms share an entry, and their texts
-may be matched by similarity: a slot is a place in the messages that a segment stands for. All else (roles, names, tool
-calls, other parts) is the template, which donor and request share. The answers of other routes are kept as they came,
-streams event by event and apart from whole answers, and only for byte-equal content.
+Chats and completions put a stream together to the answer it amounts to where all of it is understood, so both forms
+share an entry. Their texts may be matched by similarity: a slot is a place in the messages that a segment stands for.
+All else (roles, names, tool calls, other parts) is the template, which donor and request share. The answers of other
+routes are kept as they came, streams event by event and apart from whole answers, and only for byte-equal content.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from semkv.encoders import read_media
 from semkv.keys import media_id
 from semkv.types import MediaSegment, Role, Segment, TextSegment
-from semkv_gateway.sse import Assembler, Recorder, read_answer
+from semkv_gateway import answers
+from semkv_gateway.answers import Rule
+from semkv_gateway.sse import Assembler, Recorder, events_fault, read_answer
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _MESSAGE = frozenset(
@@ -35,8 +38,6 @@ _VERBATIM = {
 _MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
-_FINISHED = ("stop", "tool_calls")
-_ENDED = ("end_turn", "stop_sequence", "tool_use")
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
 _RESPONSES = {
@@ -318,7 +319,9 @@ def _read_texts(body: Mapping[str, Any]) -> Content:
 
 
 def _is_plain(value: object, depth: int = 2) -> bool:
-    """A text or number, or lists of them."""
+    """A text or number, or lists of them; ``{"text": ...}`` is a text, too."""
+    if isinstance(value, dict):
+        return value.keys() == {"text"} and isinstance(value["text"], str)
     if isinstance(value, list):
         return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     return isinstance(value, str | int)
@@ -377,29 +380,7 @@ def _is_there(part: Mapping[str, Any]) -> bool:
     return isinstance(source, str) and source.startswith("data:")
 
 
-# -- what is whole -----------------------------------------------------------------------------------------------------
-
-
-def _has_finished_choices(answer: Mapping[str, Any]) -> bool:
-    """Every choice ended by itself (``stop``) or with a tool call."""
-    found = answer.get("choices")
-    choices = found if isinstance(found, list) else []
-    return bool(choices) and all(isinstance(c, dict) and c.get("finish_reason") in _FINISHED for c in choices)
-
-
-def _is_completed(answer: Mapping[str, Any]) -> bool:
-    return answer.get("object") == "response" and answer.get("status") == "completed"
-
-
-def _has_ended(answer: Mapping[str, Any]) -> bool:
-    return answer.get("type") == "message" and answer.get("stop_reason") in _ENDED
-
-
-def _holds(name: str, fields: frozenset[str], answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has a list of objects, each with a value for one of the fields."""
-    found = answer.get(name)
-    items = found if isinstance(found, list) else []
-    return bool(items) and all(isinstance(i, dict) and any(i.get(f) is not None for f in fields) for i in items)
+# -- routes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,56 +388,60 @@ class Route:
     """A path whose answers are cached."""
 
     read: Callable[[Mapping[str, Any]], Content]  # the content of a body
-    whole: Callable[[Mapping[str, Any]], bool]  # whether an answer came to its own end
+    fault: Rule  # why an answer is not complete
     stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
     converts: bool = False  # a stream and a whole answer are made of each other
     fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
 
-    def refusal(self, payload: bytes, status: int = 200) -> str:
-        """Why an answer must not be kept, in a word or two; empty for a complete one."""
+    def refusal(self, payload: bytes, status: int = 200, body: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Why an answer to a body must not be kept, in a few words; empty for a complete one."""
         if status != 200:
             return "status"
+        if self.converts and b"data:" in payload and not payload.lstrip().startswith(b"{"):
+            return events_fault(payload, answers.choices_asked(body))
         try:
             answer = read_answer(payload)
         except (ValueError, RecursionError):
             return "no JSON"
-        if not isinstance(answer, dict) or answer.get("error") is not None:
-            return "error"
-        return "" if self.whole(answer) else "unfinished"
+        if isinstance(answer, dict) and answers.is_error(answer.get("error")):
+            return answers.ERROR
+        return self.fault(answer, body)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
-_EMBEDDED = Route(_read_texts, partial(_holds, "data", frozenset(("embedding", "score"))))
-_RANKED = Route(_read_texts, partial(_holds, "results", frozenset(("relevance_score",))))
+_SCORED = Route(_read_texts, answers.scores)
+_RANKED = Route(_read_texts, answers.ranking)
 
 ROUTES = {
     "/v1/chat/completions": Route(
         lambda body: read_messages(body.get("messages")),
-        _has_finished_choices,
+        answers.chat,
         partial(Assembler, chat=True),
         converts=True,
         fixed_by=("temperature", "seed"),
     ),
     "/v1/completions": Route(
         lambda body: read_prompt(body.get("prompt")),
-        _has_finished_choices,
+        answers.completion,
         partial(Assembler, chat=False),
         converts=True,
         fixed_by=("temperature", "seed"),
     ),
     "/v1/responses": Route(
         _read_responses,
-        _is_completed,
+        answers.response,
         partial(Recorder, "response.completed"),
         fixed_by=("temperature", "seed"),
         repeated=frozenset(("user", "safety_identifier", "metadata", "prompt_cache_key")),
     ),
-    "/v1/messages": Route(_read_anthropic, _has_ended, partial(Recorder, "message_stop"), fixed_by=("temperature",)),
-    "/v1/embeddings": _EMBEDDED,
-    "/v1/score": _EMBEDDED,
-    "/score": _EMBEDDED,
+    "/v1/messages": Route(
+        _read_anthropic, answers.message, partial(Recorder, "message_stop"), fixed_by=("temperature",)
+    ),
+    "/v1/embeddings": Route(_read_texts, answers.embeddings),
+    "/v1/score": _SCORED,
+    "/score": _SCORED,
     "/v1/rerank": _RANKED,
     "/v2/rerank": _RANKED,
     "/rerank": _RANKED,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import resource
@@ -14,10 +16,12 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import httptools
@@ -37,7 +41,12 @@ from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 
 log = logging.getLogger(__name__)
 
-_DRAIN_S = 20  # how long open requests may go on after a signal to stop
+_ENDING_S = 5  # for open requests to end once the gateway has told them to
+_BEAT_S = 1  # between two signs of life of a worker's event loop
+_SILENT = 60  # looks for one, two a second, that find none until a worker is replaced
+_UNREAD_S = 30  # in which a client reads `_UNREAD_BYTES` of what waits for it, or is cut
+_UNREAD_BYTES = 30 * 1024
+_CLOSING_S = 15  # for a worker to close its stores after that
 _START_S = 120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
 _HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
@@ -55,15 +64,21 @@ _TURNED_AWAY = (
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, and on connections. A wish for another protocol, as Java's client has, costs a request nothing.
+    wait without end, on connections, and on the time in which clients read. A wish for another protocol, as Java's
+    client has, costs a request nothing.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
         turned_away: called for a connection that is not answered at all.
+        cut: called for a connection whose client does not read.
+        stopping: called for every connection when the server begins to stop.
     """
 
     most = sys.maxsize
     turned_away: Callable[[], None] = staticmethod(lambda: None)
+    cut: Callable[[], None] = staticmethod(lambda: None)
+    stopping: Callable[[], None] = staticmethod(lambda: None)
+    _looking: asyncio.TimerHandle | None = None  # whether the client reads
     _beyond = False
     _loose_bytes = 0  # that came since a request began, or since its body went on
 
@@ -79,7 +94,49 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
+        self._look_no_more()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.stopping()
+
+    # -- clients that do not read -------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_no_more()
+        self._look_later()
+
+    def resume_writing(self) -> None:
+        self._look_no_more()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """What the client has not read for so long would keep a closed connection for ever."""
+        if self.transport.get_write_buffer_size():
+            self._cut()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_later(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._looking = self.loop.call_later(_UNREAD_S, self._look, waiting)
+
+    def _look(self, waited: int) -> None:
+        if waited - self.transport.get_write_buffer_size() < _UNREAD_BYTES:
+            self._cut()
+        else:
+            self._look_later()
+
+    def _look_no_more(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _cut(self) -> None:
+        self.cut()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._loose_bytes += len(data)
@@ -173,10 +230,11 @@ def leads_to(url: str, name: str, port: int) -> bool:
     return at == port and any({there.hostname, name} <= family for family in (_HERE, _HERE_6, {name}))
 
 
-def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) -> None:
-    """Serve until a signal to stop; then no new connections, and open requests have 20 seconds.
+def run_server(settings: ServerSettings, *, host: str, port: int, workers: int, drain_timeout: float = 20.0) -> None:
+    """Serve until a signal to stop. Then no new connections are taken, and open requests have ``drain_timeout`` seconds
+    until they are ended with an error.
 
-    Several workers are processes that take connections from the same sockets. One that ends is started again.
+    Several workers are processes that take connections from the same sockets. One that ends or hangs is replaced.
     """
     set_up_logs()
     if workers > 1 and settings.store == "memory":
@@ -190,10 +248,10 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
         )
     said = described(settings, address)
     if workers == 1:
-        app = _load(settings)
+        app = _load(settings, drain_timeout)
         log.info(said)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(_config(app)).run(sockets)
+            uvicorn.Server(_config(app, drain_timeout)).run(sockets)
         return
     log.info("%s, %d workers", said, workers)
     secret_of(settings, os.environ)  # made by one process
@@ -203,14 +261,15 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int) 
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="semkv-figures-", dir=memory) as folder:
         os.environ[FOLDER] = folder
-        work = partial(_load_worker, settings, workers)
-        supervisor = Workers(_config(work, workers=workers, factory=True), sockets)
+        work = partial(_load_worker, settings, drain_timeout, workers)
+        config = _config(work, drain_timeout, workers=workers, factory=True, callback_notify=_beat)
+        supervisor = Workers(config, sockets)
         supervisor.run()
         if supervisor.failed:
             raise SemkvError("a worker cannot start; its message is above")
 
 
-def _config(app: Any, **more: Any) -> uvicorn.Config:
+def _config(app: Any, drain_timeout: float, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -223,20 +282,24 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
         date_header=False,
         backlog=4096,
         timeout_keep_alive=_HEAD_S,
-        timeout_graceful_shutdown=_DRAIN_S,
+        timeout_graceful_shutdown=math.ceil(drain_timeout + _ENDING_S),
+        timeout_notify=_BEAT_S,
         timeout_worker_healthcheck=_START_S,
         **more,
     )
 
 
-def _load(settings: ServerSettings, workers: int = 1) -> App:
+def _load(settings: ServerSettings, drain_timeout: float, workers: int = 1) -> App:
     """The application with all that it needs in memory."""
     # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     Protocol.most = raise_file_limit()
     app = app_of(settings, os.environ, workers)
-    Protocol.turned_away = app.gateway.metrics.turned_away.labels("connections").inc
+    gateway = app.gateway
+    Protocol.turned_away = gateway.metrics.turned_away.labels("connections").inc
+    Protocol.cut = gateway.metrics.turned_away.labels("unread").inc
+    Protocol.stopping = staticmethod(partial(gateway.stop_soon, drain_timeout))
     gc.collect()
     gc.freeze()  # what was loaded stays: with torch half a million objects, at which a collection looks half a second
     return app
@@ -246,9 +309,11 @@ def _load(settings: ServerSettings, workers: int = 1) -> App:
 
 
 class Workers(Multiprocess):
-    """uvicorn's supervisor, which starts a worker again that ends. When all end, nobody waits at the sockets."""
+    """uvicorn's supervisor, which replaces a worker that ends, or whose event loop gives no sign of life. When all end,
+    nobody waits at the sockets."""
 
     failed = False  # a worker could not start, and no other serves
+    _beats: ClassVar[dict[int | None, tuple[int, int]]] = {}  # by process: its latest sign of life, looks since then
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
         super().__init__(config, sockets)
@@ -262,8 +327,13 @@ class Workers(Multiprocess):
             mark_process_dead(pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
 
     def keep_subprocess_alive(self) -> None:
-        """uvicorn also asks each whether it hangs, and waits a minute for one that died before it answered."""
+        """uvicorn's own asks a thread of each worker, which answers also where the event loop hangs, and waits a minute
+        for one that died before it answered."""
         for at, process in enumerate(self.processes):
+            if process.exitcode is None and self._hangs(process.pid):
+                log.error("worker %s gives no sign of life and is killed", process.pid)
+                process.kill()
+                process.join()
             if process.exitcode is None or self.should_exit.is_set():
                 continue
             mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
@@ -276,17 +346,46 @@ class Workers(Multiprocess):
             self.processes[at] = Process(self.config, self.sockets)
             self.processes[at].start()
 
+    def _hangs(self, pid: int | None) -> bool:
+        """Whether a worker that has given signs of life gives none any more. Clocks may jump, so looks are counted."""
+        try:
+            latest = _beat_file(pid).stat().st_mtime_ns
+        except OSError:  # it is starting
+            return False
+        known, looks = self._beats.get(pid, (0, 0))
+        self._beats[pid] = (latest, looks + 1 if latest == known else 0)
+        return self._beats[pid][1] > _SILENT
+
     def terminate_all(self) -> None:
         for listener in self.sockets:
             listener.close()
         super().terminate_all()
 
+    def join_all(self) -> None:
+        """One that hangs does not keep the others' end."""
+        until = time.monotonic() + (self.config.timeout_graceful_shutdown or 0) + _CLOSING_S
+        for process in self.processes:
+            process.process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is None:
+                log.error("worker %s does not end and is killed", process.pid)
+                process.kill()
+        super().join_all()
 
-def _load_worker(settings: ServerSettings, workers: int) -> App:
+
+async def _beat() -> None:
+    """A worker's sign of life, from its event loop."""
+    _beat_file(os.getpid()).touch()
+
+
+def _beat_file(pid: int | None) -> Path:
+    return Path(os.environ[FOLDER]) / f"{pid}.beat"
+
+
+def _load_worker(settings: ServerSettings, drain_timeout: float, workers: int) -> App:
     set_up_logs()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _load(settings, workers)
+        return _load(settings, drain_timeout, workers)
     except SemkvError as error:
         print(f"semkv: {error}", file=sys.stderr)
         sys.exit(STARTUP_FAILURE)

@@ -15,12 +15,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from semkv_gateway.http import Headers, Reply, UpstreamError, error_of
+from semkv_gateway.http import Headers, Reply, UpstreamError, error_of, is_event_stream
 from semkv_gateway.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
+_BEHIND_S = 5.0  # for which others wait for the slowest one then, before it is cut
 
 
 class Chunk(NamedTuple):
@@ -102,6 +103,7 @@ class InFlight:
         self.stored = False  # the cache has it and may serve it to others
         self.done = False  # it has ended, in whatever way
         self.payload: bytes | None = None  # the whole answer, as it is stored
+        self.verbatim = False  # `payload` is the events of a stream as they came: there is no other form of it
         self.error: UpstreamError | None = None  # why it broke off
         self.readers: set[Reader] = set()
         self._flights, self._send, self._on_head, self._on_whole = flights, send, on_head, on_whole
@@ -123,8 +125,10 @@ class InFlight:
 
     @property
     def storable(self) -> bool:
-        """Nothing has come in so far that forbids to store the answer."""
-        return self.shared and not self.refused and self.status in (0, 200) and self._reading is not None
+        """Nothing has come in so far that forbids to store the answer, or to make its other form."""
+        if not self.shared or self.refused or self.status not in (0, 200):
+            return False
+        return self._reading is not None and self._reading.understood
 
     @property
     def whole(self) -> bool:
@@ -136,10 +140,9 @@ class InFlight:
         at = number - self._first
         return self._chunks[at] if at < len(self._chunks) else None
 
-    def broken(self) -> bytes:
+    def broken(self, error: UpstreamError) -> bytes:
         """The event that says why it broke off."""
-        assert self.error is not None
-        return self._error_event(**error_of(self.error.status, str(self.error), "upstream_error"))
+        return self._error_event(**error_of(error.status, str(error), "upstream_error"))
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait until a condition on this answer holds, or it has ended."""
@@ -176,15 +179,13 @@ class InFlight:
             if self.refused:
                 self._flights.unshare(self)
             self.status = reply.status
-            named = dict(reply.headers)
-            events = named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
-            self.streamed = events and b"content-encoding" not in named  # compressed streams pass as they are
+            self.streamed = is_event_stream(reply.headers)
             self.wake()
             await (self._read_stream(reply) if self.streamed else self._read_body(reply))
         except UpstreamError as error:
             self.error = error
         except asyncio.CancelledError:  # no reader is left, or the gateway stops
-            self.error = UpstreamError("cancelled", 503)
+            self.error = UpstreamError("the gateway stops", 503)
         except Exception as error:
             log.exception("an upstream request failed")
             self.error = UpstreamError(f"the gateway failed: {type(error).__name__}")
@@ -218,10 +219,13 @@ class InFlight:
 
     async def _read_event(self, raw: bytes) -> bool:
         """Put one event to the others; whether it holds only the usage. A fault costs the storing alone."""
-        chunk = read_chunk(data_of(raw)) if self._reading is not None or b'"usage"' in raw else None
+        reading = self._reading if self.payload is None else None
+        chunk = read_chunk(data_of(raw)) if reading is not None or b'"usage"' in raw else None
         try:
-            if self._reading is not None and (payload := self._reading.take(raw, chunk)) is not None:
-                await self._keep(payload)
+            if reading is not None and reading.take(raw, chunk):
+                whole = reading.whole()
+                self.verbatim = whole is None
+                await self._keep(b"".join((*(held.data for held in self._chunks), raw)) if whole is None else whole)
         except NotKeepable as error:
             self._reading = None
             self._flights.on_unkept(str(error))
@@ -255,8 +259,25 @@ class InFlight:
             # Without readers all goes: a cancellation may have been lost, as in `asyncio.wait_for` of Python 3.11.
             whole = self._first + len(self._chunks)
             self._drop_chunks(min((reader.position for reader in self.readers), default=whole) - self._first)
-            if self._held_bytes > _WINDOW_BYTES:
+            if self._held_bytes > _WINDOW_BYTES and not await self._moves():
+                self._cut_slowest(whole)
+
+    async def _moves(self) -> bool:
+        """Wait until there may be room; False where nothing has moved for a while."""
+        try:
+            async with asyncio.timeout(_BEHIND_S):
                 await self._change.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _cut_slowest(self, whole: int) -> None:
+        """Let go of the readers that are behind, where others have read all there is and wait for them."""
+        if any(reader.position >= whole for reader in self.readers):
+            for reader in [reader for reader in self.readers if reader.position < whole]:
+                reader.is_cut = True
+                self.readers.discard(reader)
+            self.wake()
 
     def _drop_chunks(self, count: int) -> None:
         """Drop the first ones of those that are held."""
@@ -273,6 +294,7 @@ class Reader:
 
     def __init__(self, flight: InFlight, joined: bool) -> None:
         self.flight, self.joined, self.position = flight, joined, 0
+        self.is_cut = False  # others were waiting for it
 
     def leave(self) -> None:
         """Hang up; the upstream request is canceled when no reader is left."""
@@ -287,9 +309,9 @@ class Reader:
         """The answer as it comes in, with or without the event that holds only the usage. A stream that breaks off ends
         with an error event, since its status is long sent; any other answer with `UpstreamError`."""
         flight = self.flight
-        while True:
+        while not self.is_cut:
             await flight.until(lambda: flight.chunk(self.position) is not None)
-            chunk = flight.chunk(self.position)
+            chunk = None if self.is_cut else flight.chunk(self.position)
             if chunk is None:
                 break
             self.position += 1
@@ -297,7 +319,8 @@ class Reader:
                 flight.wake()  # there may be room for more
             if usage or not chunk.usage:
                 yield chunk.data
-        if flight.error is not None:
+        error = UpstreamError("the client reads too slowly", 503) if self.is_cut else flight.error
+        if error is not None:
             if not flight.streamed:
-                raise flight.error
-            yield flight.broken()
+                raise error
+            yield flight.broken(error)

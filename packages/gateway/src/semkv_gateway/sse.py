@@ -1,8 +1,9 @@
 """Server-sent events: a stream as the answer that is kept of it, and the reverse.
 
-Of chats and completions the store holds whole answers only, so that a request with ``stream`` and one without share
-them (`Assembler`, `replay`). What a stream brings beyond the fields known here makes the answer impossible to put
-together faithfully: it is passed on and not kept. Of all others it holds the events as they came (`Recorder`).
+A stream is always fit for streams: its events are kept as they came. A stream of a chat or a completion is put together
+to a whole answer where every field of every chunk is understood (`Assembler`); then streams and others share one entry,
+and a whole answer of which every field is understood is replayed as a stream (`replay`). What is not understood is a
+part of the answer that would be lost: such a stream is for streams only, and says so (`Assembler.whole`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,24 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from semkv_gateway import answers
+from semkv_gateway.answers import count_objects, is_error, is_json_object, says_something
+
 DONE = b"data: [DONE]\n\n"
 _MARK = b"\xef\xbb\xbf"  # a byte order mark, which is no part of the first line
 _PIECE, _PIECES = 240, 1000  # characters of text in one replayed event, and how many of these there are at most
 
 _TOP = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_token_ids", "prompt_text")
-_TOP_KNOWN = frozenset((*_TOP, "object", "choices", "usage", "metrics"))
+# Fields at the top of a chunk or an answer that say nothing of it: left out where one form is made of the other.
+_ASIDE = (
+    "metrics",  # vLLM: times of the request
+    "obfuscation",  # OpenAI: padding against who counts bytes
+    "provider",  # OpenRouter: who has computed it
+    "time_info",  # Cerebras: times of the request
+    "timings",  # llama.cpp: times of the request
+    "x_groq",  # Groq: id and usage of the request
+)
+_TOP_KNOWN = frozenset((*_TOP, *_ASIDE, "object", "choices", "usage"))
 _CHOICE_KNOWN = frozenset(
     ("index", "delta", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids")
 )
@@ -25,13 +38,17 @@ _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
+_CHUNKS, _ANSWERS = ("chat.completion.chunk", "text_completion"), ("chat.completion", "text_completion")
 _USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
-# Events that say something of the answer as a whole: their type, and the field that says it.
-_SUMMARIES = {"response.completed": "response", "message_start": "message", "message_delta": "delta"}
+_BLOCK_TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
 class NotKeepable(Exception):  # noqa: N818
-    """A stream or an answer that cannot be turned into the other faithfully. The message is one of few fixed texts."""
+    """A stream that must not be kept, or an answer of which no stream can be made. The message is one of few texts."""
+
+
+class _NotUnderstood(Exception):  # noqa: N818
+    """What a stream or an answer says is more than its other form can say."""
 
 
 class Splitter:
@@ -75,56 +92,150 @@ def is_usage_only(chunk: Mapping[str, Any]) -> bool:
     return chunk.get("usage") is not None and not chunk.get("choices")
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: frozenset[str]) -> None:
+def without_usage(events: bytes) -> bytes:
+    """The events of a stream without the closing one that brings the usage, for a client that did not ask for it."""
+    if b'"usage"' not in events:
+        return events
+    each = Splitter().feed(events)
+    return b"".join(raw for raw in each if not is_usage_only(read_chunk(data_of(raw)) or {}))
+
+
+def _says_error(event: bytes, chunk: object) -> bool:
+    """Whether an event is named an error, or has a field ``error`` with a value, at whatever depth."""
+    if any(line.startswith(b"event:") and b"error" in line.lower() for line in event.split(b"\n")):
+        return True
+    return b'"error"' in event and _holds_error(chunk)
+
+
+def _holds_error(value: object) -> bool:
+    if isinstance(value, dict):
+        if is_error(value.get("error")) or "error" in (value.get("type"), value.get("object")):
+            return True
+        return any(map(_holds_error, value.values()))
+    return isinstance(value, list) and any(map(_holds_error, value))
+
+
+def _check_known(values: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raise where there is a field of another name. One that is null or empty says nothing."""
     if any(name not in known and value not in (None, [], {}, "") for name, value in values.items()):
-        raise NotKeepable("stream with an unknown field")
+        raise _NotUnderstood
+
+
+def _check_same(values: dict[str, Any], name: str, value: object) -> None:
+    """Note the value of a field that is said once, or again and again."""
+    if values.setdefault(name, value) != value:
+        raise _NotUnderstood
+
+
+class _Calls:
+    """The calls of one choice while their fragments come in. Some servers repeat id and name in every fragment."""
+
+    def __init__(self) -> None:
+        self._calls: list[dict[str, Any]] = []
+        self._latest: dict[int, dict[str, Any]] = {}  # by index
+
+    def add(self, call: Mapping[str, Any]) -> None:
+        """Take a fragment. Another id begins another call, also under the same index, once the call before it is whole.
+        A call without an index comes in one fragment."""
+        function = call.get("function") or {}
+        _check_known(call, _CALL_KNOWN)
+        _check_known(function, _FUNCTION_KNOWN)
+        arguments = function.get("arguments") or ""
+        if not isinstance(arguments, str):
+            raise _NotUnderstood
+        latest = None if call.get("index") is None else self._latest.get(call["index"])
+        if latest is None or (call.get("id") or latest["id"]) != latest["id"]:
+            self._begin(call, latest, function.get("name"), arguments)
+        else:
+            repeats_head = call.get("id") and function.get("name") == latest["name"]
+            if function.get("name") and not repeats_head:  # it goes on, or is another's
+                raise _NotUnderstood
+            if (call.get("type") or "function") != "function":
+                raise _NotUnderstood
+            latest["arguments"].append(arguments)
+
+    def _begin(self, call: Mapping[str, Any], before: dict[str, Any] | None, name: object, arguments: str) -> None:
+        index = call.get("index")
+        number = call.get("id")
+        named = isinstance(number, str) and number and isinstance(name, str) and name
+        if not named or (call.get("type") or "function") != "function":
+            raise _NotUnderstood
+        if any(other["id"] == number for other in self._calls):
+            raise _NotUnderstood
+        if before is not None and not is_json_object("".join(before["arguments"])):
+            raise _NotUnderstood
+        if index is None and not is_json_object(arguments):
+            raise _NotUnderstood
+        if index is not None and (type(index) is not int or index < 0):
+            raise _NotUnderstood
+        begun = {"index": index, "id": number, "name": name, "arguments": [arguments]}
+        self._calls.append(begun)
+        if index is not None:
+            self._latest[index] = begun
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The calls as a whole answer lists them: by index."""
+        calls = self._calls
+        indices = [call["index"] for call in calls]
+        if None not in indices:
+            calls = sorted(calls, key=lambda call: call["index"])
+            if set(indices) != set(range(len(set(indices)))):
+                raise _NotUnderstood
+            if len(set(indices)) < len(indices) and calls != self._calls:
+                raise _NotUnderstood
+        elif any(index is not None for index in indices):
+            raise _NotUnderstood
+        return [_whole_call(call) for call in calls]
+
+
+def _whole_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": call["name"], "arguments": "".join(call["arguments"])}
+    return {"id": call["id"], "type": "function", "function": function}
 
 
 class _Choice:
-    """One choice while its deltas come in: texts and lists grow, of all else the latest value counts."""
+    """One choice while its deltas come in: texts and lists grow, all else is said once."""
 
     def __init__(self) -> None:
         self._texts: dict[str, list[str]] = {}
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls = _Calls()
         self._logprobs: dict[str, Any] | None = None
+        self._token_ids: list[int] | None = None
         self._rest: dict[str, Any] = {}
 
     def add(self, choice: Mapping[str, Any]) -> None:
-        _refuse_unknown(choice, _CHOICE_KNOWN)
         delta = choice.get("delta") or {}
-        _refuse_unknown(delta, _DELTA_KNOWN)
+        _check_known(choice, _CHOICE_KNOWN)
+        _check_known(delta, _DELTA_KNOWN)
+        has_ended = "finish_reason" in self._rest
         for name, value in {**choice, **delta}.items():
             if name in ("index", "delta") or value is None:
                 continue
-            if name in _TEXTS or name == "text":
-                self._texts.setdefault(name, []).append(value)
-            elif name == "tool_calls":
-                for call in value:
-                    self._add_call(call)
-            elif name == "logprobs":
-                self._add_logprobs(value)
-            elif name == "token_ids":
-                self._rest.setdefault(name, []).extend(value)
-            else:
-                self._rest[name] = value
+            if has_ended and value not in ("", [], {}) and self._rest.get(name) != value:
+                raise _NotUnderstood
+            self._take(name, value)
 
-    def _add_call(self, call: Mapping[str, Any]) -> None:
-        _refuse_unknown(call, _CALL_KNOWN)
-        function = call.get("function") or {}
-        _refuse_unknown(function, _FUNCTION_KNOWN)
-        index = call.get("index", len(self._calls))
-        empty: dict[str, Any] = {"id": None, "type": "function", "name": [], "arguments": []}
-        whole = self._calls.setdefault(index, empty)
-        whole.update({name: call[name] for name in ("id", "type") if call.get(name)})
-        for name in _FUNCTION_KNOWN:
-            whole[name].append(function.get(name) or "")
+    def _take(self, name: str, value: Any) -> None:
+        if name in _TEXTS or name == "text":
+            if not isinstance(value, str):
+                raise _NotUnderstood
+            self._texts.setdefault(name, []).append(value)
+        elif name == "tool_calls":
+            for call in value:
+                self._calls.add(call)
+        elif name == "logprobs":
+            self._add_logprobs(value)
+        elif name == "token_ids":
+            self._token_ids = [*(self._token_ids or ()), *value]
+        else:
+            _check_same(self._rest, name, value)
 
     def _add_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         """Chat: ``content`` and ``refusal`` lists. Completions: four parallel lists."""
         whole = self._logprobs = self._logprobs or {}
         for name, values in logprobs.items():
             if not isinstance(values, list | None):
-                raise NotKeepable("stream with an unknown field")
+                raise _NotUnderstood
             if values is None:
                 whole.setdefault(name, None)
             else:
@@ -132,65 +243,86 @@ class _Choice:
                 whole[name] += values
 
     def whole(self, index: int, *, chat: bool) -> dict[str, Any]:
-        """The choice as a whole answer has it. Raises `TypeError` where a text was none."""
-        texts, rest = {name: "".join(pieces) for name, pieces in self._texts.items()}, dict(self._rest)
+        """The choice as a whole answer has it."""
+        texts = {name: "".join(pieces) for name, pieces in self._texts.items()}
+        rest = dict(self._rest)
+        if self._token_ids is not None:
+            rest["token_ids"] = self._token_ids
         ends = {"logprobs": self._logprobs, "finish_reason": None}
         role = rest.pop("role", None) or "assistant"
+        calls = self._calls.whole()
         if not chat:
+            if calls or texts.keys() - {"text"}:
+                raise _NotUnderstood
             return {"index": index, "text": texts.get("text", ""), **ends, **rest}
+        if "text" in texts:
+            raise _NotUnderstood
         message: dict[str, Any] = {"role": role, "content": None, **texts}
-        if self._calls:
-            message["tool_calls"] = [_call(self._calls[at]) for at in sorted(self._calls)]
+        if calls:
+            message["tool_calls"] = calls
             message["content"] = message["content"] or None
         return {"index": index, "message": message, **ends, **rest}
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {name: "".join(call[name]) for name in ("name", "arguments")}
-    return {"id": call["id"], "type": call["type"], "function": function}
-
-
 class Assembler:
-    """Puts the chunks of a stream together. ``chat``: those of chats; else of ``/v1/completions``."""
+    """Reads a stream of chats (``chat``) or of ``/v1/completions``, and puts it together as far as it understands.
+
+    Attributes:
+        understood: a whole answer can be made of what has come so far.
+    """
 
     def __init__(self, *, chat: bool) -> None:
         self._chat = chat
         self._top: dict[str, Any] = {}
         self._usage: dict[str, Any] | None = None
         self._choices: dict[int, _Choice] = {}
+        self.understood = True
 
-    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
-        """Take one event, and what `read_chunk` reads of it. Returns the whole answer with its last event. Raises
-        `NotKeepable` where it cannot be put together."""
+    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bool:
+        """Take one event, and what `read_chunk` reads of it; whether it ends the stream. Raises `NotKeepable` where
+        nothing of the stream may be kept."""
         data = data_of(event) if chunk is None else b""
-        try:
-            if data == b"[DONE]":
-                return json.dumps(self._answer(), separators=(",", ":")).encode()
-            if data or chunk is not None:
-                self._add(chunk)
-        except (AttributeError, TypeError, KeyError):
-            raise NotKeepable("stream of unknown form") from None
-        return None
-
-    def _add(self, chunk: dict[str, Any] | None) -> None:
-        if not chunk:
-            raise NotKeepable("stream of unknown form")
-        if "error" in chunk:
+        if data.strip() == b"[DONE]":
+            return True
+        if _says_error(event, chunk):
             raise NotKeepable("stream with an error")
-        _refuse_unknown(chunk, _TOP_KNOWN)
+        if chunk is None and not data:
+            return False
+        if chunk is None or not _is_chunk(chunk):
+            raise NotKeepable("stream of unknown form")
+        if self.understood:
+            try:
+                self._add(chunk)
+            except (_NotUnderstood, AttributeError, TypeError, KeyError):
+                self.understood = False
+                self._choices.clear()
+        return False
+
+    def _add(self, chunk: dict[str, Any]) -> None:
+        _check_known(chunk, _TOP_KNOWN)
+        if chunk.get("object") not in (None, "", *_CHUNKS):
+            raise _NotUnderstood
         for name in _TOP:
             if chunk.get(name) is not None:
                 self._top.setdefault(name, chunk[name])
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
-            self._choices.setdefault(choice["index"], _Choice()).add(choice)
+            index = choice["index"]
+            if type(index) is not int:
+                raise _NotUnderstood
+            self._choices.setdefault(index, _Choice()).add(choice)
 
-    def _answer(self) -> dict[str, Any]:
-        if self._usage is None or not self._choices:
-            raise NotKeepable("stream without usage")
-        choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
+    def whole(self) -> bytes | None:
+        """The whole answer; None where the stream is for streams only. To be called after the last event."""
+        if not self.understood or self._usage is None or not self._choices:
+            return None
+        try:
+            choices = [self._choices[i].whole(i, chat=self._chat) for i in sorted(self._choices)]
+        except _NotUnderstood:
+            return None
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._top, "object": kind, "choices": choices, "usage": self._usage}
+        answer = {**self._top, "object": kind, "choices": choices, "usage": self._usage}
+        return json.dumps(answer, separators=(",", ":")).encode()
 
     @staticmethod
     def broken(error: Mapping[str, Any]) -> bytes:
@@ -198,26 +330,33 @@ class Assembler:
         return event({"error": error})
 
 
+def _is_chunk(chunk: Mapping[str, Any]) -> bool:
+    """Whether an event has what every chunk has: choices, if only an empty list, or the usage."""
+    choices = chunk.get("choices")
+    return isinstance(choices, list) or (choices is None and isinstance(chunk.get("usage"), dict))
+
+
 class Recorder:
-    """Keeps the events of a stream as they came. ``ends``: type of the event that ends a whole answer."""
+    """Reads a stream whose events are kept as they came. ``ends``: type of the event that ends a whole answer."""
+
+    understood = False
 
     def __init__(self, ends: str = "") -> None:
         self._ends = ends
-        self._events: list[bytes] | None = []
 
-    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bytes | None:
-        """Take one event, and what `read_chunk` reads of it. Returns the whole answer with its last event. Raises
-        `NotKeepable` where it cannot be put together."""
-        kind = None if chunk is None else chunk.get("type")
-        if kind == "error" or (chunk is not None and chunk.get("error") is not None):
+    def take(self, event: bytes, chunk: dict[str, Any] | None) -> bool:
+        """As `Assembler.take`."""
+        if chunk is None:
+            if (data := data_of(event)) and data.strip() != b"[DONE]":
+                raise NotKeepable("stream of unknown form")
+            return False
+        kind = chunk.get("type")
+        if kind == "error" or is_error(chunk.get("error")):
             raise NotKeepable("stream with an error")
-        if self._events is None:
-            return None
-        self._events.append(event)
-        if not kind or kind != self._ends:
-            return None
-        recording, self._events = b"".join(self._events), None
-        return recording
+        return bool(kind) and kind == self._ends
+
+    def whole(self) -> None:
+        """These streams are for streams only."""
 
     @staticmethod
     def broken(error: Mapping[str, Any]) -> bytes:
@@ -225,22 +364,126 @@ class Recorder:
         return b"event: error\n" + event({**error, "type": "error", "error": error})
 
 
+# -- what was kept of a stream -----------------------------------------------------------------------------------------
+
+
+class _SeenChoice:
+    """What tells whether a choice is complete, also where its chunks are not wholly understood."""
+
+    def __init__(self) -> None:
+        self.reasons: list[object] = []
+        self.says = False
+        self.calls = 0
+        self.arguments: dict[Any, list[str]] = {}  # by index, as are the ids
+        self.ids: dict[Any, set[object]] = {}
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        if choice.get("finish_reason") is not None:
+            self.reasons.append(choice["finish_reason"])
+        said = (choice.get("text"), delta.get("content"), delta.get("refusal"))
+        self.says = self.says or any(map(says_something, said))
+        for call in delta.get("tool_calls") or ():
+            self.calls += 1
+            function = call["function"]
+            arguments = function.get("arguments") or ""
+            text = json.dumps(arguments) if isinstance(arguments, dict) else arguments
+            self.arguments.setdefault(call.get("index"), []).append(text)
+            self.ids.setdefault(call.get("index"), set()).add(call.get("id") or "")
+
+    def fault(self) -> str:
+        if not self.reasons or not all(map(answers.is_finished, self.reasons)):
+            return answers.UNFINISHED
+        for index, pieces in self.arguments.items():
+            found = count_objects("".join(pieces))
+            begun = len(self.ids[index] - {""})
+            if not found or (begun and found != begun):
+                return answers.BROKEN
+        if not self.calls and (not self.says or "tool_calls" in self.reasons):
+            return answers.EMPTY
+        return ""
+
+
+def events_fault(events: bytes, asked: int) -> str:
+    """Why the events of a chat or a completion are no complete answer with ``asked`` choices, as the rules of
+    `semkv_gateway.answers` say it."""
+    choices: dict[Any, _SeenChoice] = {}
+    try:
+        for raw in Splitter().feed(events):
+            data = data_of(raw)
+            if data.strip() == b"[DONE]":
+                break
+            for choice in (read_chunk(data) or {}).get("choices") or ():
+                choices.setdefault(choice.get("index", 0), _SeenChoice()).add(choice)
+        faults = [choice.fault() for choice in choices.values()]
+    except (TypeError, AttributeError, KeyError):
+        return answers.UNKNOWN
+    if not choices:
+        return answers.UNFINISHED
+    found = next(filter(None, faults), "")
+    return found or ("" if answers.is_complete_range(choices, asked) else answers.COUNT)
+
+
+class _Message:
+    """Puts a stream of Anthropic's messages together, to tell whether it is complete."""
+
+    def __init__(self) -> None:
+        self._answer: dict[str, Any] = {}
+        self._usage: dict[str, Any] = {}
+        self._blocks: dict[Any, dict[str, Any]] = {}
+        self._open: set[Any] = set()
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        kind = chunk.get("type")
+        if kind == "message_start":
+            self._answer |= chunk["message"]
+            self._usage |= chunk["message"].get("usage") or {}
+        elif kind == "message_delta":
+            self._answer |= chunk["delta"]
+            self._usage |= chunk.get("usage") or {}
+        elif kind == "content_block_start":
+            self._blocks[chunk["index"]] = {**chunk["content_block"], "partial_json": ""}
+            self._open.add(chunk["index"])
+        elif kind == "content_block_delta":
+            name = _BLOCK_TEXTS.get(chunk["delta"]["type"])
+            if name is not None:
+                block = self._blocks[chunk["index"]]
+                block[name] = (block.get(name) or "") + chunk["delta"][name]
+        elif kind == "content_block_stop":
+            self._open.discard(chunk["index"])
+
+    def whole(self) -> dict[str, Any]:
+        """The message; without a reason to stop where a block has no end."""
+        blocks = [self._blocks[index] for index in sorted(self._blocks)]
+        for block in blocks:
+            text = block.pop("partial_json")
+            if text:
+                block["input"] = json.loads(text) if is_json_object(text) else None
+        more = {"stop_reason": None} if self._open else {}
+        return {**self._answer, **more, "content": blocks, "usage": self._usage}
+
+
 def read_answer(payload: bytes) -> Any:
-    """What was kept as JSON; of the events of a stream, what they say of the answer as a whole."""
+    """What was kept as JSON; of the events of a stream, what they say of the answer as a whole. Raises a `ValueError`
+    where it is neither."""
     try:
         return json.loads(payload)
     except ValueError:
-        answer: dict[str, Any] = {}
+        if b"data:" not in payload:
+            raise
+    answer: dict[str, Any] = {}
+    message = _Message()
+    try:
         for raw in Splitter().feed(payload):
             chunk = read_chunk(data_of(raw)) or {}
-            kind = chunk.get("type")
-            summary = chunk.get(_SUMMARIES.get(kind, "")) if isinstance(kind, str) else None
-            if isinstance(summary, dict):
-                usage = [one["usage"] for one in (answer, summary, chunk) if isinstance(one.get("usage"), dict)]
-                answer |= {**summary, "usage": {name: n for counts in usage for name, n in counts.items()}}
-        if not answer:
-            raise
-        return answer
+            message.add(chunk)
+            if chunk.get("type") == "response.completed":
+                answer = chunk["response"]
+            elif "type" not in chunk and isinstance(chunk.get("usage"), dict):  # of a chat or a completion
+                answer = {"usage": chunk["usage"]}
+        return answer or message.whole()
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("a stream of unknown form") from error
 
 
 def usage_of(payload: bytes) -> dict[str, int]:
@@ -319,21 +562,40 @@ def replay(answer: Mapping[str, Any], *, include_usage: bool) -> bytes:
 
     With ``include_usage`` every chunk has a ``usage`` field, null but in the closing one, as the API describes it.
     """
-    _refuse_unknown(answer, _TOP_KNOWN)
+    try:
+        _check_answer(answer)
+    except (_NotUnderstood, AttributeError, TypeError, KeyError, IndexError):
+        raise NotKeepable("no stream of it") from None
     choices = answer["choices"]
-    if not choices:
-        raise NotKeepable("no choices")
     chat = "message" in choices[0]
     kind = "chat.completion.chunk" if chat else "text_completion"
     top = {name: answer[name] for name in _TOP if answer.get(name) is not None} | {"object": kind}
-    null = {"usage": None} if include_usage else {}
+    usage = answer.get("usage") if include_usage else None
+    null = {} if usage is None else {"usage": None}
     out: list[bytes] = []
     for choice in choices:
-        _refuse_unknown(choice, _ANSWER_CHOICE_KNOWN)
-        _refuse_unknown(choice.get("message") or {}, _DELTA_KNOWN)
         own = {"index": choice.get("index", 0), "logprobs": None, "finish_reason": None}
         parts = (_chat_choice if chat else _text_choice)(choice)
         out.extend(event({**top, "choices": [{**own, **part}], **null}) for part in parts)
-    if include_usage:
-        out.append(event({**top, "choices": [], "usage": answer.get("usage")}))
+    if usage is not None:
+        out.append(event({**top, "choices": [], "usage": usage}))
     return b"".join((*out, DONE))
+
+
+def _check_answer(answer: Mapping[str, Any]) -> None:
+    """Raise where a whole answer says more than a stream of it would."""
+    _check_known(answer, _TOP_KNOWN)
+    if answer.get("object") not in (None, "", *_ANSWERS) or not answer["choices"]:
+        raise _NotUnderstood
+    chat = "message" in answer["choices"][0]
+    for choice in answer["choices"]:
+        _check_known(choice, _ANSWER_CHOICE_KNOWN)
+        said = choice["message"] if chat else {"content": choice["text"]}
+        if chat == ("text" in choice):
+            raise _NotUnderstood
+        _check_known(said, _DELTA_KNOWN)
+        if not all(isinstance(said.get(name), str | None) for name in _TEXTS):
+            raise _NotUnderstood
+        for call in said.get("tool_calls") or ():
+            _check_known(call, _CALL_KNOWN)
+            _check_known(call["function"], _FUNCTION_KNOWN)

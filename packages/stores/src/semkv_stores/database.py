@@ -36,6 +36,13 @@ _DISK = (
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOLFS),
 )
+_REASONS = {
+    sqlite3.SQLITE_FULL: "full",
+    sqlite3.SQLITE_READONLY: "read-only",
+    sqlite3.SQLITE_PERM: "read-only",
+    sqlite3.SQLITE_BUSY: "busy",
+    sqlite3.SQLITE_LOCKED: "busy",
+}
 _WRONG_SQL = sqlite3.SQLITE_ERROR  # of a file that was opened: then `Schema.probes` has seen its columns
 
 log = logging.getLogger("semkv")
@@ -183,7 +190,9 @@ class Database:
             with suppress(sqlite3.Error):  # the next use tries again
                 self._open_anew(damaged=self.file)
         if self._raises_store_error and isinstance(error, sqlite3.Error):
-            raise StoreError(f"{self.path}: {error}") from error
+            failed = StoreError(f"{self.path}: {error}")
+            failed.reason = _REASONS.get(_code(error), "disk")
+            raise failed from error
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """All rows that a statement finds."""

@@ -32,7 +32,13 @@ class EngineError(SemkvError):
 
 
 class StoreError(SemkvError):
-    """A store cannot be opened."""
+    """A store cannot be opened, or does not do what it is asked for.
+
+    Attributes:
+        reason: why, in a word for counters: ``full``, ``read-only``, ``busy``, ``disk``, ``away``; else ``failed``.
+    """
+
+    reason = "failed"
 
 
 class CorruptValue(StoreError):  # noqa: N818

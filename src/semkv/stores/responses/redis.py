@@ -265,9 +265,16 @@ def connect(url: str, timeout_s: float) -> Any:
 @contextmanager
 def asking() -> Iterator[None]:
     """A block in which the client's errors are a `StoreError`."""
-    from redis import RedisError
+    from redis import RedisError, exceptions
 
     try:
         yield
     except (RedisError, OSError) as error:
-        raise StoreError(f"redis: {type(error).__name__}: {error}") from error
+        failed = StoreError(f"redis: {type(error).__name__}: {error}")
+        if isinstance(error, exceptions.OutOfMemoryError) or "OOM" in str(error):
+            failed.reason = "full"
+        elif isinstance(error, exceptions.ReadOnlyError) or "MISCONF" in str(error):  # its disk is full
+            failed.reason = "read-only"
+        elif isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+            failed.reason = "away"
+        raise failed from error

@@ -298,9 +298,12 @@ async function refresh() {
     $("board").hidden = false;
     $("leave").hidden = false;
     const away = stats.gauges.store_up === 0;
+    const refuses = !away && stats.gauges.store_writable === 0;
+    const waiting = (stats.gauges.unwritten_entries || 0).toLocaleString();
     $("state").textContent = `version ${stats.version}, ${stats.workers > 1 ? `${stats.workers} workers, ` : ""}refreshed ${new Date().toLocaleTimeString()}`
-      + (away ? ", the store is away: answers come from memory alone" : "");
-    $("state").className = away ? "bad" : "";
+      + (away ? ", the store is away: answers come from memory alone" : "")
+      + (refuses ? `, the store takes no new answers (/readyz says why): ${waiting} are in memory alone` : "");
+    $("state").className = away || refuses ? "bad" : "";
     showStats(stats);
     showHits();
     return true;
