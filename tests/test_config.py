@@ -169,7 +169,7 @@ class TestFile:
                 "gateway.toml: trusted-proxy: 'foo' is not allowed; expected networks such as ",
             ),
             ("port = 7.5", "gateway.toml: port: '7.5' is not allowed; expected a valid integer"),
-            ("ttl = ", "gateway.toml' is not allowed; expected a TOML file (Invalid value"),
+            ("ttl = ", "gateway.toml: not valid TOML (Invalid value"),
         ],
     )
     def test_what_is_wrong_in_it_is_named(self, write: Callable[[str], str], text: str, named: str) -> None:

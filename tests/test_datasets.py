@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -101,8 +102,8 @@ def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
         ({"question": "x", "prompt": "y"}, "prompt: Unexpected keyword argument"),
         ({"question": "x", "id": "1"}, "another line has the id '1'"),
         ('{"question": "q", "answer": ' + "[" * 99_999, "not valid JSON"),
-        ('{"question": "\\uD800?"}', "question: Input should be a valid string"),
-        (b'{"question": "caf\xe9"}', "not valid JSON ('utf-8'"),
+        ('{"question": "\\uD800?"}', "at question: '\\ud800' is half of a character"),
+        (b'{"question": "caf\xe9"}', "not UTF-8 text (byte 0xe9)"),
         ('{"question": "q", "answer": NaN, "id": Infinity, "group": []}', "group: Input"),
     ],
 )
@@ -110,7 +111,14 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     path = write_lines(tmp_path / "bad.jsonl", {"id": 1, "question": "fine"}, line)
     with pytest.raises(DatasetError) as caught:
         load_samples("jsonl", options(tmp_path, root=path))
-    assert str(caught.value).startswith(f"{path}, line 2: {message}")
+    assert str(caught.value).startswith((f"{path}, line 2: {message}", f"{path}, line 2, {message}"))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "x/" * 3000])
+def test_a_name_that_no_file_can_have_is_a_missing_picture(tmp_path: Path, name: str) -> None:
+    path = write_lines(tmp_path / "odd.jsonl", {"question": "q?", "image": name})
+    (sample,) = load_samples(str(path), options(tmp_path))
+    assert not sample.complete
 
 
 def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
@@ -202,6 +210,50 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
     with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"), [('"answer": NaN', None), ('"answer": -Infinity', None), ('"answer": 1e999', None),
+                        ('"answer": 2.5', "2.5")]
+)  # fmt: skip
+def test_a_number_that_is_none_is_no_answer(gqa_root: Path, tmp_path: Path, row: str, answer: str | None) -> None:
+    (gqa_root / "val_balanced_questions.json").write_text('{"1": {"question": "q?", ' + row + "}}", encoding="utf-8")
+    (sample,) = load_samples("gqa", options(tmp_path, root=gqa_root))
+    assert sample.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"1": {"question": NaN}}', "question 1: question: Input should be a valid string"),
+        ('{"1": {"question": "q?"}, "1": {"question": "r?"}}', "at 1: the name '1' comes twice"),
+        ('{"1": {"question": "q?", "answer": "a", "answer": "b"}}', "at 1.answer: the name 'answer' comes twice"),
+    ],
+)
+def test_gqa_that_can_be_read_in_two_ways_is_refused(gqa_root: Path, tmp_path: Path, text: str, said: str) -> None:
+    (gqa_root / "val_balanced_questions.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DatasetError, match=re.escape(said)):
+        load_samples("gqa", options(tmp_path, root=gqa_root))
+
+
+def test_advice_for_a_missing_picture_works(gqa_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the message says is done, and the picture is found."""
+    path = write_lines(tmp_path / "rows.jsonl", {"question": "q?", "image": "a/b.jpg"})
+    flags = ["--engine", "labels", "--disable-semantic-cache", "--embedding-hook", "none", "--strict", "--quiet",
+             "--cache-dir", str(tmp_path / "cache")]  # fmt: skip
+    said = invoke(["run", "--dataset", str(path), *flags]).stderr
+    (found,) = re.findall(r"there is no file (\S+);", said)
+    Path(found).parent.mkdir()
+    Path(found).write_bytes(jpeg("red"))
+    assert invoke(["run", "--dataset", str(path), *flags]).exit_code == 0
+
+    asked = ["run", "--dataset", "gqa", "--dataset-root", str(gqa_root), *flags]
+    said = invoke(asked).stderr
+    name, places, variable = re.findall(r"there is no (\S+) or .* in (.*); (\S+) names another folder", said)[0]
+    assert str(gqa_root / "images") in places.split(", ")
+    monkeypatch.setenv(variable, str(tmp_path))
+    (tmp_path / name).write_bytes(jpeg("red"))
+    assert invoke(asked).exit_code == 0
 
 
 def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,10 @@ BIN = Path(sys.executable).parent
 FORKS = prepare()
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-_OTHER_FLAGS = set(  # of vLLM, uv, docker and curl
+_OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
-    "--shm-size".split()
+    "--shm-size --places --write".split()
 )
 _OTHER_CLASSES = {"OffloadingConnector", "MultiConnector", "ExampleConnector"}
 _NUMBER = r"(?<=age=)\d+"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import pytest
 import semkv_lab
 from command_line import Result, allow_ctrl_c, invoke
 from semkv.errors import ConfigError, DatasetError, SemkvError
+from semkv.tiers.policies import FEATURES, Calibration
+from semkv_lab.inputs import inputs
+from semkv_lab.settings import resolve
 from semkv_lab.sweep import SweepLog, locked, read_spec
 
 REPO = Path(__file__).parents[1]
@@ -76,6 +80,8 @@ def table(folder: Path) -> list[dict[str, str]]:
         ({"name": "a", "samples-out": "x"}, ("experiment a", "samples_out")),
         ({"name": "../a"}, ("name of experiment 2", "letters")),
         ({"preset": "minigqa"}, ("name of experiment 2", "None")),
+        ({"name": "a", "max-samples": 1, "max_samples": 2}, ("experiment a", "max_samples", "given twice")),
+        ({"name": "a", "embedding-layer": [], "embedding_layers": []}, ("experiment a", "given twice")),
         ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),
     ],
 )
@@ -170,6 +176,104 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
         lines = (folder / row["samples"]).read_text(encoding="utf-8").splitlines()
         assert len({json.loads(line)["sample_id"] for line in lines}) == len(lines) == 300
         assert sum(json.loads(line)["hit"] for line in lines) == 150, "it met what a killed try had left"
+
+
+CURVE = Calibration("any", 24.0, dict.fromkeys(FEATURES, 0.0), 0.05)
+OWN = "from semkv_lab.samples import Sample\n\ndef make(options):\n    return [Sample('1', 'q?', '%s')]\n"
+
+
+@pytest.mark.parametrize("changed", ["question file", "picture", "own function", "official file", "calibration"])
+def test_a_sweep_does_not_go_on_over_data_that_has_changed(folder: Path, changed: str) -> None:
+    """Neither with the other experiments of its spec, nor with only some of them."""
+    rows_of = '{"question": "q?", "answer": "%s", "image": "p.png"}\n'
+    (folder / "p.png").write_bytes(b"one picture")
+    (folder / "data.jsonl").write_text(rows_of % "a", encoding="utf-8")
+    (folder / "owndata.py").write_text(OWN % "a", encoding="utf-8")
+    official = folder / "val_balanced_questions.json"
+    official.write_text('{"1": {"question": "q?", "answer": "a"}}', encoding="utf-8")
+    CURVE.save(folder / "c.json")
+    given: dict[str, Any] = {
+        "own function": {"dataset": "owndata:make"},
+        "official file": {"dataset": "gqa", "dataset-root": str(folder)},
+        "calibration": {"calibration": str(folder / "c.json"), "policy": "calibrated", "cache-mode": "off"},
+    }.get(changed, {})
+    spec(folder, [{"name": "a"}, {"name": "b"}], **given)
+    assert apart(folder, "--only", "a").exit_code == 0
+    before = (folder / "log.jsonl").read_bytes()
+    if changed == "question file":
+        (folder / "data.jsonl").write_text(rows_of % "b", encoding="utf-8")
+    elif changed == "picture":
+        (folder / "p.png").write_bytes(b"two picture")
+    elif changed == "own function":
+        (folder / "owndata.py").write_text(OWN % "b", encoding="utf-8")
+        shutil.rmtree(
+            folder / "__pycache__", ignore_errors=True
+        )  # its source has the old size, and may have the old time
+    elif changed == "official file":
+        official.write_text('{"1": {"question": "q?", "answer": "b"}}', encoding="utf-8")
+    else:
+        replace(CURVE, bias=CURVE.bias + 1).save(folder / "c.json")
+    for flags in (["--resume"], ["--resume", "--only", "b"]):
+        done = apart(folder, *flags)
+        assert done.exit_code == 2, flags
+        assert "what a in" in done.stderr
+        assert "has changed since" in done.stderr
+        assert (folder / "log.jsonl").read_bytes() == before, "nothing ran, and nothing is forgotten"
+
+
+def test_own_code_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = resolve(engine="ownengine:Make", embedding_hook="ownhook:Make", **{"embedding-layer": "x:2:0.9"})
+    found = []
+    for text in ("1", "2", "1"):
+        for name in ("ownengine", "ownhook"):
+            (tmp_path / f"{name}.py").write_text(text if name == "ownhook" else "", encoding="utf-8")
+        found.append({one.source.flag: one.digest for one in inputs(settings, [])})
+    assert found[0] == found[2]
+    assert [flag for flag in found[0] if found[0][flag] != found[1][flag]] == ["--embedding-hook"]
+    assert {"--engine", "--dataset"} < found[0].keys()
+
+
+def test_data_that_lies_elsewhere_or_was_only_touched_is_the_same(folder: Path) -> None:
+    spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "max-samples": 5}])
+    assert sweep(folder, "--only", "a").exit_code == 0
+    (folder / "data.jsonl").touch()
+    assert sweep(folder, "--resume").exit_code == 0
+    assert {row["name"]: row["status"] for row in rows(folder)} == {"a": "ok", "b": "ok"}
+    assert rows(folder)[0]["inputs"] == rows(folder)[1]["inputs"]
+
+
+def test_data_that_cannot_be_read_any_more_is_named(folder: Path) -> None:
+    spec(folder, [{"name": "a", "max-samples": 5}, {"name": "b", "max-samples": 5}])
+    assert sweep(folder, "--only", "a").exit_code == 0
+    (folder / "data.jsonl").unlink()
+    said = sweep(folder, "--resume")
+    assert said.exit_code == 2
+    assert "which cannot be read" in said.stderr
+    assert "data.jsonl: No such file" in said.stderr
+
+
+def test_data_that_changes_during_a_sweep_fails_the_experiments_behind_it(folder: Path) -> None:
+    (folder / "owndata.py").write_text(
+        "import pathlib\nfrom semkv_lab.samples import Sample\n\ndef make(options):\n"
+        "    file = pathlib.Path('times'); file.write_text(file.read_text() + 'x' if file.exists() else 'x')\n"
+        "    return [Sample('1', file.read_text())]\n",
+        encoding="utf-8",
+    )
+    spec(folder, [{"name": "a"}, {"name": "b"}], dataset="owndata:make")
+    assert apart(folder).exit_code == 1
+    first, second = rows(folder)
+    assert (first["status"], second["status"]) == ("ok", "failed")
+    assert second["error"] == "--dataset owndata:make has changed since a was made from it"
+
+
+def test_a_log_that_does_not_note_its_data_is_refused(folder: Path) -> None:
+    spec(folder, [{"name": "a", "max-samples": 5}])
+    assert sweep(folder).exit_code == 0
+    (row,) = rows(folder)
+    del row["inputs"]
+    (folder / "log.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    assert "begin another log" in sweep(folder, "--resume").stderr
 
 
 def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:

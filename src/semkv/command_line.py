@@ -3,7 +3,6 @@
 # The command line reads the annotations of inherited fields: they must be values, not texts.
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 from cyclopts import App, Parameter, Token
 from cyclopts.exceptions import CycloptsError, UnusedCliTokensError
 
-from semkv.errors import ConfigError, SemkvError
+from semkv.errors import ConfigError, DatasetError, SemkvError
+from semkv.user_files import read_toml
 from semkv_stores.settings import typed
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class Environment:
         if own and own.tokens:
             key, file = "--config", own.tokens[-1].value
         try:
-            given = tomllib.loads(Path(file).expanduser().read_text("utf-8")) if file else {}
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(key, file, f"a TOML file ({error})") from None
+            given = read_toml(Path(file).expanduser()) if file else {}
+        except (DatasetError, RuntimeError) as error:  # or there is no home directory
+            raise ConfigError(key, file, f"a TOML file that can be read ({error})") from None
         for key, value in given.items():
             if key not in flags:
                 raise ConfigError(file, key, flags)

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 
 from semkv import plug
 from semkv.config import CacheConfig
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, DatasetError
 from semkv.types import Entry, Match, PolicyName, Request
+from semkv.user_files import read_json
 from semkv_guards import MOST_UNMATCHED, Wording
 
 FORMAT = 3  # of calibrations
@@ -149,9 +150,9 @@ class Calibration:
     def load(cls, path: Path, *, key: str = "--calibration") -> Calibration:
         """Read what ``semkv calibrate`` wrote. Raises `ConfigError` for anything else."""
         try:
-            return cls._checked(json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise ConfigError(key, str(path), f"a file that can be read ({error.strerror})") from error
+            return cls._checked(read_json(path))
+        except DatasetError as error:
+            raise ConfigError(key, str(path), f"a JSON file that can be read ({error})") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(key, str(path), f"a JSON file that `semkv calibrate` wrote ({error})") from error
 

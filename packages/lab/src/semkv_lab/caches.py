@@ -193,7 +193,9 @@ class Krites(Cosine):
         self._judged: set[tuple[str, str]] = set()
 
     def lookup(self, asked: Asked) -> str | None:
-        group, answers, vector = asked.group, self._answers[asked.group], self.vector(asked.text)
+        group = asked.group
+        answers = self._answers[group]
+        vector = self.vector(asked.text)
         self._asked[group] += 1
         scores = self._vectors[group][: len(answers)] @ vector
         curated = scores[: self._curated[group]]
@@ -335,7 +337,9 @@ class SemKV(Cache):
         seed: int | None = None,
     ) -> None:
         super().__init__(encoder)
-        self.name, self.settings, self._guards = name, dict(settings or {}), policy.guards
+        self.name = name
+        self.settings = dict(settings or {})
+        self._guards = policy.guards
         self._folder = Path(tempfile.mkdtemp())
         self._calibration = Calibration.load(policy.calibration) if policy.calibration else None
         flags = {item.name: getattr(policy, item.name) for item in fields(PolicyConfig)}
@@ -410,7 +414,9 @@ def makers(name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[f
 
     def semkv(value: float, settings: dict[str, Any], **policy: Any) -> Maker:
         config = PolicyConfig(**policy)
-        return lambda seed: SemKV(encoder, config, f"semkv {name} {value:g}", settings, seed)
+        return lambda seed: SemKV(
+            encoder=encoder, policy=config, name=f"semkv {name} {value:g}", settings=settings, seed=seed
+        )
 
     if name == "cosine":
         return [lambda seed: Cosine(encoder, threshold)]
@@ -483,8 +489,10 @@ def try_out(cache: Cache) -> None:
 
 def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()) -> bool:
     """Whether b hits where only a is stored. A cache that learns keeps learning."""
-    play(cache, [Asked(pair.a, pair.a, group, history)])
-    return bool(play(cache, [Asked(pair.b, pair.a if pair.same else pair.b, group, history)]).hits)
+    play(cache, [Asked(text=pair.a, answer=pair.a, group=group, history=history)])
+    return bool(
+        play(cache, [Asked(text=pair.b, answer=pair.a if pair.same else pair.b, group=group, history=history)]).hits
+    )
 
 
 def pair_area(trust: Sequence[float], same: Sequence[bool]) -> float:

@@ -9,7 +9,8 @@ from cyclopts import Parameter, validators
 
 from semkv.command_line import command_line
 from semkv.config import PolicyConfig
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, DatasetError
+from semkv.user_files import parse_json
 from semkv_lab.console import keep_apart, make_console, try_to_write, write_json
 from semkv_lab.settings import FLAT, RunSettings, SemanticFlags, SweepFlags, fill_from_preset
 
@@ -247,10 +248,7 @@ def _bench_connector(
     from semkv_lab import conformance
 
     _check_output(out)
-    try:
-        settings = None if extra is None else dict(json.loads(extra))
-    except (TypeError, ValueError):
-        raise ConfigError("--extra", str(extra), "a JSON object") from None
+    settings = None if extra is None else _json_object("--extra", extra)
     found = conformance.run(connector, only or tuple(conformance.CASES), settings, lambda line: print(line, flush=True))
     print("\n" + conformance.table(found))
     if out is not None:
@@ -288,6 +286,17 @@ def _write(found: dict[str, Any], out: Path | None) -> None:
         print(json.dumps(found, indent=1))
     else:
         write_json("--out", out, found)
+
+
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    """What a flag gives as JSON."""
+    try:
+        found = parse_json(text, flag)
+    except DatasetError as error:
+        raise ConfigError(flag, text, f"a JSON object ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(flag, text, "a JSON object")
+    return found
 
 
 def _check_output(out: Path | None, **inputs: Path | None) -> None:

@@ -34,24 +34,35 @@ EXTRA: dict[str, dict[str, Any]] = {
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
     "LMCacheConnectorV1": {
-        "lmcache.chunk_size": BLOCK, "lmcache.local_cpu": True, "lmcache.max_local_cpu_size": 0.25,
-        "lmcache.local_disk": f"file://{DIR}/", "lmcache.max_local_disk_size": 1.0,
+        "lmcache.chunk_size": BLOCK,
+        "lmcache.local_cpu": True,
+        "lmcache.max_local_cpu_size": 0.25,
+        "lmcache.local_disk": f"file://{DIR}/",
+        "lmcache.max_local_disk_size": 1.0,
     },
-}  # fmt: skip
+}
 """Settings of the connectors that are known here; ``"$DIR"`` in them is a folder of the case."""
 NEEDS = {"LMCacheConnectorV1": "lmcache"}
 NO_CPU = {"LMCacheConnectorV1": "on a CPU LMCache starts and stores nothing: No supported cpu connector found"}
 PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
     # On a GPU: this process must not use CUDA before it forks, and products are of float32.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TRITON_F32_DEFAULT": "ieee",
-}  # fmt: skip
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "TRITON_F32_DEFAULT": "ieee",
+}
 _RNG = random.Random(3)  # noqa: S311 - prompts
 PROMPTS = [token_ids(_RNG, count) for count in (100, 180, 300)]
 CROWD = [token_ids(_RNG, 150) for _ in range(16)]
-LAYERS, HEADS, KV_HEADS, HEAD = 4, 4, 2, 32
+LAYERS = 4
+HEADS = 4
+KV_HEADS = 2
+HEAD = 32
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD * 4 * BLOCK
 
 
@@ -69,8 +80,12 @@ class Subject:
     def __init__(self, name: str, extra: dict[str, Any] | None, folder: Path) -> None:
         if extra is None and name not in EXTRA:
             raise ConfigError("--connector", name, f"one of {', '.join(EXTRA)}, or any with --extra JSON")
-        self.name, self.extra, self.folder = name, EXTRA[name] if extra is None else extra, folder
-        self.model, self.store, self.references = folder / "model", folder / "store", dict[str, Any]()
+        self.name = name
+        self.extra = EXTRA[name] if extra is None else extra
+        self.folder = folder
+        self.model = folder / "model"
+        self.store = folder / "store"
+        self.references: dict[str, Any] = {}
 
     def config(self) -> dict[str, Any]:
         extra = json.loads(json.dumps(self.extra).replace(DIR, str(self.store)))
@@ -353,8 +368,9 @@ def run(
     settings = {name: EXTRA[name] if extra is None else extra for name in connectors}
     return {
         "versions": versions | {"python": platform.python_version(), "machine": platform.machine()},
-        "settings": settings, "connectors": found,
-    }  # fmt: skip
+        "settings": settings,
+        "connectors": found,
+    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -418,10 +434,18 @@ def _checkpoint(folder: Path, seed: int) -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=2048, bos_token_id=0, eos_token_id=1,
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
         pad_token_id=2,
-    )  # fmt: skip
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -436,7 +460,9 @@ def _adapter(folder: Path, seed: int) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    generator, tensors, width = torch.Generator().manual_seed(seed), {}, HEADS * HEAD
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    width = HEADS * HEAD
     for layer in range(LAYERS):
         for name, rows in (("q_proj", width), ("v_proj", KV_HEADS * HEAD)):
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"

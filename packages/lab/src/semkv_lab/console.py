@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -52,7 +52,9 @@ class Listener:
     """
 
     def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
-        self.console, self._settings, self._quiet = console, settings, quiet
+        self.console = console
+        self._settings = settings
+        self._quiet = quiet
         self._file: FileIO | None = None
 
     def track(self, samples: Sequence[Sample], description: str) -> Iterable[Sample]:
@@ -109,11 +111,15 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
         names = ("tier", "samples", "rate", "latency p50", "p95", "TTFT p50", "accuracy [95%]")
         rows = [
             (
-                row["tier"], str(row["n"]), f"{row['rate']:.1%}", *times(row["latency"]).split(" / "),
-                seconds(row["ttft"]["p50_s"]), percent(read_estimate(row, "accuracy")),
+                row["tier"],
+                str(row["n"]),
+                f"{row['rate']:.1%}",
+                *times(row["latency"]).split(" / "),
+                seconds(row["ttft"]["p50_s"]),
+                percent(read_estimate(row, "accuracy")),
             )
             for row in summary["tiers"]
-        ]  # fmt: skip
+        ]
         console.print(table("by tier", names, rows))
     place = ("on disk", f"{decimal(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
     console.print(table("figures", (), [*figures(summary), place]))
@@ -178,7 +184,20 @@ def _token_rows(t: Figures) -> list[tuple[str, str]]:
 # -- figures as text ------------------------------------------------------------
 
 
-_UNITS = {"%": (100, 1, "%"), "ms": (1000, 1, " ms"), "x": (1, 2, "x"), "": (1, 1, "")}
+class _Unit(NamedTuple):
+    """How a figure is written: times a factor, with so many digits, before a name."""
+
+    factor: int
+    digits: int
+    name: str
+
+
+_UNITS = {
+    "%": _Unit(100, 1, "%"),
+    "ms": _Unit(1000, 1, " ms"),
+    "x": _Unit(1, 2, "x"),
+    "": _Unit(1, 1, ""),
+}
 
 
 def shown(value: Estimate, unit: str, digits: int | None = None) -> str:
@@ -186,14 +205,14 @@ def shown(value: Estimate, unit: str, digits: int | None = None) -> str:
 
     A dash for no figure, no interval from one image.
     """
-    factor, usual, name = _UNITS[unit]
-    digits = usual if digits is None else digits
+    written = _UNITS[unit]
+    digits = written.digits if digits is None else digits
     if value.value is None:
         return "-"
-    text = f"{factor * value.value:.{digits}f}{name}"
+    text = f"{written.factor * value.value:.{digits}f}{written.name}"
     if value.low is None or value.high is None:
         return text
-    return f"{text} [{factor * value.low:.{digits}f}, {factor * value.high:.{digits}f}]"
+    return f"{text} [{written.factor * value.low:.{digits}f}, {written.factor * value.high:.{digits}f}]"
 
 
 def percent(value: Estimate) -> str:

@@ -2,12 +2,12 @@
 layout), ``jsonl`` (yours), or a function of your own by its dotted path.
 """
 
-import json
+import math
 import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 from semkv import plug
 from semkv.config import IMAGE_ROOT_VARIABLES
 from semkv.errors import ConfigError, DatasetError
+from semkv.user_files import read_json
 from semkv_lab import minigqa
 from semkv_lab.minigqa import VARIANTS, returning
 from semkv_lab.samples import (
@@ -60,7 +61,7 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
 
 # -- GQA --------------------------------------------------------------------------------------------------------
 
-ROOT_VARIABLE = "GQA_ROOT"
+ROOT_VARIABLE, IMAGE_ROOT = "GQA_ROOT", "GQA_IMAGE_ROOT"
 _REPO = "lmms-lab/GQA"  # on the hub
 _KIND = "_instructions"
 TYPES = ("structural", "semantic", "detailed")
@@ -108,7 +109,7 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     roots = [root / "images", root / "allImages" / "images", root]
     roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
-        _sample(key, row, f"{file}, question {key}", lambda name: find_image(name, roots), choices.get(key))
+        _sample(key, row, f"{file}, question {key}", lambda name: _in_folders(name, roots), choices.get(key))
         for key, row, file in select(rows, options)
     ]
 
@@ -119,10 +120,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _objects(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise DatasetError(f"{file}: {getattr(e, 'strerror', None) or e}") from e
+    data = read_json(file, nan_is_null=True)
     if not isinstance(data, dict):
         raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
     return data
@@ -154,24 +152,42 @@ class _Choices:
     plausible: tuple[str, ...] = ()
 
 
-def _sample(key: str, row: Any, where: str, find: Callable[[str], Path | None], choices: Any = None) -> Sample:
-    asked, allowed = as_row(row, _Question, where), as_row(choices or {}, _Choices, f"{where}, its choices")
-    groups, types = asked.groups or {}, asked.types or {}
-    entailed = re.findall(r"[\w-]+", asked.entailed) if isinstance(asked.entailed, str) else asked.entailed or []
+def _sample(key: str, row: Any, where: str, image: Callable[[str], ImageRef], choices: Any = None) -> Sample:
+    asked = as_row(row, _Question, where)
+    allowed = as_row(choices or {}, _Choices, f"{where}, its choices")
+    groups = asked.groups or {}
     return Sample(
         sample_id=key,
         question=asked.question,
         answer=asked.answer or None,
-        images=(ImageRef(asked.imageId, find(asked.imageId)),) if asked.imageId else (),
+        images=(image(asked.imageId),) if asked.imageId else (),
         semantic_str=asked.semanticStr or "",
         groups=tuple(text for name in ("global", "local") if (text := groups.get(name))),
         group=groups.get("global") or "",
-        types=tuple(types.get(name) or "" for name in TYPES) if types else (),
+        types=tuple(asked.types.get(name) or "" for name in TYPES) if asked.types else (),
         valid=allowed.valid,
         plausible=allowed.plausible,
-        entailed=tuple(name for name in entailed if name != key),
+        entailed=tuple(name for name in _names(asked.entailed) if name != key),
         variant=asked.variant or "",
     )
+
+
+def _names(entailed: Sequence[str] | None) -> Sequence[str]:
+    """Ids in a list, or in the text that the Hugging Face layout writes for one."""
+    if isinstance(entailed, str):
+        return re.findall(r"[\w-]+", entailed)
+    return entailed or ()
+
+
+def _in_folders(name: str, roots: Sequence[Path]) -> ImageRef:
+    """A picture of the official layout."""
+    if (found := find_image(name, roots)) is not None:
+        return ImageRef(name, found)
+    if not is_safe_name(name):
+        return ImageRef(name, None, "this is no plain name of a file")
+    places = ", ".join(map(str, dict.fromkeys(roots)))
+    files = " or ".join(f"{name}{suffix}" for suffix in _SUFFIXES)
+    return ImageRef(name, None, f"there is no {files} in {places}; {IMAGE_ROOT} names another folder")
 
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
@@ -195,7 +211,11 @@ def _load_tables(options: DatasetOptions, root: Path | None, config: str, split:
     chosen = select(rows, options)
     wanted = {str(row["imageId"]) for row in chosen if row.get("imageId")}
     found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
-    return [_sample(str(row["id"]), row, f"{where}, question {row['id']}", found.get) for row in chosen]
+
+    def image(name: str) -> ImageRef:
+        return ImageRef(name, found.get(name), f"{where} ({images}, {split}) has no picture of this id")
+
+    return [_sample(str(row["id"]), row, f"{where}, question {row['id']}", image) for row in chosen]
 
 
 def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str, Any]]:
@@ -210,12 +230,19 @@ def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str
             table = load_dataset("parquet", data_files=files, split="train", streaming=True)
         if "image" in (table.column_names or ()):
             table = table.cast_column("image", Image(decode=False))
-        yield from map(dict, table)
+        yield from map(_without_nan, table)
     except (OSError, ValueError, RuntimeError) as e:
         advice = f"give a folder with --dataset-root or {ROOT_VARIABLE}, or take --dataset minigqa, which needs none"
         raise DatasetError(
             f"{root or _REPO} ({config}, {split}) cannot be read: {str(e).splitlines()[0]}; {advice}"
         ) from e
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table, in which a number that is none stands for a missing value."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
 
 
 def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path) -> dict[str, Path]:

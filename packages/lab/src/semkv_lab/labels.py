@@ -11,7 +11,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -279,36 +278,66 @@ def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95,
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
         raise DatasetError(f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones")
-    cluster = clusters(pairs)
-    items, of = list(cluster), list(cluster.values())
-    near = neighbors(items, encoder)
-
-    @cache
-    def free(a: int, b: int) -> bool:
-        return guard(items[a][1], items[b][1]) is None
-
-    def lookup(a: int, b: int, score: float, wrong: bool) -> Lookup:
-        return Lookup(score, wrong, wording(items[a][1], items[b][1]))
-
-    random = np.random.default_rng(0)
-    looked: dict[tuple[int, int], Lookup] = {}
-    for share in _STORED:
-        stored = random.random(len(items)) < share
-        for a in np.flatnonzero(~stored).tolist():
-            there = islice(((b, score) for b, score in near[a] if stored[b]), _ASKED)
-            first = next(((b, score) for b, score in there if free(a, b)), None)
-            if first is not None:
-                looked[a, first[0]] = lookup(a, *first, of[a] != of[first[0]])
-    rows = list(looked.values())
-    simulated = len(rows) >= _ENOUGH and 0 < sum(row.wrong for row in rows) < len(rows)
+    texts = _Texts(pairs, encoder, guard)
+    rows = texts.as_traffic()
+    simulated = len(rows) >= _ENOUGH and _of_both_kinds(rows)
     if not simulated:
-        place = {item: n for n, item in enumerate(items)}
-        sides = [(place[pair.group, pair.a], place[pair.group, pair.b], not pair.same) for pair in pairs]
-        scored = [(a, b, dict(near[a]).get(b), wrong) for a, b, wrong in sides]
-        rows = [lookup(a, b, score, wrong) for a, b, score, wrong in scored if score is not None and free(a, b)]
-    if len({row.wrong for row in rows}) < 2:
+        rows = texts.as_pairs()
+    if not _of_both_kinds(rows):
         raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
     return Fit(_calibration(rows, encoder.fingerprint, 1.0 - precision), rows, simulated)
+
+
+def _of_both_kinds(rows: Sequence[Lookup]) -> bool:
+    return len({row.wrong for row in rows}) == 2
+
+
+class _Texts:
+    """The texts of pairs, each with its cluster and its neighbors."""
+
+    def __init__(self, pairs: Sequence[Pair], encoder: TextEncoder, guard: Guard) -> None:
+        cluster = clusters(pairs)
+        self._pairs = pairs
+        self._items = list(cluster)
+        self._cluster = list(cluster.values())
+        self._near = neighbors(self._items, encoder)
+        self._guard = guard
+        self._passed: dict[tuple[int, int], bool] = {}
+
+    def _free(self, a: int, b: int) -> bool:
+        """Whether the guard has nothing against a text in place of another."""
+        if (a, b) not in self._passed:
+            self._passed[a, b] = self._guard(self._items[a][1], self._items[b][1]) is None
+        return self._passed[a, b]
+
+    def _lookup(self, a: int, b: int, score: float, wrong: bool) -> Lookup:
+        return Lookup(score, wrong, wording(self._items[a][1], self._items[b][1]))
+
+    def as_traffic(self) -> list[Lookup]:
+        """What texts find while a drawn part of the others is stored, in rounds."""
+        random = np.random.default_rng(0)
+        found: dict[tuple[int, int], Lookup] = {}
+        for share in _STORED:
+            stored = random.random(len(self._items)) < share
+            for a in np.flatnonzero(~stored).tolist():
+                there = islice(((b, score) for b, score in self._near[a] if stored[b]), _ASKED)
+                b, score = next(((b, score) for b, score in there if self._free(a, b)), (None, 0.0))
+                if b is not None:
+                    wrong = self._cluster[a] != self._cluster[b]
+                    found[a, b] = self._lookup(a, b, score, wrong)
+        return list(found.values())
+
+    def as_pairs(self) -> list[Lookup]:
+        """The pairs as they are, each text a lookup of the other."""
+        place = {item: n for n, item in enumerate(self._items)}
+        found = []
+        for pair in self._pairs:
+            a = place[pair.group, pair.a]
+            b = place[pair.group, pair.b]
+            score = dict(self._near[a]).get(b)
+            if score is not None and self._free(a, b):
+                found.append(self._lookup(a, b, score, wrong=not pair.same))
+        return found
 
 
 def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Calibration:
@@ -322,7 +351,7 @@ def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Cali
     weights = found[1:] / spread
     bias = float(found[0] - weights @ middle)
     named = {name: round(float(weight), 5) for name, weight in zip(FEATURES, weights, strict=True)}
-    return Calibration(fingerprint, round(bias, 5), named, round(limit, 6))
+    return Calibration(fingerprint=fingerprint, bias=round(bias, 5), weights=named, limit=round(limit, 6))
 
 
 def logistic(

@@ -35,9 +35,16 @@ class LocalEngine:
 
         spare_modules()
         usual = {
-            "max_model_len": 1024, "dtype": "float32", "enforce_eager": True, "block_size": BLOCK, "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 1 << 26, "enable_prefix_caching": True, "disable_log_stats": False, "seed": 0,
-        }  # fmt: skip
+            "max_model_len": 1024,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": BLOCK,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 26,
+            "enable_prefix_caching": True,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
         if not current_platform.is_cpu():
             usual["gpu_memory_utilization"] = 0.02  # what must be free at the start; others may use the same GPU
         args = {name: value for name, value in (usual | args).items() if value is not None}
@@ -142,7 +149,9 @@ def spare_modules() -> None:
     freeze = getattr(gc, "really_freeze", gc.freeze)
     gc.collect()
     freeze()
-    module.really_freeze, module.freeze, module.unfreeze = freeze, int, int
+    module.really_freeze = freeze
+    module.freeze = int
+    module.unfreeze = int
 
 
 def token_ids(rng: random.Random, count: int) -> list[int]:

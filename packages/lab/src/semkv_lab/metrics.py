@@ -277,50 +277,141 @@ def _among(records: Iterable[SampleRecord], name: str) -> Estimate:
 
 
 COLUMNS = (
-    Column("hit rate", "hit_share", "%", lambda run: share([(r.image, r.hit) for r in run.records]),
-           "requests that found a donor"),
-    Column("accuracy", "accuracy", "%", lambda run: accuracy(run.records), "answers that are right"),
-    Column("accuracy on hits", "accuracy_on_hits", "%", lambda run: accuracy_on_hits(run.hits),
-           "hits that are right; of a dry run what the donor answered"),
-    Column("wrong hits a request", "wrong_hit_share", "%", lambda run: wrong_hit_share(run.records),
-           "hits that spoiled an answer which is right without them; needs --baseline"),
-    Column("gained hits a request", "gained_hit_share", "%", _gained,
-           "hits that are right where the answer without semkv is wrong; needs --baseline"),
-    Column("consistency (entailed)", "consistency", "%", lambda run: consistency(run.records),
-           "GQA's: of right answers, the share of entailed questions that are right too"),
-    Column("validity", "gqa.validity", "%", lambda run: _among(run.records, "valid")),
-    Column("plausibility", "gqa.plausibility", "%", lambda run: _among(run.records, "plausible")),
-    Column("cold: accuracy", "baseline_accuracy", "%", lambda run: accuracy(run.cold)),
-    Column("hits run cold: accuracy", "against_cold.cold_accuracy_on_hits", "%",
-           lambda run: accuracy(c for _, c in run.hit_pairs)),
-    Column("hits: same answer as cold", "against_cold.agreement", "%",
-           lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
-           "hits with the answer that came without semkv"),
-    Column("hits: same tokens as cold", "against_cold.same_tokens", "%", lambda run: _same_tokens(run.hit_pairs),
-           "hits with the tokens that came without semkv"),
-    Column("hits: tokens saved", "against_cold.saved_tokens", "", lambda run: _saved_tokens(run.hit_pairs),
-           "prompt tokens that a hit saved over the cold run, mean"),
-    Column("hits: cold TTFT / cached, without lookup", "against_cold.first_token", "x", _first_token,
-           "cold time to first token over a hit's without the lookup, median"),
-    Column("hits: cold latency / cached", "against_cold.speedup", "x",
-           lambda run: median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0]),
-           "cold latency over a hit's with its lookup, median"),
-    Column("exact prompts: tokens equal cold", "against_cold.identical_tokens", "%",
-           lambda run: _same_tokens((r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact")),
-    Column("saved a request: tokens", "saved.tokens", "", lambda run: _saved_tokens(run.pairs),
-           "prompt tokens that semkv's caches saved, mean"),
-    Column("saved a request: latency, mean", "saved.latency_s", "ms",
-           lambda run: mean(_saved_latency(run.pairs)), "time that semkv's caches saved, lookup paid for"),
-    Column("saved a request: TTFT, mean", "saved.ttft_s", "ms",
-           lambda run: mean([(r.image, before - now) for r, before, now in run.timed])),
-    Column("noise floor: answers differ", "noise_floor.answers", "%",
-           lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice])),
-    Column("noise floor: tokens differ", "noise_floor.tokens", "%",
-           lambda run: share([(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice])),
-    Column("answer equals the donor's", "donor_agreement", "%",
-           lambda run: share([(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits
-                              if r.donor_answer is not None])),
-)  # fmt: skip
+    Column(
+        name="hit rate",
+        path="hit_share",
+        unit="%",
+        compute=lambda run: share([(r.image, r.hit) for r in run.records]),
+        meaning="requests that found a donor",
+    ),
+    Column(
+        name="accuracy",
+        path="accuracy",
+        unit="%",
+        compute=lambda run: accuracy(run.records),
+        meaning="answers that are right",
+    ),
+    Column(
+        name="accuracy on hits",
+        path="accuracy_on_hits",
+        unit="%",
+        compute=lambda run: accuracy_on_hits(run.hits),
+        meaning="hits that are right; of a dry run what the donor answered",
+    ),
+    Column(
+        name="wrong hits a request",
+        path="wrong_hit_share",
+        unit="%",
+        compute=lambda run: wrong_hit_share(run.records),
+        meaning="hits that spoiled an answer which is right without them; needs --baseline",
+    ),
+    Column(
+        name="gained hits a request",
+        path="gained_hit_share",
+        unit="%",
+        compute=_gained,
+        meaning="hits that are right where the answer without semkv is wrong; needs --baseline",
+    ),
+    Column(
+        name="consistency (entailed)",
+        path="consistency",
+        unit="%",
+        compute=lambda run: consistency(run.records),
+        meaning="GQA's: of right answers, the share of entailed questions that are right too",
+    ),
+    Column(name="validity", path="gqa.validity", unit="%", compute=lambda run: _among(run.records, "valid")),
+    Column(
+        name="plausibility", path="gqa.plausibility", unit="%", compute=lambda run: _among(run.records, "plausible")
+    ),
+    Column(name="cold: accuracy", path="baseline_accuracy", unit="%", compute=lambda run: accuracy(run.cold)),
+    Column(
+        name="hits run cold: accuracy",
+        path="against_cold.cold_accuracy_on_hits",
+        unit="%",
+        compute=lambda run: accuracy(c for _, c in run.hit_pairs),
+    ),
+    Column(
+        name="hits: same answer as cold",
+        path="against_cold.agreement",
+        unit="%",
+        compute=lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
+        meaning="hits with the answer that came without semkv",
+    ),
+    Column(
+        name="hits: same tokens as cold",
+        path="against_cold.same_tokens",
+        unit="%",
+        compute=lambda run: _same_tokens(run.hit_pairs),
+        meaning="hits with the tokens that came without semkv",
+    ),
+    Column(
+        name="hits: tokens saved",
+        path="against_cold.saved_tokens",
+        unit="",
+        compute=lambda run: _saved_tokens(run.hit_pairs),
+        meaning="prompt tokens that a hit saved over the cold run, mean",
+    ),
+    Column(
+        name="hits: cold TTFT / cached, without lookup",
+        path="against_cold.first_token",
+        unit="x",
+        compute=_first_token,
+        meaning="cold time to first token over a hit's without the lookup, median",
+    ),
+    Column(
+        name="hits: cold latency / cached",
+        path="against_cold.speedup",
+        unit="x",
+        compute=lambda run: median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0]),
+        meaning="cold latency over a hit's with its lookup, median",
+    ),
+    Column(
+        name="exact prompts: tokens equal cold",
+        path="against_cold.identical_tokens",
+        unit="%",
+        compute=lambda run: _same_tokens((r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"),
+    ),
+    Column(
+        name="saved a request: tokens",
+        path="saved.tokens",
+        unit="",
+        compute=lambda run: _saved_tokens(run.pairs),
+        meaning="prompt tokens that semkv's caches saved, mean",
+    ),
+    Column(
+        name="saved a request: latency, mean",
+        path="saved.latency_s",
+        unit="ms",
+        compute=lambda run: mean(_saved_latency(run.pairs)),
+        meaning="time that semkv's caches saved, lookup paid for",
+    ),
+    Column(
+        name="saved a request: TTFT, mean",
+        path="saved.ttft_s",
+        unit="ms",
+        compute=lambda run: mean([(r.image, before - now) for r, before, now in run.timed]),
+    ),
+    Column(
+        name="noise floor: answers differ",
+        path="noise_floor.answers",
+        unit="%",
+        compute=lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice]),
+    ),
+    Column(
+        name="noise floor: tokens differ",
+        path="noise_floor.tokens",
+        unit="%",
+        compute=lambda run: share([(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice]),
+    ),
+    Column(
+        name="answer equals the donor's",
+        path="donor_agreement",
+        unit="%",
+        compute=lambda run: share(
+            [(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits if r.donor_answer is not None]
+        ),
+    ),
+)
 """Every figure with an interval, in the order in which it is shown. Cold is the same sample without semkv, on vLLM
 with its prefix cache and encoder cache; what is saved is cold less cached, and negative where the cache costs more than
 it saves. The agreement with the donor estimates, in dry-run mode, what a live run would get right."""
@@ -363,6 +454,21 @@ def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[Sampl
     }
 
 
+def _tier_rows(run: Run) -> list[Figures]:
+    """A row for each tier that hit, one for the misses, and one for all."""
+    names = sorted({r.provenance for r in run.hits})
+    chosen = {name: [r for r in run.hits if r.provenance == name] for name in names}
+    chosen["miss"] = [r for r in run.records if not r.hit]
+    chosen["all"] = list(run.records)
+    return [_tier_row(name, of_it, run.records) for name, of_it in chosen.items()]
+
+
+def _statuses(records: Sequence[SampleRecord]) -> Figures:
+    """By tier, how often it had each status."""
+    counts = Counter((tier, status) for r in records for tier, status in r.statuses.items())
+    return {tier: {str(status): counts[tier, status] for status in Status} for tier, _ in counts}
+
+
 def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
     """The figures of a run as ``--summary-out`` writes them: an `Estimate` is an object of its fields.
 
@@ -371,19 +477,15 @@ def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more
     ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``.
     """
     run = Run(records, cold)
-    names = sorted({r.provenance for r in run.hits})
-    chosen = {name: [r for r in run.hits if r.provenance == name] for name in names}
-    chosen |= {"miss": [r for r in records if not r.hit], "all": list(records)}
-    counts = Counter((tier, status) for r in records for tier, status in r.statuses.items())
     found = {
         "samples": len(records),
         "hits": len(run.hits),
         "hit_rate": len(run.hits) / max(1, len(records)),
-        "tiers": [_tier_row(name, of_it, records) for name, of_it in chosen.items()],
+        "tiers": _tier_rows(run),
         "lookup": times(r.lookup_s for r in records),
         "after": times(r.after_s for r in records),
         "tokens": tokens(records),
-        "statuses": {tier: {str(s): counts[tier, s] for s in Status} for r in records for tier in r.statuses},
+        "statuses": _statuses(records),
         "baseline_latency": times(c.latency_s for c in cold),
         "baseline_ttft": times(c.ttft_s for c in cold),
         "gqa": {"distribution": distribution(records), "by_type": by_type(records)},

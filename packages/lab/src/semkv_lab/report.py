@@ -268,7 +268,23 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
         "One mark an experiment whose hits can be judged. The line is the Pareto front: no other one has more hits and "
         f"more of them right; its numbers are in the table below. Bars are {_INTERVAL}."
     )
-    return Section("Accuracy on hits against hit rate", said, rows, figure, "tradeoff")
+    return Section(title="Accuracy on hits against hit rate", text=said, rows=rows, figure=figure, name="tradeoff")
+
+
+def _middles(names: Sequence[str]) -> tuple[list[float], list[str]]:
+    """The middle place of each name's rows, and the names."""
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    return [float(np.mean(own)) for own in places.values()], list(places)
+
+
+def _limits(times: Sequence[float]) -> tuple[float, float]:
+    """Ends of an axis: one interval over a few samples shall not flatten all the others."""
+    low = min(0.0, *times) if times else 0.0
+    high = max(0.0, *times) if times else 0.0
+    margin = 0.35 * (high - low) or 1.0
+    return low - margin, high + margin
 
 
 def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Section | None:
@@ -290,20 +306,16 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
         marks[group] = _error_bar(served, share, place, 100, **style)
         if time.value is not None:
             _error_bar(saved, time, place, 1000, **style)
-    middles = {name: float(np.mean([n for n, other in enumerate(names) if other == name])) for name in names}
-    served.set_yticks(list(middles.values()), list(middles))
+    served.set_yticks(*_middles(names))
     served.set_ylim(len(rows) - 0.5, -0.5)
     served.set(xlabel="requests served (%)", xlim=(0, None))
     saved.set(xlabel="median time saved a request (ms)")
     saved.axvline(0, color=INK, linewidth=0.9)
-    times = [0.0, *(1000 * time.value for *_, time in rows if time.value is not None)]
-    low, high = min(times), max(times)
-    margin = 0.35 * (high - low) or 1.0  # one interval over a few samples shall not flatten all the others
-    saved.set_xlim(low - margin, high + margin)
+    saved.set_xlim(*_limits([1000 * time.value for *_, time in rows if time.value is not None]))
     _legend(figure, marks, 1.7 + 0.1 * len(rows))
     said = (
         "One mark an experiment in which the tier was on and hit. Saved is the time of the same request without semkv, "
         "less its time with semkv, lookup included; left of zero semkv was slower. "
         f"Bars are {_INTERVAL}; what leaves the panel is cut."
     )
-    return Section("Hit rate and saved time by tier", said, (), figure, "tiers")
+    return Section(title="Hit rate and saved time by tier", text=said, rows=(), figure=figure, name="tiers")

@@ -182,19 +182,9 @@ class TransformersEngine:
     # -- prompts ------------------------------------------------------------
 
     def _tokens(self, prompt: EnginePrompt) -> tuple[Token, ...]:
-        system, parts = system_text(prompt.segments), user_parts(prompt.segments)
+        parts = user_parts(prompt.segments)
         pictures = [part.media_id for part in parts if isinstance(part, MediaSegment)]
-        if self._template is None:
-            if pictures:
-                raise EngineError(f"model {self._settings.model!r} has no chat template to place an image with")
-            text = TEXT_SEPARATOR.join(part for part in (system, *parts) if isinstance(part, str) and part)
-        else:
-            turn = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
-            messages: list[Any] = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": turn if pictures else "".join(map(str, parts))})
-            text = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
-            )
+        text = self._text(system_text(prompt.segments), parts)
         if self._each:
             text = text.replace(self._processor.image_token, self._processor.image_token * self._each)
         ids = self._tokenizer(text, add_special_tokens=self._template is None).input_ids
@@ -206,6 +196,21 @@ class TransformersEngine:
         for n, place in enumerate(places):
             ids[place] = (pictures[n // self._each], n % self._each)
         return tuple(ids)
+
+    def _text(self, system: str, parts: Sequence[str | MediaSegment]) -> str:
+        """The prompt's text as the model's template has it, with a mark for each picture."""
+        has_pictures = any(isinstance(part, MediaSegment) for part in parts)
+        if self._template is None:
+            if has_pictures:
+                raise EngineError(f"model {self._settings.model!r} has no chat template to place an image with")
+            return TEXT_SEPARATOR.join(part for part in (system, *parts) if isinstance(part, str) and part)
+        turn = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": turn if has_pictures else "".join(map(str, parts))})
+        text: str = self._tokenizer.apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+        )
+        return text
 
     def _embed(self, prompt: EnginePrompt, tokens: Sequence[Token]) -> torch.Tensor:
         """The input of the first layer, [1, tokens, width]; only pictures that occur are read and encoded."""
@@ -269,12 +274,17 @@ class TransformersEngine:
         of a donor's. Returns the next token, and how many were computed; one in a part of the layers counts for that
         part.
         """
-        kv.end, work, layers = int(rows[-1]) + 1, 0, self._decoder.layers
+        kv.end = int(rows[-1]) + 1
+        work = 0
+        layers = self._decoder.layers
         for number, layer in enumerate(layers):
             if number == _CHECKED and doubtful.any():
                 again = self._deviating(layer, hidden, kv.layers[number][1][:, :, rows], doubtful)
-                hidden, rows, doubtful = hidden[:, again], rows[again], doubtful[again]
-            kv.rows, work = rows, work + len(rows)
+                hidden = hidden[:, again]
+                rows = rows[again]
+                doubtful = doubtful[again]
+            kv.rows = rows
+            work += len(rows)
             before = torch.arange(kv.end, device=rows.device) <= rows[:, None]
             hidden = layer(
                 hidden,

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from semkv_lab.console import (
     write_json,
 )
 from semkv_lab.datasets import load_samples
+from semkv_lab.inputs import inputs
 from semkv_lab.metrics import Estimate, Figures, summarise
 from semkv_lab.samples import (
     Cold,
@@ -92,7 +93,7 @@ def run(
         baseline: a file of samples with cold answers, in place of a cold pass.
     """
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
-    runner = _Runner(settings, samples, make_engine, listener, cache)
+    runner = _Runner(settings=settings, samples=samples, _make_engine=make_engine, _listener=listener, _cache=cache)
     interrupted = False
     try:
         runner.run(baseline)
@@ -149,7 +150,9 @@ class _Runner:
             builder = RequestBuilder(
                 namespace=Namespace(settings.tenant, engine.fingerprint()),
                 images=engine.accepts_images,
-                **_copied(settings, "chunk_source chunk_window instruction"),
+                chunk_source=settings.chunk_source,
+                chunk_window=settings.chunk_window,
+                instruction=settings.instruction,
             )
             yield engine, builder
 
@@ -159,11 +162,10 @@ class _Runner:
         self.skipped += [s.sample_id for s in lacking]
         self.samples = [s for s in self.samples if s.complete]
         if lacking and (self.settings.strict or not self.samples):
-            missing = sorted({image.name for s in lacking for image in s.images if image.path is None})
-            raise DatasetError(
-                f"images without a file: {len(missing)}, such as {missing[0]!r}; put them under the data set's "
-                "images/ folder, or name the folder in GQA_IMAGE_ROOT"
-            )
+            missing = {image.name: image for s in lacking for image in s.images if image.path is None}
+            first = missing[min(missing)]
+            where = first.sought or f"the data set {self.settings.dataset} names no file for it"
+            raise DatasetError(f"images without a file: {len(missing)}, such as {first.name!r}: {where}")
 
     def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
@@ -196,7 +198,12 @@ class _Runner:
             again_text=again.text if again else None,
             again_token_ids=again.token_ids if again else None,
             asked=asked(request),
-            **_copied(result, "text latency_s ttft_s prompt_tokens cached_tokens token_ids"),
+            text=result.text,
+            latency_s=result.latency_s,
+            ttft_s=result.ttft_s,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            token_ids=result.token_ids,
         )
 
     @cached_property
@@ -205,25 +212,13 @@ class _Runner:
         return {s.sample_id for s in self.samples[::spacing][:NOISE_SAMPLES]}
 
     def _answer(self, engine: Engine, builder: RequestBuilder, sample: Sample) -> None:
-        request, cache = builder.build(sample), self._cache
-        report = cache.try_reuse(request) if cache is not None else ReuseReport(request, Plan(request.segments), {})
-        try:
-            result = self._send(report, engine)
-        except MediaError:
-            if not report.plan.substituted:
-                raise
-            # The donor's image is gone: a fault inside the cache, so the request goes out as it came.
-            self.faults["donor image lost"] += 1
-            missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
-            report = replace(report, plan=Plan(request.segments), statuses=missed)
-            result = self._send(report, engine)
-        start = time.perf_counter()
-        # What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
-        if cache is not None and (self.settings.reuse == "inputs" or not report.plan.substituted):
-            cache.add_observation(report, result.text, metadata=self._metadata(result))
-            if report.plan.substituted and cache.should_check(report):
-                self._check(report, result.text, engine, cache)
-        after_s = time.perf_counter() - start
+        request = builder.build(sample)
+        if self._cache is not None:
+            report = self._cache.try_reuse(request)
+        else:
+            report = ReuseReport(request, Plan(request.segments), {})
+        report, result = self._ask(report, engine)
+        after_s = self._tell(report, result, engine)
         report = report.with_status(kv_cache=result.kv, fusion=result.fusion)
         match = report.plan.match
         donor_question, donor_image = _donor_inputs(report)
@@ -246,12 +241,52 @@ class _Runner:
             cold=self.cold.get(sample.sample_id),
             valid=_among(result.text, sample.valid, sample),
             plausible=_among(result.text, sample.plausible, sample),
-            **_copied(sample, "sample_id question answer variant entailed group types"),
-            **_copied(result, "text token_ids prompt_tokens cached_tokens loaded_tokens prefix_tokens finish_reason"),
+            sample_id=sample.sample_id,
+            question=sample.question,
+            answer=sample.answer,
+            variant=sample.variant,
+            entailed=sample.entailed,
+            group=sample.group,
+            types=sample.types,
+            text=result.text,
+            token_ids=result.token_ids,
+            prompt_tokens=result.prompt_tokens,
+            cached_tokens=result.cached_tokens,
+            loaded_tokens=result.loaded_tokens,
+            prefix_tokens=result.prefix_tokens,
+            finish_reason=result.finish_reason,
         )
         self._listener.write(record)
         self.records.append(record)
         self._listener.show(record)
+
+    def _ask(self, report: ReuseReport, engine: Engine) -> tuple[ReuseReport, EngineResult]:
+        """The answer, and what was sent for it.
+
+        Where the donor's image is gone, a fault inside the cache, the request goes out as it came.
+        """
+        try:
+            return report, self._send(report, engine)
+        except MediaError:
+            if not report.plan.substituted:
+                raise
+        self.faults["donor image lost"] += 1
+        missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
+        report = replace(report, plan=Plan(report.request.segments), statuses=missed)
+        return report, self._send(report, engine)
+
+    def _tell(self, report: ReuseReport, result: EngineResult, engine: Engine) -> float:
+        """Tell the cache what came back, and check a hit where that is due; returns the seconds that it took.
+
+        What foreign KV made of a prompt is recorded nowhere, and no policy learns from it.
+        """
+        start = time.perf_counter()
+        cache = self._cache
+        if cache is not None and (self.settings.reuse == "inputs" or not report.plan.substituted):
+            cache.add_observation(report, result.text, metadata=self._metadata(result))
+            if report.plan.substituted and cache.should_check(report):
+                self._check(report, result.text, engine, cache)
+        return time.perf_counter() - start
 
     def _send(self, report: ReuseReport, engine: Engine) -> EngineResult:
         sent = self._prompt(report.plan.segments)
@@ -272,10 +307,6 @@ class _Runner:
 
     def _prompt(self, segments: tuple[Any, ...]) -> EnginePrompt:
         return EnginePrompt(segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens)
-
-
-def _copied(source: object, names: str) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in names.split()}
 
 
 def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
@@ -341,7 +372,9 @@ def execute(
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:
             try_to_write(key, path)
-    samples = arrange(load_samples(settings.dataset, settings.data), settings.data)
+    loaded = load_samples(settings.dataset, settings.data)
+    made_from = inputs(settings, loaded) if settings.summary_out is not None else []
+    samples = arrange(loaded, settings.data)
     if settings.cache.mode is not CacheMode.OFF:
         prepare(settings.cache, purge=settings.purge)
     console = make_console()
@@ -353,8 +386,14 @@ def execute(
     print_summary(console, summary, settings)
     if settings.summary_out is not None:
         seconds = round(time.time() - started.timestamp(), 1)
-        times = {"started": started.isoformat(timespec="seconds"), "seconds": seconds}
-        write_json(SUMMARY_OUT, settings.summary_out, {**run_header(settings), **times, "summary": summary})
+        found = {
+            **run_header(settings),
+            "started": started.isoformat(timespec="seconds"),
+            "seconds": seconds,
+            "inputs": [asdict(one) for one in made_from],
+            "summary": summary,
+        }
+        write_json(SUMMARY_OUT, settings.summary_out, found)
     return summary
 
 
@@ -378,11 +417,19 @@ def make_engine(settings: RunSettings, attach: bool, samples: Sequence[Sample], 
     from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 
     cache = settings.cache
-    stores = _copied(cache, "cache_dir fusion_cache_dir fusion")
+    stores = ConnectorOptions(
+        cache_dir=cache.cache_dir,
+        fusion_cache_dir=cache.fusion_cache_dir,
+        fusion=cache.fusion,
+        max_blocks=cache.max_cached_blocks,
+    )
     options = VllmOptions(
-        **_copied(settings, "model revision trust_remote_code max_model_len"),
+        model=settings.model,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        max_model_len=settings.max_model_len,
         max_images=max((len(s.images) for s in samples), default=0),
-        connectors=ConnectorOptions(**stores, max_blocks=cache.max_cached_blocks) if attach else None,
+        connectors=stores if attach else None,
         verbose=verbose,
     )
     return VllmEngine(options)

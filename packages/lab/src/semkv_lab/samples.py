@@ -4,15 +4,13 @@ are asked, their segments, the text that the semantic tiers match on), and the r
 
 # The command line reads the annotations of fields: they must be values, not texts.
 
-import gzip
-import json
 import os
 import random
 import re
 import string
-import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import accumulate, cycle, islice
@@ -26,6 +24,7 @@ from semkv import keys
 from semkv.engines import MediaError
 from semkv.errors import ConfigError, DatasetError
 from semkv.types import MediaSegment, Namespace, Request, Role, Segment, Status, TextSegment
+from semkv.user_files import read_json_lines
 from semkv_stores.digests import digest
 from semkv_stores.settings import POSITIVE, check
 
@@ -34,10 +33,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image of a sample: its name in the data set and its file, or None where the file was not found."""
+    """An image of a sample.
+
+    Attributes:
+        name: in the data set.
+        path: its file, or None where it was not found.
+        sought: where a file that was not found was looked for, in words; empty where the data set does not say.
+    """
 
     name: str
     path: Path | None
+    sought: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,31 +177,17 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 
 
 def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) for every non-empty line; a file that ends in ``.gz`` is unpacked on the way.
-
-    With ``cut_off``, for files that semkv writes, a last line that was cut short, as by a kill, is left out.
+    """Yield (line number, object) for every line that is not blank, as `semkv.user_files.read_json_lines` reads it.
 
     NaN and infinity, which JSON does not have, are read as null.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not a JSON object; the message names file and line.
     """
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line, parse_constant=lambda name: None)
-                except (ValueError, RecursionError) as e:
-                    if cut_off and not line.endswith(b"\n"):
-                        return
-                    raise DatasetError(f"{path}, line {number}: not valid JSON ({e})") from e
-                if not isinstance(row, dict):
-                    raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
-                yield number, row
-    except (OSError, EOFError, zlib.error) as e:
-        raise DatasetError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+    for number, row in read_json_lines(path, nan_is_null=True, cut_off=cut_off):
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
+        yield number, row
 
 
 def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
@@ -271,8 +263,11 @@ def load_jsonl(options: DatasetOptions) -> list[Sample]:
 
 def _image(folder: Path, name: str) -> ImageRef:
     file = folder / name
-    # The whole path is the name: s1/frame.png is not s2/frame.png.
-    return ImageRef(os.path.normpath(name), file if file.is_file() else None)
+    whole = os.path.normpath(name)  # s1/frame.png is not s2/frame.png
+    with suppress(OSError):  # such as a name that is too long
+        if file.is_file():
+            return ImageRef(whole, file)
+    return ImageRef(whole, None, f"there is no file {file}; a path is relative to the folder of the .jsonl file")
 
 
 # -- requests ------------------------------------------------------------

@@ -78,22 +78,32 @@ class Scene(NamedTuple):
 
 def make(kind: Kind, rng: Random) -> Scene:
     """A scene: shapes apart from one another, text in a grid above them."""
-    width, height, tone = rng.randint(260, 600), rng.randint(220, 440), [rng.randint(*kind.tone) for _ in range(3)]
+    width = rng.randint(260, 600)
+    height = rng.randint(220, 440)
+    tone = [rng.randint(*kind.tone) for _ in range(3)]
     elements: list[Element] = []
     for _ in range(400):
         reach = rng.uniform(*kind.reach)
         x, y = rng.uniform(reach + 4, width - reach - 4), rng.uniform(reach + 4, height - reach - 4)
         if all(math.hypot(x - e.x, y - e.y) > 1.5 * reach + 20 for e in elements):
-            elements.append(Element(x, y, reach, rng.choice(FORMS), _paint(rng, tone)))
+            elements.append(Element(x=x, y=y, reach=reach, form=rng.choice(FORMS), color=_paint(rng, tone)))
     elements = elements[: rng.randint(*kind.shapes)]
-    size, columns, ink = rng.randint(*kind.size), rng.randint(*kind.columns), 20 if sum(tone) > 380 else 250
+    size = rng.randint(*kind.size)
+    columns = rng.randint(*kind.columns)
+    ink = 20 if sum(tone) > 380 else 250
     for row, column in product(range(rng.randint(*kind.lines)), range(columns)):
         word = rng.choice(WORDS) if rng.random() < 0.5 else str(rng.randint(10, 99999))
-        x, y = 14 + column * width / columns, 12 + row * 1.6 * size
-        elements.append(Element(x, y, size, "text", (ink, ink, ink), word))
-    return Scene(
-        _ground((width + 2 * EDGE, height + 2 * EDGE), tone, rng.uniform(*kind.contrast), rng), tuple(elements)
-    )
+        label = Element(
+            x=14 + column * width / columns,
+            y=12 + row * 1.6 * size,
+            reach=size,
+            form="text",
+            color=(ink, ink, ink),
+            text=word,
+        )
+        elements.append(label)
+    ground = _ground((width + 2 * EDGE, height + 2 * EDGE), tone, rng.uniform(*kind.contrast), rng)
+    return Scene(ground=ground, elements=tuple(elements))
 
 
 def _paint(rng: Random, other: Sequence[int]) -> RGB:
@@ -116,7 +126,8 @@ def draw(scene: Scene) -> Image.Image:
     image = scene.ground.copy()
     pen = ImageDraw.Draw(image)
     for e in scene.elements:
-        x, y, r = e.x + EDGE, e.y + EDGE, e.reach
+        x, y = e.x + EDGE, e.y + EDGE
+        r = e.reach
         box = (x - r, y - r, x + r, y + r)
         if e.text:
             pen.text((x, y), e.text, e.color, ImageFont.load_default(r))
@@ -137,11 +148,9 @@ def draw(scene: Scene) -> Image.Image:
 def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
     """Every change that the scene has something for, by name: a character, a color, a form, a place, a count."""
     for name, letters in LETTERS.items():
-        if labels := [e for e in scene.elements if set(e.text) & set(letters)]:
-            old = rng.choice(labels)
-            at = rng.choice([i for i, letter in enumerate(old.text) if letter in letters])
-            new = rng.choice([letter for letter in letters if letter != old.text[at]])
-            yield name, scene.edited(old, old._replace(text=old.text[:at] + new + old.text[at + 1 :]))
+        labels = [e for e in scene.elements if set(e.text) & set(letters)]
+        if labels:
+            yield name, _respelled(scene, rng, labels, letters)
     shapes = [e for e in scene.elements if not e.text]
     if not shapes:
         return
@@ -155,6 +164,14 @@ def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
         other = rng.choice(others)
         half = scene.edited(one, one._replace(color=other.color))
         yield "swap", half.edited(other, other._replace(color=one.color))
+
+
+def _respelled(scene: Scene, rng: Random, labels: Sequence[Element], letters: str) -> Scene:
+    """One letter of one label becomes another of the same kind."""
+    old = rng.choice(labels)
+    at = rng.choice([i for i, letter in enumerate(old.text) if letter in letters])
+    new = rng.choice([letter for letter in letters if letter != old.text[at]])
+    return scene.edited(old, old._replace(text=old.text[:at] + new + old.text[at + 1 :]))
 
 
 def _shows(a: Image.Image, b: Image.Image) -> bool:
@@ -213,7 +230,8 @@ def scale(wide: Image.Image, rng: Random) -> bytes:
 
 def second(wide: Image.Image, rng: Random) -> bytes:
     """A second photograph: moved by parts of a pixel, another light, other noise, and JPEG."""
-    dx, dy, by = rng.uniform(-3, 3), rng.uniform(-3, 3), rng.uniform(0.99, 1.01)
+    dx, dy = rng.uniform(-3, 3), rng.uniform(-3, 3)
+    by = rng.uniform(0.99, 1.01)
     moved = wide.transform(wide.size, Image.Transform.AFFINE, (by, 0, dx, 0, by, dy), Image.Resampling.BICUBIC)
     pixels = np.asarray(ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07)), dtype=np.float32)
     grain = np.random.default_rng(rng.getrandbits(31)).normal(0, 2, pixels.shape)
@@ -247,11 +265,13 @@ def pairs(scenes: int) -> list[Pair]:
             wide = draw(drawn)
             changed = [(what, draw(other)) for what, other in changes(drawn, rng)]
         donor = first_photo(wide, rng)
-        found += [Pair(name, copy.__name__, True, donor, copy(wide, rng)) for copy in COPIES]
+        found += [
+            Pair(kind=name, what=copy.__name__, same=True, donor=donor, request=copy(wide, rng)) for copy in COPIES
+        ]
         for what, other in changed:
             if _shows(frame(other), frame(wide)):
                 taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
-                found.append(Pair(name, what, False, donor, taken(other, rng)))
+                found.append(Pair(kind=name, what=what, same=False, donor=donor, request=taken(other, rng)))
     return found
 
 

@@ -151,7 +151,7 @@ class Bench:
         """All traps and paraphrases of ``bench/data``."""
         files = (("traps.jsonl", False, "category", "passed_first"), ("paraphrases.jsonl", True, "kind", "kept_first"))
         return [
-            Labeled(Pair(row["a"], row["b"], same), row[kind], row["held_out"], row.get(first))
+            Labeled(pair=Pair(row["a"], row["b"], same), kind=row[kind], held_out=row["held_out"], first=row.get(first))
             for name, same, kind, first in files
             for row in self.rows(name)
         ]
@@ -320,17 +320,7 @@ def _guards(bench: Bench) -> Row:
     cosine = {row: float(np.dot(*bench.encoder.encode([row.pair.a, row.pair.b]))) for row in bench.data}
     near = [row for row in bench.data if row.pair.same and cosine[row] >= ACCEPTED]
     sides = {"traps": [row for row in bench.data if not row.pair.same], f"paraphrases, cosine {ACCEPTED} or more": near}
-    free = {row: veto(row.pair.a, row.pair.b) is None for row in bench.data}
-    found: Row = {}
-    for name, side in sides.items():
-        held, first = [row for row in side if row.held_out], [row for row in side if row.first is not None]
-        every, passed = (Counter(row.kind for row in of) for of in (side, [row for row in side if free[row]]))
-        found[name] = {
-            "all": rate(sum(free[row] for row in side), len(side)),
-            "held out": rate(sum(free[row] for row in held), len(held)),
-            "at first sight": rate(sum(bool(row.first) for row in first), len(first)),
-            "by kind": {kind: f"{passed[kind]} of {count}" for kind, count in every.items()},
-        }
+    found: Row = {name: _unvetoed(side) for name, side in sides.items()}
     for name in ("classes", "last_turns", "other_languages"):
         rows = bench.rows(f"{name}.jsonl")
         for kind, same in (("traps", False), ("paraphrases", True)):
@@ -338,6 +328,21 @@ def _guards(bench: Bench) -> Row:
             if of_it:
                 found[f"{kind} of {name}.jsonl"] = {"all": rate(of_it.count(None), len(of_it))}
     return found
+
+
+def _unvetoed(rows: Sequence[Labeled]) -> Row:
+    """How many of the rows no guard objects to."""
+    free = [row for row in rows if veto(row.pair.a, row.pair.b) is None]
+    held = [row for row in rows if row.held_out]
+    first = [row for row in rows if row.first is not None]
+    every = Counter(row.kind for row in rows)
+    passed = Counter(row.kind for row in free)
+    return {
+        "all": rate(len(free), len(rows)),
+        "held out": rate(sum(row.held_out for row in free), len(held)),
+        "at first sight": rate(sum(bool(row.first) for row in first), len(first)),
+        "by kind": {kind: f"{passed[kind]} of {count}" for kind, count in every.items()},
+    }
 
 
 # -- streams ------------------------------------------------------------
@@ -350,7 +355,9 @@ Static = list[tuple[float, int, int]]
 
 def streams_part(bench: Bench) -> Found:
     """Streams of each kind, or the user's own, through every cache; and the best that a fixed cosine could do."""
-    flags, tables, found = bench.flags, [], {}
+    flags = bench.flags
+    tables = []
+    found = {}
     seeds = range(SEED, SEED + flags.seeds)
     for kind in ["own"] if flags.stream else KINDS:
         if flags.stream:
@@ -398,25 +405,37 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
     wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
     bound = cache.settings.get("max error rate")
-    best = [
-        max((hits for _, hits, bad in rows if bad <= (own if bound is None else bound) * len(stream)), default=0)
-        for rows, own, stream in zip(static, shares, streams, strict=True)
-    ]  # of the thresholds with at most this share of wrong answers, known only afterwards
+    allowed = shares if bound is None else [bound] * len(streams)
+    best = [_most_hits(rows, own * len(stream)) for rows, own, stream in zip(static, allowed, streams, strict=True)]
     return cache.name, {
         "settings": cache.settings,
         "streams": [one.to_json() for one in played],
         "hit_rate": round(sum(one.hits for one in played) / total, 5),
         "wrong_per_request": {"share": wrong.value, "interval": [wrong.low, wrong.high]},
-        "worst": round(max(shares), 6), "held": None if bound is None else sum(one.within(bound) for one in played),
+        "worst": round(max(shares), 6),
+        "held": None if bound is None else sum(one.within(bound) for one in played),
         "checks": round(sum(one.checks for one in played) / total, 5),
-        "best_static_hit_rate": round(sum(best) / total, 5), "best_static_hits": best,
+        "best_static_hit_rate": round(sum(best) / total, 5),
+        "best_static_hits": best,
         "lookup": times([second for one in played for second in one.seconds]),
-    }  # fmt: skip
+    }
+
+
+def _most_hits(rows: Static, wrong: float) -> int:
+    """The hits of the best threshold with at most so many wrong answers, which is known only afterwards."""
+    return max((hits for _, hits, bad in rows if bad <= wrong), default=0)
 
 
 def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
-    hits, checks, best = (f"{row[key]:.1%}" for key in ("hit_rate", "checks", "best_static_hit_rate"))
-    return (name, hits, share_of(row["wrong_per_request"], 2), f"{row['worst']:.2%}", checks, *_ms(row), best)
+    return (
+        name,
+        f"{row['hit_rate']:.1%}",
+        share_of(row["wrong_per_request"], 2),
+        f"{row['worst']:.2%}",
+        f"{row['checks']:.1%}",
+        *_ms(row),
+        f"{row['best_static_hit_rate']:.1%}",
+    )
 
 
 # -- last turns ------------------------------------------------------------
@@ -452,12 +471,17 @@ def turns_part(bench: Bench) -> Found:
                     hit = ask_pair(cache, pair, f"{form} {number}", history)
                     forms[form]["paraphrases" if pair.same else "traps"] += hit
                     hits[pair.same].append((f"{number}", hit))
-            streams = [[Asked(text, f"{n}", "houses", h) for n, h in enumerate(about)] for text in last]
+            streams = [
+                [Asked(text=text, answer=f"{n}", group="houses", history=h) for n, h in enumerate(about)]
+                for text in last
+            ]
             equal, reworded = (play(cache, stream) for stream in streams)
         found[cache.name] = {
-            "settings": cache.settings, "forms": forms, "equal last turns": equal.to_json(),
+            "settings": cache.settings,
+            "forms": forms,
+            "equal last turns": equal.to_json(),
             "reworded last turns": reworded.to_json(),
-        }  # fmt: skip
+        }
         others = f"{equal.wrong + reworded.wrong} of {2 * CONVERSATIONS}"
         rows.append((cache.name, percent(share(hits[True])), percent(share(hits[False])), others))
     title = f"last turns: {len(pairs)} pairs after {len(FORMS)} histories; 95% intervals by bootstrap over pairs"
@@ -485,14 +509,17 @@ def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
     """All first images are in the cache. A copy must hit with its own scene's image; a change must hit none."""
     preset = get_preset("minigqa")
     layer = next(text for text in preset.embedding_layers if text.startswith("vision"))
-    name, dim, threshold = layer.split(":")
     donors = list(dict.fromkeys(pair.donor for pair in made))
     hits, seconds = [], []
     with tempfile.TemporaryDirectory() as root:
         config = CacheConfig(
-            Path(root) / "cache", embedding_layers=(EmbeddingLayer(name, int(dim), float(threshold)),),
-            embedding_hook="vision", vision_encoder=preset.vision_encoder, semantic=False, guards=guarded,
-        )  # fmt: skip
+            Path(root) / "cache",
+            embedding_layers=(EmbeddingLayer.parse(layer),),
+            embedding_hook="vision",
+            vision_encoder=preset.vision_encoder,
+            semantic=False,
+            guards=guarded,
+        )
 
         def ask(data: bytes) -> Request:
             file = Path(root) / keys.media_id(data)

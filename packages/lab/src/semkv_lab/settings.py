@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, ArgumentCollection, Parameter, Token
+from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
 from semkv import plug
 from semkv.command_line import parse
@@ -22,9 +22,13 @@ from semkv_stores.settings import COSINE, EXISTS, NO_FOLDER, NOT_NEGATIVE, POSIT
 
 ENGINES = ("labels", "scripted", "transformers", "vllm")
 ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
-MODEL, MATCHED = Parameter(group="Model"), Parameter(group="What the tiers match on")
-DATA, RESULTS = Parameter(group="Data"), Parameter(group="Results")
-FLAT, SWITCH, MANY = Parameter(name="*"), Parameter(negative=""), Parameter(consume_multiple=True)
+MODEL = Parameter(group="Model")
+MATCHED = Parameter(group="What the tiers match on")
+DATA = Parameter(group="Data")
+RESULTS = Parameter(group="Results")
+FLAT = Parameter(name="*")
+SWITCH = Parameter(negative="")
+MANY = Parameter(consume_multiple=True)
 
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
 _HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
@@ -122,22 +126,35 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     flags = {name: argument for argument in arguments for name in argument.names}
     for name in ("--preset", "--model"):
         flags[name].tokens[:] = [token for token in flags[name].tokens if token.value]  # "$UNSET" is not given
-    given, hook = flags["--preset"].tokens, flags["--embedding-hook"].tokens
-    name = given[0].value if given else "" if flags["--model"].tokens else DEFAULT_PRESET
+    name = _preset_name(flags)
     if not name:
         return
-    preset = get_preset(name)
-    values = {item.name: getattr(preset, item.name) for item in fields(preset) if item.name != "instruction"}
-    values |= {"preset": name, "enable_fusion_cache": values.pop("fusion")}
-    if hook:
-        fillable = _HOOK_LAYERS.get(hook[0].value)
-        layers = preset.embedding_layers
-        values["embedding_layers"] = [one for one in layers if fillable is None or one.split(":")[0] in fillable]
+    values = _preset_values(name, flags["--embedding-hook"])
     for key, value in values.items():
         argument = flags[f"--{key.replace('_', '-')}"]
-        if not argument.tokens and value is not None:
-            for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
-                argument.append(Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index))
+        if argument.tokens or value is None:
+            continue
+        for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
+            argument.append(Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index))
+
+
+def _preset_name(flags: Mapping[str, Argument]) -> str:
+    """The preset that is named, else the default's; empty where a model is named without one."""
+    if given := flags["--preset"].tokens:
+        return given[0].value
+    return "" if flags["--model"].tokens else DEFAULT_PRESET
+
+
+def _preset_values(name: str, hook: Argument) -> dict[str, Any]:
+    """The flags of a preset. Layers that a given hook cannot fill are left out."""
+    preset = get_preset(name)
+    values = {item.name: getattr(preset, item.name) for item in fields(preset) if item.name != "instruction"}
+    values["preset"] = name
+    values["enable_fusion_cache"] = values.pop("fusion")
+    fillable = _HOOK_LAYERS.get(hook.tokens[0].value) if hook.tokens else None
+    if fillable is not None:
+        values["embedding_layers"] = [one for one in preset.embedding_layers if one.split(":")[0] in fillable]
+    return values
 
 
 def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSettings:

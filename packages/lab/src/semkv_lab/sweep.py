@@ -22,10 +22,12 @@ import re
 import signal
 import sys
 import threading
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +37,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.stores.maintenance import prepare
+from semkv.user_files import read_json, read_toml
 from semkv_lab.console import keep_apart, writing
+from semkv_lab.datasets import load_samples
+from semkv_lab.inputs import Input, Source, inputs, sources
 from semkv_lab.results import flatten
 from semkv_lab.samples import as_row, read_jsonl
 from semkv_lab.settings import RunSettings, SweepFlags, resolve
@@ -81,9 +86,8 @@ class _Spec:
 def read_spec(path: Path) -> list[Experiment]:
     """The experiments of a file."""
     try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        document = read_toml(path) if path.suffix == ".toml" else read_json(path)
+    except DatasetError as error:
         raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
     spec, found = as_row(document, _Spec, str(path)), dict[str, Experiment]()
     for number, row in enumerate(spec.experiments, 1):
@@ -92,17 +96,29 @@ def read_spec(path: Path) -> list[Experiment]:
             raise ConfigError(key, name, "up to 100 letters, digits and . _ = + -, beginning with a letter or digit")
         if name in found:
             raise ConfigError(key, name, "a name that no other experiment has")
-        found[name] = _experiment(name, {**spec.defaults, **row})
+        defaults = _flags(spec.defaults, f"{path.name}: defaults")
+        found[name] = _experiment(name, {**defaults, **_flags(row, f"{path.name}: experiment {name}")})
     return list(found.values())
 
 
+def _flags(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Flags by one form of their names, which a file may write with ``-`` or ``_``, and layers in the plural."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_").replace("_layers", "_layer")
+        if name in found:
+            raise ConfigError(where, key, f"one name for {name}, which is given twice")
+        found[name] = value
+    return found
+
+
 def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
-    given = {key.replace("-", "_"): value for key, value in row.items() if key not in ("name", "notes")}
+    given = {key: value for key, value in row.items() if key not in ("name", "notes")}
     notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
     if ours := sorted(_OURS & given.keys()):
         raise ConfigError(f"experiment {name}", ours[0], "a flag of semkv run; this one is the sweep's own")
     try:
-        return Experiment(name, notes, "cache_dir" in given, resolve(given))
+        return Experiment(name=name, notes=notes, names_a_cache="cache_dir" in given, settings=resolve(given))
     except SemkvError as error:
         raise SemkvError(f"experiment {name}: {error}") from error
 
@@ -132,6 +148,14 @@ class SweepLog:
             raise ConfigError("--resume", str(path), "a log of a sweep: a row has no name, status or settings")
         self.rows = {row["name"]: row for row in rows}
 
+    def made_from(self) -> dict[Source, tuple[str, str]]:
+        """By source, the first experiment that was made from it and the digest of what it held."""
+        found: dict[Source, tuple[str, str]] = {}
+        for name, row in self.rows.items():
+            for one in _inputs_of(row, f"{self.lines}: {name}") if row["status"] == OK else ():
+                found.setdefault(one.source, (name, one.digest))
+        return found
+
     def write(self) -> None:
         """Put the rows in place of what the files hold."""
         flat = [
@@ -146,6 +170,12 @@ class SweepLog:
         with writing(_LOG_FILE, self.path):
             replace_text(self.lines, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
             replace_text(self.path, out.getvalue())
+
+
+def _inputs_of(row: Mapping[str, Any], where: str) -> list[Input]:
+    if "inputs" not in row:
+        raise ConfigError("--resume", where, "a row that notes the data it was made from; begin another log")
+    return as_row(row["inputs"], list[Input], where)
 
 
 @contextmanager
@@ -169,45 +199,67 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
     planned = _planned(flags)
     with locked(flags.log_file):
         log = SweepLog(flags.log_file, resume=flags.resume)
-        done = {name for name, row in log.rows.items() if row["status"] == OK}
-        for e in planned:
-            if e.name in done:
-                _check_same(e, log)
-            else:
-                log.rows.pop(e.name, None)  # what failed is tried again
-        if log.rows:
-            log.write()  # a kill may have left the table without the last of them
-        left = [e for e in planned if e.name not in log.rows]
+        with console.status("reading what the log was made from"):
+            left = _left(planned, log)
         if len(left) < len(planned):
             console.print(f"{len(planned) - len(left)} of {len(planned)} experiments are in {log.path}")
-        with writing("--samples-dir", flags.samples_dir):
-            flags.samples_dir.mkdir(parents=True, exist_ok=True)
-        for path in (path for e in left for path in (e.samples, e.summary)):
-            if path.exists() and not flags.resume:  # another sweep's; what this one left has no row yet, and may go
-                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
+        _make_samples_folder(flags, left)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
             task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
-
-            def ready(e: Experiment) -> Experiment:
+            for e in left:
                 bar.update(task, description=e.name)
-                if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
-                    prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
-                e.summary.unlink(missing_ok=True)
-                return replace(e, baseline=_cold_answers(e, log))
-
-            for e in map(ready, left):
-                error = _run(e)
-                if not error and not e.summary.is_file():
-                    error = "the process ended before the run did"
-                log.rows[e.name] = _row(e, error, log)
-                log.write()
+                _run_into(log, e)
                 bar.advance(task)
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error.strip().splitlines()[-1]}", markup=False)
     console.print(f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False)
     return len(errors)
+
+
+def _left(planned: Sequence[Experiment], log: SweepLog) -> list[Experiment]:
+    """The experiments that are to be run; what failed is tried again, and has no row any more.
+
+    Raises:
+        ConfigError: the log has been made from other settings or other data.
+    """
+    done = {name for name, row in log.rows.items() if row["status"] == OK}
+    for e in planned:
+        if e.name in done:
+            _check_same(e, log)
+    _check_inputs(planned, log)
+    left = [e for e in planned if e.name not in done]
+    for e in left:
+        log.rows.pop(e.name, None)
+    if log.rows:
+        log.write()  # a kill may have left the table without the last of them
+    return left
+
+
+def _make_samples_folder(flags: SweepFlags, left: Sequence[Experiment]) -> None:
+    """Raises `ConfigError` where another sweep has left files there. What this one left has no row, and may go."""
+    with writing("--samples-dir", flags.samples_dir):
+        flags.samples_dir.mkdir(parents=True, exist_ok=True)
+    if flags.resume:
+        return
+    for e in left:
+        for path in (e.samples, e.summary):
+            if path.exists():
+                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
+
+
+def _run_into(log: SweepLog, e: Experiment) -> None:
+    """Run an experiment, and put its row into the log."""
+    if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
+        prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+    e.summary.unlink(missing_ok=True)
+    e = replace(e, baseline=_cold_answers(e, log))
+    error = _run(e)
+    if not error and not e.summary.is_file():
+        error = "the process ended before the run did"
+    log.rows[e.name] = _row(e, error, log)
+    log.write()
 
 
 def _planned(flags: SweepFlags) -> list[Experiment]:
@@ -221,12 +273,18 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
     for e in found.values():
         if flags.only and e.name not in flags.only:
             continue
-        cache, folder = e.settings.cache, flags.log_file.parent / "cache"
+        cache = e.settings.cache
         if not e.names_a_cache:
-            cache = replace(cache, cache_dir=folder)
-        samples, summary = flags.samples_dir / f"{e.name}.jsonl", flags.samples_dir / f"{e.name}.json"
-        purge = flags.purge_cache_between_runs
-        settings = replace(e.settings, cache=cache, samples_out=samples, summary_out=summary, purge=purge)
+            cache = replace(cache, cache_dir=flags.log_file.parent / "cache")
+        samples = flags.samples_dir / f"{e.name}.jsonl"
+        summary = flags.samples_dir / f"{e.name}.json"
+        settings = replace(
+            e.settings,
+            cache=cache,
+            samples_out=samples,
+            summary_out=summary,
+            purge=flags.purge_cache_between_runs,
+        )
         keep_apart({f"the {path.name} of {e.name}": path for path in (samples, summary)}, read)
         planned.append(replace(e, settings=settings, samples=samples, summary=summary))
     return planned
@@ -240,6 +298,49 @@ def _check_same(experiment: Experiment, log: SweepLog) -> None:
             ", ".join(changed),
             f"the settings it has in {log.path}; give it another name, or begin another log",
         )
+
+
+def _check_inputs(planned: Sequence[Experiment], log: SweepLog) -> None:
+    """Refuse to go on over a data set, calibration or model that rows of the log were made from, where it has changed.
+
+    What the rows do not name is not read.
+    """
+    noted = log.made_from()
+    read: set[Source] = set()
+    for e in planned:
+        own = {*sources(e.settings)} & noted.keys() - read
+        if not own:
+            continue
+        read |= own
+        found, error = _apart(planned, e.settings)
+        for source in sorted(own):
+            made, before = noted[source]
+            if error:
+                why = f"which cannot be read ({error}); --only leaves an experiment out"
+            elif found[source] != before:
+                why = "which has changed since; begin another log"
+            else:
+                continue
+            allowed = f"what {made} in {log.path} was made from, {why}"
+            raise ConfigError(f"experiment {e.name}: {source.flag}", source.value, allowed)
+
+
+def _apart(planned: Sequence[Experiment], settings: RunSettings) -> tuple[dict[Source, str], str]:
+    """What `read_inputs` returns in a process of its own, since a data set may be the user's own function."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=_forkserver(planned)) as pool:
+            return pool.submit(read_inputs, settings).result()
+    except BrokenProcessPool:
+        return {}, "the process that read it has crashed"
+
+
+def read_inputs(settings: RunSettings) -> tuple[dict[Source, str], str]:
+    """The digests of what a run would read now, and why they cannot be had; empty where they can."""
+    try:
+        found = inputs(settings, load_samples(settings.dataset, settings.data))
+    except SemkvError as error:
+        return {}, str(error)
+    return {one.source: one.digest for one in found}, ""
 
 
 # Cold answers depend on all settings but these.
@@ -263,7 +364,9 @@ def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
 
 def _row(e: Experiment, error: str, log: SweepLog) -> dict[str, Any]:
     """A row of the log, from the summary that the run has left."""
-    found = {} if error else json.loads(e.summary.read_text(encoding="utf-8"))
+    found: Mapping[str, Any] = {} if error else read_json(e.summary, nan_is_null=True)
+    if not error and (changed := _changed(found, log)):
+        found, error = {}, changed
     return {
         "name": e.name,
         "status": FAILED if error else OK,
@@ -273,10 +376,21 @@ def _row(e: Experiment, error: str, log: SweepLog) -> dict[str, Any]:
         "seconds": found.get("seconds"),
         "settings": e.settings.to_json(),
         "environment": found.get("environment", {}),
+        "inputs": found.get("inputs", []),
         "summary": found.get("summary"),
         "samples": "" if error else os.path.relpath(e.samples.resolve(), log.path.parent.resolve()),
         "baseline_from": e.baseline.stem if e.baseline else "",
     }
+
+
+def _changed(found: Mapping[str, Any], log: SweepLog) -> str:
+    """What has changed since another experiment of the log was made from it; empty where nothing has."""
+    noted = log.made_from()
+    for one in _inputs_of(found, "the summary"):
+        made, before = noted.get(one.source, ("", one.digest))
+        if before != one.digest:
+            return f"{one.source.flag} {one.source.value} has changed since {made} was made from it"
+    return ""
 
 
 # -- the experiments as processes ------------------------------------------------------------
@@ -286,20 +400,25 @@ _PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm",
 _TAIL = 2_000  # characters of an experiment's output that go into the log where it failed
 
 
-def _run(e: Experiment) -> str:
-    """Run it in a process of its own, forked from one that has imported the heavy libraries.
-
-    Returns why it ended without a summary; empty where it has one.
-    """
+def _forkserver(experiments: Sequence[Experiment]) -> ForkServerContext:
+    """Forks a process that has imported the libraries which experiments need; the first call decides which."""
     context = multiprocessing.get_context("forkserver")
     preloaded = ["semkv_lab.run"]
-    if e.settings.engine not in ("scripted", "labels"):
+    if any(e.settings.engine not in ("scripted", "labels") for e in experiments):
         from semkv_lab.vllm_engine import set_environment
 
         set_environment()  # what the libraries read when they are loaded
         preloaded += _PRELOADED
     context.set_forkserver_preload(preloaded)
-    process = context.Process(target=run_apart, args=(e,), name=e.name)
+    return context
+
+
+def _run(e: Experiment) -> str:
+    """Run it in a process of its own, forked from one that has imported the heavy libraries.
+
+    Returns why it ended without a summary; empty where it has one.
+    """
+    process = _forkserver([e]).Process(target=run_apart, args=(e,), name=e.name)
     process.start()
     try:
         process.join()

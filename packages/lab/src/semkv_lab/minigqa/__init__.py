@@ -33,7 +33,8 @@ from semkv_lab.minigqa.questions import (
     draw_wording,
     fill,
     restate,
-)  # fmt: skip
+    split,
+)
 from semkv_lab.minigqa.scenes import Scene, draw, jpeg, make_scene, recolor
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
 
     if variant == "lookalike":
         scene = recolor(base.scene, rng)
-        return _Picture(image_id, scene, jpeg(draw(scene)), variant, base.image_id)
+        return _Picture(
+            image_id=image_id, scene=scene, data=jpeg(draw(scene)), variant=variant, derived_from=base.image_id
+        )
     image: Image = Image.open(BytesIO(base.data))
     quality = 60 if variant == "reencoded" else 90
     if variant == "resized":
@@ -180,7 +183,9 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
         image = ImageEnhance.Brightness(image).enhance(1.06)
     elif variant == "shifted":
         image = ImageChops.offset(image, 1, 1)
-    return _Picture(image_id, base.scene, jpeg(image, quality), variant, base.image_id)
+    return _Picture(
+        image_id=image_id, scene=base.scene, data=jpeg(image, quality), variant=variant, derived_from=base.image_id
+    )
 
 
 # -- questions ------------------------------------------------------------
@@ -218,7 +223,14 @@ def _original(rng: Random, picture: _Picture, texts: set[str], ids: Iterator[str
         program = ask_any(picture.scene, rng)
         template = draw_wording(program, rng)
         if not any(fill(t, program) in texts for t in KINDS[program.kind].wordings):
-            return _Asked(next(ids), picture.image_id, program, template, fill(template, program), rng.random())
+            return _Asked(
+                question_id=next(ids),
+                image_id=picture.image_id,
+                program=program,
+                template=template,
+                text=fill(template, program),
+                place=rng.random(),
+            )
 
 
 def _variant(
@@ -227,7 +239,9 @@ def _variant(
     """A question made from one of the originals; None where none of 20 tries gives a new text."""
     for _ in range(20):
         source = rng.choice(originals)
-        program, template, text = source.program, source.template, source.text
+        program = source.program
+        template = source.template
+        text = source.text
         if variant == "case":
             text = change_case(text, rng)
         elif variant == "whitespace":
@@ -241,8 +255,16 @@ def _variant(
                 continue
             program, text = other, fill(template, other)
         if variant == "repeat" or text not in texts:
-            place = rng.uniform(source.place, 1)
-            return _Asked(next(ids), picture.image_id, program, template, text, place, variant, source.question_id)
+            return _Asked(
+                place=rng.uniform(source.place, 1),
+                question_id=next(ids),
+                image_id=picture.image_id,
+                program=program,
+                template=template,
+                text=text,
+                variant=variant,
+                of=source.question_id,
+            )
     return None
 
 
@@ -284,8 +306,15 @@ def _ask_again(rng: Random, picture: _Picture, base: Sequence[_Asked], ids: Iter
     changed = [(q, p) for q, p in restated if p.answer != q.program.answer][: wanted // 2]
     rest = [pair for pair in restated if pair not in changed]
     for source, program in (changed + rest)[:wanted]:
-        of = source.question_id
-        yield _Asked(next(ids), picture.image_id, program, source.template, source.text, rng.random(), of=of)
+        yield _Asked(
+            question_id=next(ids),
+            image_id=picture.image_id,
+            program=program,
+            template=source.template,
+            text=source.text,
+            place=rng.random(),
+            of=source.question_id,
+        )
 
 
 # -- as GQA writes it ------------------------------------------------------------
@@ -295,61 +324,91 @@ _GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
 
 def semantic_str(program: Program, object_ids: Sequence[str]) -> str:
     """The program as GQA's operations, in its one-line form: ``select: cube (7)->query: color [0]``."""
-    steps: list[str] = []
-    kind, a, b = program.kind, program.a, program.b
-    task, _, name = kind.partition("_")
-    choice = f"{program.value}|{program.other}"
+    steps = _Steps(program, object_ids)
+    steps.write()
+    return "->".join(steps.written)
 
-    def add(operation: str, argument: str, *dependencies: int) -> int:
-        steps.append(f"{operation}: {argument}" + (f" {list(dependencies)}" if dependencies else ""))
-        return len(steps) - 1
 
-    def one(ref: Ref) -> str:
-        return f"({object_ids[ref.index] if ref.index >= 0 else '-'})"
+class _Steps:
+    """GQA's operations of a program; each is known by its place, and names those that it takes its input from."""
 
-    def narrow(ref: Ref, at: int) -> int:
+    def __init__(self, program: Program, object_ids: Sequence[str]) -> None:
+        self.written: list[str] = []
+        self._program = program
+        self._object_ids = object_ids
+        self._choice = f"{program.value}|{program.other}"
+        self._task, self._name = split(program.kind)
+
+    def write(self) -> None:
+        a = self._program.a
+        b = self._program.b
+        if self._task == "ground":
+            self._value(self._name, "location", self._add("select", "scene"))
+        elif a is None:
+            raise ValueError(f"a {self._program.kind} program names no object")
+        elif b is None:
+            self._of_one(a)
+        else:
+            self._of_two(a, b)
+
+    def _of_one(self, a: Ref) -> None:
+        first = self._select(a)
+        if self._task == "exist":
+            self._add("exist", "?", first)
+        elif self._task == "position":
+            self._value(self._name, axis_of(self._program), first)
+        elif self._name == "both":
+            color = self._add("verify color", self._program.value, first)
+            size = self._add("verify size", self._program.other, first)
+            self._add("and", "", color, size)
+        else:
+            self._value(self._task, _GQA_NAME[self._name], first)
+
+    def _of_two(self, a: Ref, b: Ref) -> None:
+        kind = self._program.kind
+        if kind.startswith(("rel_query", "rel_exist")):
+            self._related(a, b)
+        elif self._task == "exist":
+            first = self._add("exist", "?", self._select(a))
+            self._add(self._name, "", first, self._add("exist", "?", self._select(b)))
+        else:
+            both = self._select(a), self._select(b)
+            if self._task == "rel":
+                relation = self._program.value if self._name == "verify" else self._choice
+                self._add(f"{self._name} rel", f"{b.shape or NOUN},{relation},o {self._one(b)}", *both)
+            elif kind == "compare_size":
+                self._add(f"choose {self._program.value}", "", *both)
+            else:
+                self._add(kind.replace("_", " "), "", *both)
+
+    def _related(self, a: Ref, b: Ref) -> None:
+        """Something in a relation to ``b``: whether it is there, or a value of it."""
+        noun = (a.shape or NOUN) if self._name == "exist" else "_"
+        at = self._add("relate", f"{noun},{self._program.value},s {self._one(a)}", self._select(b))
+        if self._name == "exist":
+            self._add("exist", "?", self._narrow(a, at))
+        else:
+            self._add("query", _GQA_NAME[self._name.removeprefix("query_")], at)
+
+    def _add(self, operation: str, argument: str, *dependencies: int) -> int:
+        self.written.append(f"{operation}: {argument}" + (f" {list(dependencies)}" if dependencies else ""))
+        return len(self.written) - 1
+
+    def _one(self, ref: Ref) -> str:
+        return f"({self._object_ids[ref.index] if ref.index >= 0 else '-'})"
+
+    def _narrow(self, ref: Ref, at: int) -> int:
         if ref.color:
-            at = add("filter color", ref.color, at)
-        return add("filter size", ref.size, at) if ref.size else at
+            at = self._add("filter color", ref.color, at)
+        return self._add("filter size", ref.size, at) if ref.size else at
 
-    def select(ref: Ref) -> int:
-        return narrow(ref, add("select", f"{ref.shape or NOUN} {one(ref)}"))
+    def _select(self, ref: Ref) -> int:
+        return self._narrow(ref, self._add("select", f"{ref.shape or NOUN} {self._one(ref)}"))
 
-    def value(task: str, what: str, at: int) -> int:
+    def _value(self, task: str, what: str, at: int) -> int:
         if task == "query":
-            return add("query", what, at)
-        return add(f"{task} {what}", program.value if task == "verify" else choice, at)
-
-    if task == "ground":
-        value(name, "location", add("select", "scene"))
-    elif a is None:
-        raise ValueError(f"a {kind} program names no object")
-    elif kind.startswith(("rel_query", "rel_exist")) and b is not None:
-        noun = (a.shape or NOUN) if name == "exist" else "_"
-        at = add("relate", f"{noun},{program.value},s {one(a)}", select(b))
-        if name == "exist":
-            add("exist", "?", narrow(a, at))
-        else:
-            add("query", _GQA_NAME[name.removeprefix("query_")], at)
-    elif task == "exist":
-        at = add("exist", "?", select(a))
-        if b is not None:
-            add(name, "", at, add("exist", "?", select(b)))
-    elif b is not None:
-        both = select(a), select(b)
-        if task == "rel":
-            relation = program.value if name == "verify" else choice
-            add(f"{name} rel", f"{b.shape or NOUN},{relation},o {one(b)}", *both)
-        else:
-            add(f"choose {program.value}" if kind == "compare_size" else kind.replace("_", " "), "", *both)
-    elif task == "position":
-        value(name, axis_of(program), select(a))
-    elif name == "both":
-        at = select(a)
-        add("and", "", add("verify color", program.value, at), add("verify size", program.other, at))
-    else:
-        value(task, _GQA_NAME[name], select(a))
-    return "->".join(steps)
+            return self._add("query", what, at)
+        return self._add(f"{task} {what}", self._program.value if task == "verify" else self._choice, at)
 
 
 def _local_group(program: Program) -> str:
@@ -371,8 +430,10 @@ def settles(program: Program) -> frozenset[Fact]:
 
 def needs(program: Program) -> frozenset[Fact]:
     """The facts from which the question can be answered; empty where no single question states them."""
-    kind, a, b = program.kind, program.a, program.b
-    task, _, name = kind.partition("_")
+    kind = program.kind
+    a = program.a
+    b = program.b
+    task, name = split(kind)
     if task == "ground":
         return frozenset({("ground",)})
     if a is None:

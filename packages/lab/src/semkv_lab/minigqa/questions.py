@@ -26,7 +26,7 @@ from semkv_lab.minigqa.scenes import (
     Thing,
     relation_holds,
     side_of,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,32 +197,46 @@ def _only_neighbour(scene: Scene, target: int, relation: str) -> Ref | None:
     return Ref(found[0]) if len(found) == 1 and None not in truths.values() else None
 
 
+def split(kind: str) -> tuple[str, str]:
+    """Task and name of a kind: ``("rel", "verify")``."""
+    task = kind.split("_", 1)[0]
+    return task, kind[len(task) + 1 :]
+
+
 def _answer(scene: Scene, program: Program, a: Ref | None, b: Ref | None) -> str | None:
-    kind, value = program.kind, program.value
-    task, _, name = kind.partition("_")
+    task, name = split(program.kind)
     if a is None:
         return _judged(name, scene.ground, program)
     first = scene.things[a.index]
-    if kind.startswith("rel_query"):
+    if program.kind.startswith("rel_query"):
         return str(getattr(first, name.removeprefix("query_")))
-    if b is not None and task == "rel":
-        truth = relation_holds(scene, a.index, value, b.index)
-        if truth is None:
-            return None
-        return yes_no(truth) if name == "verify" else _ONE_WORD[value if truth else OPPOSITE[value]]
     if b is not None:
-        second = scene.things[b.index]
-        if kind != "compare_size":
-            return yes_no((getattr(first, name) == getattr(second, name)) == (task == "same"))
-        if first.size == second.size or first.shape == second.shape:
-            return None
-        return first.shape if first.size == {"larger": "large", "smaller": "small"}[value] else second.shape
-    if kind == "verify_both":
-        return yes_no((first.color, first.size) == (value, program.other))
+        return _answer_of_two(scene, program, a, b)
+    if program.kind == "verify_both":
+        return yes_no((first.color, first.size) == (program.value, program.other))
     if task == "position":
         side = side_of(scene, a.index, axis_of(program))
         return None if side is None else _judged(name, side, program)
     return _judged(task, getattr(first, name), program)
+
+
+def _answer_of_two(scene: Scene, program: Program, a: Ref, b: Ref) -> str | None:
+    task, name = split(program.kind)
+    if task == "rel":
+        truth = relation_holds(scene, a.index, program.value, b.index)
+        if truth is None:
+            return None
+        if name == "verify":
+            return yes_no(truth)
+        return _ONE_WORD[program.value if truth else OPPOSITE[program.value]]
+    first = scene.things[a.index]
+    second = scene.things[b.index]
+    if program.kind != "compare_size":
+        return yes_no((getattr(first, name) == getattr(second, name)) == (task == "same"))
+    if first.size == second.size or first.shape == second.shape:
+        return None
+    asked = {"larger": "large", "smaller": "small"}[program.value]
+    return first.shape if first.size == asked else second.shape
 
 
 def _judged(task: str, own: str, program: Program) -> str | None:
@@ -233,9 +247,11 @@ def _judged(task: str, own: str, program: Program) -> str | None:
 
 
 def _existence(scene: Scene, program: Program) -> Program | None:
-    a, b = program.a, program.b
+    a = program.a
+    b = program.b
     assert a is not None
-    found, others = a.fitting(scene), b.fitting(scene) if b is not None else []
+    found = a.fitting(scene)
+    others: list[int] = []
     if program.kind == "rel_exist":
         b = _the_one(scene, b)
         if b is None or b.index in found:
@@ -245,13 +261,24 @@ def _existence(scene: Scene, program: Program) -> Program | None:
             return None
         found = [i for i, holds in sides.items() if holds]
     elif b is not None:
+        others = b.fitting(scene)
         if set(found) & set(others):
             return None
-        b = replace(b, index=others[0] if others else -1)
-    truth = bool(found and others) if program.kind == "exist_and" else bool(found)
-    if program.kind == "exist_or":
-        truth = bool(found or others)
-    return replace(program, answer=yes_no(truth), a=replace(a, index=found[0] if found else -1), b=b)
+        b = replace(b, index=_first(others))
+    truth = _is_there(program.kind, found, others)
+    return replace(program, answer=yes_no(truth), a=replace(a, index=_first(found)), b=b)
+
+
+def _first(found: Sequence[int]) -> int:
+    return found[0] if found else -1
+
+
+def _is_there(kind: str, found: Sequence[int], others: Sequence[int]) -> bool:
+    if kind == "exist_and":
+        return bool(found and others)
+    if kind == "exist_or":
+        return bool(found or others)
+    return bool(found)
 
 
 # -- drawing a question; every draw stands in an order that earlier data depends on ------------------------------------
@@ -434,7 +461,7 @@ def _relation_query(name: str) -> Asker:
         refs = references(scene, found[0]) if found else []
         if found is None or not refs:
             return None
-        return Program(f"rel_query_{name}", "", Ref(-1), rng.choice(refs), value=found[1])
+        return Program(kind=f"rel_query_{name}", answer="", a=Ref(-1), b=rng.choice(refs), value=found[1])
 
     return asker
 
@@ -444,10 +471,12 @@ def _relation_exist(scene: Scene, rng: Random) -> Program | None:
     truth = rng.random() < 0.5
     there = truth or rng.random() < 0.7
     for _ in range(_TRIES):
-        a, b, relation = _maybe_there(scene, rng, there), _pick(scene, rng), rng.choice(RELATIONS)
+        a = _maybe_there(scene, rng, there)
+        b = _pick(scene, rng)
+        relation = rng.choice(RELATIONS)
         if a is None or b is None or not a.shape:
             continue
-        program = restate(scene, Program("rel_exist", "", a, b, value=relation))
+        program = restate(scene, Program(kind="rel_exist", answer="", a=a, b=b, value=relation))
         if program is not None and program.answer == yes_no(truth):
             return program
     return None

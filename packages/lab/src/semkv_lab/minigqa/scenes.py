@@ -68,7 +68,7 @@ def make_scene(rng: Random) -> Scene:
     while True:
         things = _place(rng, kinds)
         if things is not None:
-            return Scene(things, rng.choice(GROUNDS), rng.uniform(-1, 1), rng.getrandbits(31))
+            return Scene(things=things, ground=rng.choice(GROUNDS), light=rng.uniform(-1, 1), grain=rng.getrandbits(31))
 
 
 def _choose_kinds(rng: Random, count: int) -> list[tuple[str, str]]:
@@ -92,7 +92,16 @@ def _place(rng: Random, kinds: list[tuple[str, str]]) -> tuple[Thing, ...] | Non
         for _ in range(24):
             x, y = rng.uniform(low, high), rng.uniform(low, high)
             if all(max(abs(x - t.x), abs(y - t.y)) > radius + t.radius + _GAP for t in things):
-                things.append(Thing(shape, color, size, x, y, radius, rng.uniform(-1, 1)))
+                thing = Thing(
+                    shape=shape,
+                    color=color,
+                    size=size,
+                    x=x,
+                    y=y,
+                    radius=radius,
+                    shade=rng.uniform(-1, 1),
+                )
+                things.append(thing)
                 break
         else:
             return None
@@ -209,7 +218,8 @@ _STROKES: dict[str, list[tuple[str, list[tuple[float, float]], dict[str, Any]]]]
 
 
 def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
-    x, y, r = thing.x * _SCALE, thing.y * _SCALE, thing.radius * _SCALE
+    x, y = thing.x * _SCALE, thing.y * _SCALE
+    r = thing.radius * _SCALE
     fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
     light = tuple(part + (255 - part) // 2 for part in fill)
     values: dict[Any, Any] = {"fill": fill, "edge": _shaded(fill, _OUTLINE), "light": light, "thick": round(0.42 * r)}
