@@ -1,7 +1,7 @@
 """An OpenAI-compatible server that does what the prompt says, for tests and benches of the gateway.
 
 The last user text may hold directives in brackets: ``[delay=0.2]`` seconds before the answer,
-``[status=500]``,
+``[status=500]``, whose error ``says`` more,
 ``[length]`` for an answer cut off, ``[cut]`` for a stream that breaks, ``[error]`` for an error event in the stream,
 ``[odd]`` for a field in it that nobody knows,
 ``[tool]`` for a tool call, ``[think]`` for reasoning, ``[big=100000]`` for that many characters, ``[events=N]`` for the
@@ -121,7 +121,8 @@ class Scripted:
             await self._opened()
         if "status" in said:
             status = int(said["status"])
-            await self._json(send, status, {"error": {"message": "scripted", "type": "Scripted", "code": status}})
+            message = f"scripted {said.get('says', '')}".rstrip()
+            await self._json(send, status, {"error": {"message": message, "type": "Scripted", "code": status}})
         elif isinstance(content, list):
             await self._stream(content, said, send)
         else:

@@ -114,13 +114,31 @@ def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_was_warmed_is_there(tmp_path: Path) -> None:
-    """Also a prompt with a line break that ends no line of JSON."""
+    """Also a prompt with a line break that ends no line of JSON, in a file with a byte order mark."""
     text = "one\u2028line"
-    (tmp_path / "prompts").write_text(json.dumps(text, ensure_ascii=False) + "\r\n\n", "utf-8")
+    (tmp_path / "prompts").write_text(json.dumps(text, ensure_ascii=False) + "\r\n\n", "utf-8-sig")
     with Pair(tmp_path) as pair:
-        for outcome in ("1 sent, 0 there already, 0 failed\n", "0 sent, 1 there already, 0 failed\n"):
-            assert semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted").stdout == outcome
+        for outcome in ("1 kept, 0 there already", "0 kept, 1 there already"):
+            out = semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted").stdout
+            assert out == f"{outcome}, 0 not kept, 0 failed\n"
         assert kind(httpx.post(f"{pair.url}/v1/chat/completions", json=chat(text))) == "hit"
+
+
+def test_what_could_not_be_kept_is_counted_with_its_reason(tmp_path: Path) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+    lines = [
+        "kept",
+        "cut off [length]",
+        {"messages": [{"role": "user", "content": "drawn"}], "temperature": 0.7},
+        {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "seen?"}]}]},
+    ]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    with Pair(tmp_path) as pair:
+        for kept in ("1 kept, 0 there already", "0 kept, 1 there already"):
+            out = semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted")
+            assert out.stdout == f"{kept}, 3 not kept, 0 failed\n"
+            for reason in ("sampled", "media_that_is_not_in_the_request", "unfinished"):
+                assert f"not kept: 1 ({reason})" in out.stderr
 
 
 class TestWorkers:

@@ -10,18 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from gateway_helpers import ONE, OTHER, Pair, Served, Started, beside, chat, kind, later, near_pair, wait_until
 from scripted_upstream import Scripted
+from semkv.errors import ConfigError
 from semkv_gateway import gateway
+from semkv_gateway.headers import Separation
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("headers"), vary_headers=("X-Region",)) as running:
+    with Pair(tmp_path_factory.mktemp("headers"), ignored_headers=("X-Tier",)) as running:
         yield running
 
 
@@ -43,7 +46,7 @@ def name_of(answer: httpx.Response) -> str:
 
 class TestKey:
     @pytest.mark.parametrize(
-        "name", ["OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Accept-Language", "x-model", "x-region", "?"]
+        "name", ["OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Accept-Language", "x-model", "X-Region", "?"]
     )
     def test_a_header_or_query_that_changes_the_answer_is_part_of_it(self, pair: Pair, name: str) -> None:
         ways: list[dict[str, Any]] = [{}, {name: "a"}, {name: "b"}]
@@ -70,11 +73,109 @@ class TestKey:
             assert pair.asked == [ONE, OTHER]
 
 
+# Some of each kind: those of vendors, of proxies that say who asks, and names that nobody has.
+SEPARATE = """
+    Authorization Cookie X-Portkey-Api-Key X-Portkey-Config Ocp-Apim-Subscription-Key cf-aig-authorization X-Auth-Token
+    X-Forwarded-User X-Amz-Security-Token Helicone-Auth X-User-Id X-Session-Id X-Acme-Wristband ticket X_Api_Key
+""".split()
+SHARE = """
+    User-Agent Accept X-Request-Id traceparent X-B3-TraceId b3 X-Amzn-Trace-Id CF-Ray X-Forwarded-For X-Stainless-Lang
+    x-stainless-of-next-year Idempotency-Key Sec-Fetch-Mode X-Tier
+""".split()
+
+
+class TestTenants:
+    """By headers alone: with a salt, a key and a namespace of their own."""
+
+    def seen(self, pair: Pair, text: str, headers: Any) -> tuple[str, str, str]:
+        """What the cache said, whose answer it was, and the latest salt that the upstream was sent."""
+        answer = pair.post(text, headers=headers)
+        return kind(answer), name_of(answer), pair.upstream.calls[-1]["cache_salt"]
+
+    @pytest.mark.parametrize("name", SEPARATE)
+    def test_a_header_that_nobody_has_reviewed_makes_a_tenant(self, pair: Pair, name: str) -> None:
+        found = [self.seen(pair, f"for {name}", {name: value}) for value in ("one", "two", "one")]
+        assert [said for said, _, _ in found] == ["miss", "miss", "hit"]
+        assert found[0][1] == found[2][1] != found[1][1]
+        assert found[0][2] != found[1][2]
+
+    @pytest.mark.parametrize("name", SHARE)
+    def test_a_harmless_one_does_not(self, pair: Pair, name: str) -> None:
+        found = [self.seen(pair, f"for {name}", {name: value}) for value in ("one", "two")]
+        assert [said for said, _, _ in found] == ["miss", "hit"]
+
+    def test_a_key_in_the_query_makes_a_tenant_and_a_version_does_not(self, pair: Pair) -> None:
+        def salt(query: str) -> str:
+            url = f"{pair.url}/v1/chat/completions?{query}"
+            assert httpx.post(url, json=chat(f"by {query}"), timeout=120).status_code == 200
+            return str(pair.upstream.calls[-1]["cache_salt"])
+
+        assert salt("key=a") != salt("key=b")
+        assert salt("api-version=1") == salt("api-version=2") == salt("beta=true")
+        assert salt("api-version=1&sig=a") != salt("api-version=1&sig=b")
+
+    def test_neither_do_near_repeats_nor_requests_on_their_way_cross_it(self, tmp_path: Path) -> None:
+        one, two = {"X-Acme-Wristband": "one"}, {"X-Acme-Wristband": "two"}
+        with near_pair(tmp_path) as pair:
+            with beside(pair, "at once", headers=one) as first:
+                second = pair.soon("at once", headers=two)
+                wait_until(lambda: pair.asked.count("at once") == 2)
+            assert name_of(first.result()) != name_of(second.result())
+            pair.post(ONE, headers=one)
+            wait_until(lambda: pair.entries == 3)
+            assert pair.post(OTHER, headers=two).headers["x-semkv"] == "miss"
+            assert pair.post(OTHER.upper(), headers=one).headers["x-semkv"].startswith("hit tier=text")
+
+    @pytest.mark.parametrize(("settings", "more"), [
+        ({"single_tenant": True}, {}),
+        ({"trusted_proxies": ("127.0.0.0/8",)}, {"X-Semkv-Tenant": "acme"}),
+    ])  # fmt: skip
+    def test_under_another_word_for_the_tenant_credentials_share_and_the_rest_separates(
+        self, tmp_path: Path, settings: dict[str, Any], more: dict[str, str]
+    ) -> None:
+        with Pair(tmp_path, **settings) as pair:
+            for name, said in (("X-Api-Key", "hit"), ("X-Forwarded-User", "hit"), ("X-Portkey-Config", "miss")):
+                headers = [{name: value, **more} for value in ("one", "two")]
+                for way in headers:  # each key is let in by a success of its own
+                    pair.post(f"in by {name} {way}", headers=way)
+                found = [self.seen(pair, f"for {name}", way) for way in headers]
+                assert [what for what, _, _ in found] == ["miss", said]
+                assert found[0][2] == found[1][2]
+
+    def test_a_metric_names_those_that_split_most(self, tmp_path: Path) -> None:
+        with Pair(tmp_path) as pair:
+            for number in range(20):
+                pair.post("a", headers={"X-Visit": f"visit {number}", f"X-Made-Up-{number}": "x", "X-Steady": "same"})
+            text = httpx.get(f"{pair.url}/metrics").text
+            assert pair.metric("semkv_header_values_total") == 20 + 20 + 1
+            names = re.findall(r'semkv_header_values_total\{header="([^"]+)"\}', text)
+            assert sorted(names) == ["others", "x-visit"]
+            assert "visit 7" not in text
+
+    def test_a_known_credential_cannot_be_ignored(self) -> None:
+        assert Separation(["X-Visit"]).sort({"headers": [(b"x-visit", b"1")]}).unknown == []
+        for name in ("Authorization", "x-api-key", "COOKIE", "X-Forwarded-User"):
+            with pytest.raises(ConfigError, match="--ignore-header"):
+                Separation([name])
+
+
+def test_every_header_of_the_clients_in_the_tests_is_harmless_or_known(pair: Pair) -> None:
+    """Clients of OpenAI and Anthropic share a tenant between their calls, whatever they say of themselves."""
+    before = pair.metric("semkv_header_values_total")
+    for _ in range(2):
+        pair.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "by a client"}])
+        anthropic.Anthropic(base_url=pair.url, api_key="key", max_retries=0).messages.create(
+            model="m", max_tokens=9, messages=[{"role": "user", "content": "by a client"}]
+        )
+    assert pair.metric("semkv_header_values_total") == before
+
+
 class TestWhatTheUpstreamSays:
     @pytest.mark.parametrize(
         ("name", "value", "reason"),
         [
-            ("vary", "Accept-Encoding, x-tone", "vary"),
+            ("vary", "Accept-Encoding, User-Agent", "vary"),
+            ("vary", "x-tier", "vary"),
             ("vary", "*", "vary"),
             ("Cache-Control", "max-age=0, No-Store", "no-store"),
             ("cache-control", 'private="x-a"', "private"),
@@ -244,7 +345,7 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path) -> No
         "miss", "hit tier=exact", "miss reason=sampled", "miss reason=sampled", "miss", "pass reason=route"
     ]  # fmt: skip
     assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
-    assert {line["tenant"] for line in lines} == {lines[0]["tenant"]}
+    assert {line["tenant"] for line in lines[:-1]} == {lines[0]["tenant"]} != {lines[-1]["tenant"]}
     assert [line.get("model") for line in lines] == ["scripted"] * 4 + ["two\nlines", None]
     assert lines[-1]["route"] == "/v1/models"
     assert all(0 <= line["ms"] < 3e5 for line in lines)

@@ -143,8 +143,9 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, UNKNOWN),
     (RESPONSES, {"input": [{"type": "web_search_call", "id": "1"}, ITEM]}, UNKNOWN),
     (RESPONSES, {"input": [{"id": "msg_1"}, ITEM]}, UNKNOWN),
-    (RESPONSES, {"input": [user("input_file", file_id="f")]}, UNKNOWN),
-    (RESPONSES, {"input": [user("input_image", file_id="f")]}, UNKNOWN),
+    (RESPONSES, {"input": [user("input_file", file_id="f")]}, "stateful"),
+    (RESPONSES, {"input": [user("input_image", file_id="f")]}, ELSEWHERE),
+    (RESPONSES, {"input": [user("input_text", text="a", file_id="f")]}, "stateful"),
     (RESPONSES, {"input": [user("input_image", image_url="https://a.example/x.png")]}, ELSEWHERE),
     (RESPONSES, {"input": []}, "no prompt"),
     (RESPONSES, {"input": None}, "no prompt"),
@@ -154,6 +155,7 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"system": [{"type": "file"}]}, UNKNOWN),
     (MESSAGES, {"system": {"type": "text"}}, UNKNOWN),
     (MESSAGES, {"messages": "a"}, "no messages"),
+    (MESSAGES, {"messages": [user("text", text="a", source={"file_id": "f"})]}, "stateful"),
     (MESSAGES, {"messages": [user("image", source={"type": "url", "url": "https://a.example/x"})]}, ELSEWHERE),
     (MESSAGES, {"messages": [user("document", source={"type": "file", "file_id": "f"})]}, ELSEWHERE),
     (MESSAGES, {"messages": [user("document", source=None)]}, ELSEWHERE),
@@ -175,6 +177,45 @@ def test_what_depends_on_more_than_the_request_has_no_key() -> None:
 
 def key(path: str, body: dict[str, Any]) -> str:
     return canonicalise(body, Deployment(path, "t", b"secret")).key
+
+
+def test_what_is_not_known_of_an_item_is_in_the_key() -> None:
+    text = {"type": "text", "text": "a"}
+    block = {"role": "user", "content": [text]}
+    hinted = {"role": "user", "content": [{**text, "cache_control": {"type": "ephemeral"}, "citations": None}]}
+    system = "You write code."
+    same: list[dict[str, Any]] = [{"messages": [block]}, {"messages": [hinted]}]
+    assert {key(MESSAGES, body_for(MESSAGES, **way)) for way in same} == {key(MESSAGES, body_for(MESSAGES))}
+    told = {"system": [{**text, "text": system, "cache_control": {"type": "ephemeral"}}]}
+    assert key(MESSAGES, body_for(MESSAGES, **told)) == key(MESSAGES, body_for(MESSAGES, system=system))
+    item = {"type": "message", **ITEM, "status": None}
+    assert key(RESPONSES, body_for(RESPONSES, input=[item])) != key(RESPONSES, body_for(RESPONSES, input=[ITEM]))
+    assert key(RESPONSES, body_for(RESPONSES, input=[{**ITEM, "status": None}])) == key(
+        RESPONSES, body_for(RESPONSES, input=[ITEM])
+    )
+    moods = [key(path, body_for(path, **{name: [{**message, "mood": mood}]})) for mood in ("happy", "sad")
+             for path, name, message in ((MESSAGES, "messages", block), (RESPONSES, "input", ITEM))]  # fmt: skip
+    assert len({*moods}) == 4
+
+
+BILLED = "x-anthropic-billing-header: cc_version=2.1.1.abc; cc_entrypoint=cli; cch="
+CHAT = "/v1/chat/completions"
+
+
+def billed(path: str, text: str) -> str:
+    """The key of a request whose system prompt begins with a block."""
+    system = [{"type": "text", "text": text}, {"type": "text", "text": "You write code."}]
+    if path == CHAT:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
+        return key(path, {"messages": messages, "temperature": 0})
+    return key(path, body_for(path, system=system))
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_the_block_that_vllm_takes_out_of_a_system_prompt_separates_nothing(path: str) -> None:
+    assert billed(path, f"{BILLED}aaaaa;") == billed(path, f"{BILLED}bbbbb;")
+    others = [f"{BILLED}aaaaa; Speak French.", f"{BILLED}aaaaa;\nSpeak French.", f"{BILLED}aaaaa; cc_x=French;"]
+    assert len({billed(path, text) for text in (f"{BILLED}aaaaa;", *others)}) == 4
 
 
 @pytest.mark.parametrize(("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from gateway_helpers import NEAR, ONE, OTHER, Pair, beside, chat, kind, picture, wait_until
+from scripted_upstream import Scripted
 from semkv_gateway.tenancy import Client, Tenants
 
 
@@ -97,6 +99,57 @@ class TestSalts:
             answer = httpx.post(f"{pair.url}{path}", content=raw)
             assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
         assert pair.upstream.total == before
+
+
+class Strict(Scripted):
+    """A server that takes no field which it does not know, and says so as OpenAI or FastAPI do, or packed."""
+
+    form = "named"
+
+    async def _answer(self, scope: Any, raw: bytes, receive: Any, send: Any) -> None:
+        if b"cache_salt" not in raw:
+            await super()._answer(scope, raw, receive, send)
+            return
+        self.total += 1
+        said = json.dumps({"error": {"message": "Unrecognized request argument supplied: cache_salt"}}).encode()
+        headers = [(b"content-type", b"application/json")]
+        if self.form == "packed":
+            said, headers = gzip.compress(said), [*headers, (b"content-encoding", b"gzip")]
+        await send({"type": "http.response.start", "status": 400, "headers": headers})
+        await send({"type": "http.response.body", "body": said})
+
+
+class TestRefusedSalts:
+    @pytest.mark.parametrize("form", ["named", "packed"])
+    @pytest.mark.parametrize("how", ["cacheable", "bypass", "responses"])
+    def test_it_is_noticed_once_and_said(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, form: str
+    ) -> None:
+        upstream = Strict()
+        upstream.form = form
+        path, raw, headers = PASSED[how]
+        with Pair(tmp_path, upstream=upstream) as pair:
+            assert pair.metric("semkv_salt_refused") == 0
+            assert "cache_salt" not in sent(pair, path, raw, key="one", **headers)
+            assert upstream.total == 2, "with a salt, then without"
+            for text in ("a", "b"):
+                pair.post(text)
+            assert upstream.total == 4
+            assert pair.metric("semkv_salt_refused") == 1
+            assert kind(pair.post("a")) == "hit"
+            assert kind(pair.post("a", headers={"Authorization": "Bearer other"})) == "miss", "answers stay apart"
+        assert [record.message[:34] for record in caplog.records if "cache_salt" in record.message] == [
+            "the upstream refuses cache_salt, s"
+        ]
+
+    def test_an_error_that_repeats_what_a_client_wrote_turns_nothing_off(self, pair: Pair) -> None:
+        pair.upstream.script = {"my cache_salt": {"status": "400", "says": "cache_salt"}}
+        for _ in range(2):
+            answer = pair.post("my cache_salt")
+            assert answer.status_code == 400
+            assert "scripted" in answer.text
+        pair.upstream.script = {}
+        assert "cache_salt" in sent(pair, CHAT, json.dumps(chat("still salted")).encode(), key="one")
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,9 @@ from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.routes import ROUTES
+from semkv_gateway.salts import SALTED
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
-from semkv_gateway.tenancy import SALTED, parse_tag_rule
+from semkv_gateway.tenancy import parse_tag_rule
 
 log = logging.getLogger(__name__)
 

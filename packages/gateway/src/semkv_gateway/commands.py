@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,11 +91,35 @@ def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = 
     key = os.environ.get("OPENAI_API_KEY", "")
     todo = list(_requests_of(prompts, model))
     with _extra():
-        there, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
-    print(f"{len(todo) - there - len(failures)} sent, {there} there already, {len(failures)} failed")
+        warmed = asyncio.run(_send_all(todo, url.rstrip("/"), key))
+    unkept, failures = warmed.unkept, warmed.failures
+    kept = f"{warmed.kept} kept, {warmed.there} there already"
+    print(f"{kept}, {unkept.total()} not kept, {len(failures)} failed")
+    for reason, count in unkept.most_common():
+        print(f"not kept: {count} ({reason})", file=sys.stderr)
     if failures:
         print(f"first failure: {failures[0]}", file=sys.stderr)
         sys.exit(1)
+
+
+@dataclass
+class _Warmed:
+    """What became of the requests of a file."""
+
+    kept: int = 0
+    there: int = 0  # they had an answer already
+    unkept: Counter[str] = field(default_factory=Counter)  # answers by the reason, as ``X-Semkv`` words it
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, said: str) -> None:
+        """Note what the gateway said of an answer."""
+        outcome, _, reason = said.partition(" reason=")
+        if outcome.startswith("hit"):
+            self.there += 1
+        elif reason or not outcome.startswith(("miss", "joined")):
+            self.unkept[reason or "no semkv gateway"] += 1
+        else:
+            self.kept += 1
 
 
 def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,7 +132,7 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         DatasetError: a line is neither; names file and line.
     """
     try:
-        lines = file.read_text("utf-8").split("\n")  # not at every line break that a prompt may hold
+        lines = file.read_text("utf-8-sig").split("\n")  # not at every line break that a prompt may hold
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{file}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -129,31 +155,36 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
-async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> tuple[int, list[str]]:
-    """How many answers were there already, and why requests failed."""
+async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> _Warmed:
+    """Send requests, a few at a time."""
     import aiohttp
     from rich.console import Console
     from rich.progress import track
 
-    there, failures = 0, list[str]()
+    warmed = _Warmed()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     pool, timeout = aiohttp.TCPConnector(limit=_AT_ONCE), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
 
-        async def send(path: str, body: dict[str, Any]) -> bool:
-            """Whether the answer was there already."""
+        async def send(path: str, body: dict[str, Any]) -> str:
+            """What the gateway says of the answer. It says it before it knows why an answer cannot be kept, such as
+            one that was cut off, so that is asked for."""
             async with session.post(url + path, json=body) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise ValueError(f"status {response.status}: {text[:200]}")
-                return response.headers.get("x-semkv", "").startswith("hit")
+                said = response.headers.get("x-semkv", "")
+            if said.startswith("hit") or "reason=" in said or not said:
+                return said
+            async with session.post(url + path, json=body, headers={"Cache-Control": "only-if-cached"}) as response:
+                return said if response.status == 200 else "miss reason=unfinished"
 
         sending = [asyncio.ensure_future(send(path, body)) for path, body in todo]
         for done in track(asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)):
             try:
-                there += await done
+                warmed.add(await done)
             except ValueError as error:
-                failures.append(str(error))
+                warmed.failures.append(str(error))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                failures.append(f"{type(error).__name__}: {error}")
-    return there, failures
+                warmed.failures.append(f"{type(error).__name__}: {error}")
+    return warmed

@@ -23,16 +23,18 @@ from semkv.stores.responses import Selector
 from semkv.types import ReuseReport
 from semkv_gateway import http
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
+from semkv_gateway.headers import Separation
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv_gateway.logs import ONLY, current
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
 from semkv_gateway.routes import ROUTES, Unkeyable
+from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
 from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
-from semkv_gateway.tenancy import REFUSED, SALTED, Client, Controls, NoPlace, Tenants, Vary, controls_of, salted
+from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_of
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +116,15 @@ class Gateway:
         self.background: set[asyncio.Task[object]] = set()
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
+        self.salts = Salts(on=settings.salt)
         self._secret, self._checks = secret, 0
-        self._tenants = Tenants(secret, trusted=settings.networks, single=settings.single_tenant)
-        self._vary = Vary(settings.vary_headers)
+        self._separation = Separation(settings.ignored_headers)
+        self._tenants = Tenants(
+            secret,
+            separation=self._separation,
+            trusted=settings.networks,
+            single=settings.single_tenant,
+        )
 
     # -- a request ----------------------------------------------------------------------------------------------
 
@@ -127,6 +135,7 @@ class Gateway:
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
         client = self._tenants.client(call.scope)
+        self.metrics.separated(client.unknown)
         try:
             if len(call.body) > _LARGE:
                 canonical = await asyncio.to_thread(self._canonicalise, call, client)
@@ -255,14 +264,17 @@ class Gateway:
         converts = canonical.route.converts
         streams = canonical.stream if stream is None or not converts else stream
 
+        def call(salted: bool) -> Call:
+            return request.call.with_body(_body(canonical, stream=streams, salted=salted))
+
         async def send() -> Reply:
             if self.stopping.is_set():
                 raise _stopped()
-            return await self.upstream.send(request.call.with_body(_body(canonical, stream=streams)))
+            return await self.salts.send(self.upstream, call)
 
         def on_head(status: int, headers: Headers) -> str:
             self._answered(request.client, status)
-            return self._vary.refusal(headers, by_credentials=request.client.by_credentials)
+            return self._separation.refusal(headers, by_credentials=request.client.by_credentials)
 
         async def on_whole(flight: InFlight) -> None:
             seconds = time.perf_counter() - started
@@ -543,9 +555,10 @@ class Gateway:
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
-        if self.settings.salt and scope["method"] == "POST" and scope["path"] in SALTED:
-            call = replace(call, body=await asyncio.to_thread(salted, call.body, tenant, self._secret))
-        return await self.upstream.send(call)
+        if not self.salts.on or scope["method"] != "POST" or scope["path"] not in SALTED:
+            return await self.upstream.send(call)
+        body = await asyncio.to_thread(salted, call.body, tenant, self._secret)
+        return await self.salts.send(self.upstream, lambda salts: replace(call, body=body) if salts else call)
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
@@ -554,9 +567,15 @@ class Gateway:
         if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
             raise Unkeyable("content type")
         settings, scope = self.settings, call.scope
-        tags, headers = self._tenants.tags_of(scope), self._vary.read(scope)
-        version, salts = settings.data_version, settings.salt
-        deployment = Deployment(scope["path"], client.tenant, self._secret, version, tags, headers, salts)
+        tags = self._tenants.tags_of(scope)
+        deployment = Deployment(
+            endpoint=scope["path"],
+            tenant=client.tenant,
+            secret=self._secret,
+            version=settings.data_version,
+            tags=tags,
+            headers=client.headers,
+        )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 
     # -- recording and checking, in the background ----------------------------------------------------------------
@@ -642,6 +661,7 @@ class Gateway:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         sizes = self.cache.sizes()
         sizes["gauges"] |= {
+            "salt_refused": float(self.salts.refused),
             "flights": float(len(self.flights.running)),
             "flight_bytes": float(self.flights.held_bytes),
             "flight_limit_bytes": float(self.flights.max_total_bytes),
@@ -671,9 +691,9 @@ def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
 _read_again = lru_cache(_KNOWN)(_read)
 
 
-def _body(canonical: CanonicalRequest, *, stream: bool) -> bytes:
+def _body(canonical: CanonicalRequest, *, stream: bool, salted: bool) -> bytes:
     """What is sent upstream."""
-    body = canonical.body()
+    body = canonical.body(salted=salted)
     if not canonical.route.converts:
         return _encode(body).encode()
     body.pop("stream_options", None)

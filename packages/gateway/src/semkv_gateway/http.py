@@ -429,7 +429,38 @@ class AppUpstream:
         pass
 
 
-Reply = _HttpReply | _AppReply
+class BegunReply:
+    """An answer of which the first bytes were read already."""
+
+    def __init__(self, reply: _HttpReply | _AppReply) -> None:
+        self._reply = reply
+        self._pieces = reply.pieces()
+        self._read: list[bytes] = []
+        self.status = reply.status
+        self.headers = reply.headers
+
+    async def read(self, most: int) -> bytes:
+        """The body, or about so many bytes of it. Raises as `pieces` does."""
+        size = 0
+        async for piece in self._pieces:
+            self._read.append(piece)
+            size += len(piece)
+            if size >= most:
+                break
+        return b"".join(self._read)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body from its start."""
+        for piece in self._read:
+            yield piece
+        async for piece in self._pieces:
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._reply.aclose()
+
+
+Reply = _HttpReply | _AppReply | BegunReply
 """An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop. Names of
 ``headers`` are in lower case."""
 

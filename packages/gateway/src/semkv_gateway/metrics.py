@@ -34,7 +34,12 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of the live view: seconds of a bin
 _BINS = 100  # of each
 _LATENCIES = 1024  # of each tier
-_NAMES, _NAME = 50, 100  # models and tenants that are counted by themselves; characters of a name
+_NAME = 100  # characters of a model, a tenant or a header
+_COUNTED = 200  # models, and as many tenants, that are counted by themselves
+_LISTED = 50  # of the busiest of them are shown
+_VALUES = 10_000  # latest values of headers that are known again
+_OFTEN = 8  # new values, from which on a header has a label of its own
+_LABELS = 32  # headers that have one
 _SHOWN = 100  # latest hits, and as many approximate ones
 _KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
@@ -49,6 +54,46 @@ MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
 
 
+class Busiest:
+    """Counts by name, in bounded memory, for the names that come most often (the space-saving algorithm).
+
+    A name that is new takes the place of the rarest one, and its rank with it, so that what comes often enough is
+    never pushed out by many that come once. What a name counted before it lost its place is in ``others``.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.others: Counts[str] = Counts()
+        self._most = most
+        self._ranks: dict[str, int] = {}  # no less than how often a name came
+        self._counts: dict[str, Counts[str]] = {}
+
+    def add(self, name: str, what: str) -> int:
+        """Count ``what`` for a name. Returns how often the name was counted since it has its place."""
+        if name not in self._ranks:
+            self._ranks[name] = self._make_room()
+            self._counts[name] = Counts()
+        self._ranks[name] += 1
+        counts = self._counts[name]
+        counts[what] += 1
+        return counts.total()
+
+    def _make_room(self) -> int:
+        """The rank that a new name begins with."""
+        if len(self._ranks) < self._most:
+            return 0
+        rarest = min(self._ranks, key=self._ranks.__getitem__)
+        self.others.update(self._counts.pop(rarest))
+        return self._ranks.pop(rarest)
+
+    def view(self, shown: int) -> list[tuple[str, Counts[str]]]:
+        """The names that were counted most, largest first, and all other counts under ``others``."""
+        ordered = sorted(self._counts.items(), key=lambda pair: -pair[1].total())
+        others = self.others.copy()
+        for _, counts in ordered[shown:]:
+            others.update(counts)
+        return ordered[:shown] + ([("others", others)] if others else [])
+
+
 class Live:
     """Requests of the last day by tier, the latest latencies by tier, and requests by model and by tenant since the
     start. For the dashboard; starts empty. Used only on the event loop."""
@@ -56,7 +101,7 @@ class Live:
     def __init__(self) -> None:
         self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
         self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
-        self._by: dict[str, dict[str, Counts[str]]] = {"model": {}, "tenant": {}}
+        self._by = {"model": Busiest(_COUNTED), "tenant": Busiest(_COUNTED)}
 
     def add(self, tier: str, seconds: float) -> None:
         """Count a request."""
@@ -69,11 +114,9 @@ class Live:
         self._latencies[tier].append(seconds)
 
     def ended(self, model: str, tenant: str, outcome: str) -> None:
-        """Count what a request was answered with: the first word of ``X-Semkv``. Names beyond the first `_NAMES` count
-        together."""
-        for by, name in zip(self._by.values(), (model, tenant), strict=True):
-            name = name[:_NAME] or "-"
-            by.setdefault(name if name in by or len(by) < _NAMES else "others", Counts())[outcome] += 1
+        """Count what a request was answered with: the first word of ``X-Semkv``."""
+        self._by["model"].add(model[:_NAME] or "-", outcome)
+        self._by["tenant"].add(tenant[:_NAME] or "-", outcome)
 
     def view(self) -> dict[str, Any]:
         """Counts by window, bin and tier; p50 and p95 in seconds by tier; counts by model and tenant, largest first."""
@@ -82,7 +125,7 @@ class Live:
             name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
             for name, step in _WINDOWS.items()
         }
-        by = {kind: sorted(names.items(), key=lambda pair: -pair[1].total()) for kind, names in self._by.items()}
+        by = {kind: names.view(_LISTED) for kind, names in self._by.items()}
         latency = {tier: _quantiles(values) for tier, values in self._latencies.items()}
         return {"windows": windows, "bins": _BINS, "latency": latency, "by": by}
 
@@ -99,6 +142,7 @@ _HELP = {
     "store_up": "1 while the store answers; 0 while it is away and only memory is served.",
     "store_writable": "1 while the store takes new answers; 0 while it is full, read-only or away.",
     "unwritten_entries": "Answers that memory alone has, until the store takes them.",
+    "salt_refused": "1 once the upstream has refused cache_salt: tenants share its prefix cache.",
     "flights": "Upstream requests on their way.",
     "flight_bytes": "Bytes of answers on their way.",
     "semantic_entries": "Entries of the semantic cache.",
@@ -112,6 +156,8 @@ _HELP = {
 _SHARED = ("response_entries", "response_bytes", "response_limit_bytes", "semantic_entries", "media_bytes")
 _MODES = dict.fromkeys((*_SHARED, "media_limit_bytes", "wrong_hit_share", "wrong_hit_share_upper"), "livemax")
 _MODES |= dict.fromkeys(("store_up", "store_writable"), "livemin")
+_MODES["salt_refused"] = "livemax"
+_MODES["store_up"] = "livemin"
 
 
 class Metrics:
@@ -141,6 +187,14 @@ class Metrics:
         )
         for what in ("connections", "bodies", "unread"):
             self.turned_away.labels(what)
+        self._headers = self._counter(
+            "header_values",
+            "New values of headers that nobody has reviewed, each of which separates requests; '?' is the query.",
+            "header",
+        )
+        self._values: Latest[int, None] = Latest(_VALUES)
+        self._split = Busiest(_COUNTED)
+        self._labels: set[str] = set()
         self._faults = self._counter("faults", "Faults that became a miss.", "part")
         self.joins = self._counter(
             "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
@@ -192,6 +246,22 @@ class Metrics:
         """Count a request that the cache could not answer, or an answer that it could not keep."""
         self._uncacheable.labels(reason).inc()
 
+    def separated(self, unknown: Iterable[tuple[bytes, bytes]]) -> None:
+        """Count the new values of headers by their names, of which many may be made up: only those that come often
+        have a label of their own."""
+        for name, value in unknown:
+            known = hash((name, value))
+            is_new = known not in self._values
+            self._values[known] = None
+            if is_new:
+                self._headers.labels(self._label(name[:_NAME].decode("latin-1"))).inc()
+
+    def _label(self, name: str) -> str:
+        count = self._split.add(name, "values")
+        if count >= _OFTEN and len(self._labels) < _LABELS:
+            self._labels.add(name)
+        return name if name in self._labels else "others"
+
     def fault(self, part: str) -> None:
         self._faults.labels(part).inc()
 
@@ -217,6 +287,7 @@ class Metrics:
                 "tiers": by("requests", "tier"),
                 "faults": by("faults", "part"),
                 "reasons": by("uncacheable", "reason"),
+                "headers": by("header_values", "header"),
                 **{ours: sum(sample.value for sample in found.get(name, ())) for ours, name in names.items()},
             },
         }

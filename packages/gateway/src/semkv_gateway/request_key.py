@@ -16,14 +16,22 @@ from semkv.keys import media_uuid
 from semkv.stores.media import MediaStore
 from semkv.tenants import tenant_salt
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
-from semkv_gateway.routes import ROUTES, Content, Route, Unkeyable
+from semkv_gateway.routes import HINT, ROUTES, Content, Route, Unkeyable, is_hint, stands_for_another
 from semkv_stores.digests import digest
 
 # Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
 # two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
 _NOT_IN_KEY = frozenset(
     "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
-    " prompt_cache_key".split()
+    " prompt_cache_key prompt_cache_retention".split()
+)
+# Where null says what absence says. Not among them: `max_tokens` (a completion without it has 16 tokens) and
+# `top_logprobs` (with null vLLM gives none).
+_NULL_IS_ABSENT = frozenset(
+    "model temperature top_p top_k min_p seed n stop max_completion_tokens presence_penalty frequency_penalty"
+    " repetition_penalty logit_bias logprobs tools response_format structured_outputs documents"
+    " chat_template chat_template_kwargs reasoning_effort mm_processor_kwargs media_io_kwargs system stop_sequences"
+    " thinking instructions text reasoning max_output_tokens include suffix cache_control".split()
 )
 # Choose among the model's answers without changing what it computes of the prompt: outside the semantic namespace.
 _SAMPLING = frozenset(
@@ -35,6 +43,14 @@ _SAMPLING = frozenset(
 )
 # Answers that show the prompt belong to this prompt alone.
 _SHOWS_PROMPT = tuple("echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split())
+# Of which it is known that all they say is in the request. Another field may name what the server holds.
+_WHOLE = frozenset(
+    "model messages prompt input query queries documents items text_1 text_2 data_1 data_2 system instructions suffix"
+    " tools tool_choice functions function_call response_format structured_outputs output_config output_format text"
+    " reasoning thinking prediction chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs"
+    " cache_salt stop_sequences include return_token_ids guided_json guided_choice guided_regex guided_grammar"
+    " logits_processors adapter_id user_id".split()
+)
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
@@ -54,8 +70,7 @@ class Deployment:
         secret: of the deployment.
         version: of model and data; a change makes every stored answer unreachable.
         tags: labels that came with it; answers are not shared with requests that have others.
-        headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Vary`.
-        salts: `CanonicalRequest.body` has vLLM's ``cache_salt`` and uuids.
+        headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Client`.
     """
 
     endpoint: str
@@ -64,7 +79,6 @@ class Deployment:
     version: str = ""
     tags: tuple[str, ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
-    salts: bool = True
 
     def key(self, body: str) -> str:
         head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
@@ -129,7 +143,7 @@ class CanonicalRequest:
             return None
         if self._content.media and self._body.get("media_io_kwargs"):
             return None  # the model sees other pictures than the vision layer does
-        rest = {k: v for k, v in self._body.items() if k not in _SAMPLING and k not in _NOT_IN_KEY}
+        rest = {name: value for name, value in _said(self._body).items() if name not in _SAMPLING | _NOT_IN_KEY}
         rest[self._content.name] = self._content.template()
         deployment = self._deployment
         headers = (_encode(deployment.headers),) if deployment.headers else ()
@@ -165,14 +179,14 @@ class CanonicalRequest:
             return None
         return _build({**self._body, content.name: content.value}, content, self._deployment)
 
-    def body(self) -> dict[str, Any]:
-        """What to send upstream: fresh, the caller may change its top level. Where salts are sent it has the tenant's
+    def body(self, *, salted: bool = True) -> dict[str, Any]:
+        """What to send upstream: fresh, the caller may change its top level. ``salted``: with the tenant's
         ``cache_salt`` and uuids of images, by which vLLM knows them without hashing.
 
         An image's uuid is its digest under the tenant's salt, so nobody else can name it. With ``media_io_kwargs`` the
         same bytes may be read in another way, which vLLM does not tell apart by uuid: there are none then.
         """
-        if not self._deployment.salts:
+        if not salted:
             return {**self._body, self._content.name: self._content.with_uuids(None)}
         salt = partial(tenant_salt, self._deployment.secret, self._deployment.tenant)
         named = bool(self._content.media) and not self._body.get("media_io_kwargs")
@@ -188,6 +202,9 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
+        unknown = body.keys() - _WHOLE - _SAMPLING - _NOT_IN_KEY
+        if any(stands_for_another(name, body[name]) for name in unknown):
+            raise Unkeyable("stateful")
         return _build(body, ROUTES[deployment.endpoint].read(body), deployment)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
@@ -203,7 +220,9 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         raise Unkeyable("stream options")
     if model is not None and not isinstance(model, str):
         raise Unkeyable("model is no string")
-    keyed = {n: _number(value) for n, value in body.items() if n not in _NOT_IN_KEY or n in route.repeated}
+    kept_out = _NOT_IN_KEY - route.repeated
+    keyed = {name: value for name, value in _said(body).items() if name not in kept_out}
+    keyed.update(content.beside)
     keyed[content.name] = content.keyed
     if stream and not route.converts:
         keyed["stream"] = [options, body.get("stream_interval")]
@@ -226,6 +245,16 @@ def _fixes(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return False
     return value == 0 if name == "temperature" else isinstance(value, int) and value >= 0
+
+
+def _said(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that say more than their absence does."""
+    said = {name: _number(value) for name, value in body.items() if value is not None or name not in _NULL_IS_ABSENT}
+    if said.get("n") == 1 and said["n"] is not True:
+        del said["n"]
+    if is_hint(said.get(HINT)):
+        del said[HINT]
+    return said
 
 
 def _number(value: Any) -> Any:

@@ -5,6 +5,10 @@ Chats and completions put a stream together to the answer it amounts to where al
 share an entry. Their texts may be matched by similarity: a slot is a place in the messages that a segment stands for.
 All else (roles, names, tool calls, other parts) is the template, which donor and request share. The answers of other
 routes are kept as they came, streams event by event and apart from whole answers, and only for byte-equal content.
+
+What a request holds beside the forms that are known here is in the key as it came, and such a request is exact-only.
+Left out of a key is what is known to say nothing: null, empty lists of what a client sends back, and hints for a
+provider's prompt cache. The body that goes upstream has all of it.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,17 +30,33 @@ from semkv_gateway.answers import Rule
 from semkv_gateway.sse import Assembler, Recorder, events_fault, read_answer
 
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+# A message's fields whose meaning is known: all of it is in the request.
 _MESSAGE = frozenset(
     "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
 )
-# Content parts whose whole meaning is in the request: type -> the fields it may have.
+# What clients send back of an answer, as the server gave it, and labels; they may hold links that nobody follows.
+_ECHOED = frozenset("annotations citations metadata provider_specific_fields reasoning_details thinking_blocks".split())
+_EMPTY: tuple[object, ...] = ([], {})  # say of an echoed field or of `tool_calls` what its absence says
+# Content parts whose whole meaning is in the request: type -> the fields they have.
 _VERBATIM = {
     "text": frozenset(("type", "text")),
+    "input_text": frozenset(("type", "text")),
+    "output_text": frozenset(("type", "text")),
     "refusal": frozenset(("type", "refusal")),
     "thinking": frozenset(("type", "thinking", "closed")),
+    "tool_reference": frozenset(("type", "name")),
 }
 _MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
-_DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,")
+HINT = "cache_control"  # says what a provider should keep, and nothing of the answer
+# Fields that may stand for something which the server holds or fetches.
+_REFERENCE = re.compile(
+    r"(?i:(?:^|[_-])(?:id|ids|uuid|ref|refs|uri|uris|url|urls|path|file|files)$)|[a-z](?:I[dD]s?|Ur[il]s?|UR[IL]s?)$"
+)
+_SCHEME = re.compile(r"\s*(?!data:)[a-z][a-z0-9+.-]*:\S", re.IGNORECASE)
+# The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
+# block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
+_BILLING = "x-anthropic-billing-header:"
+_BILLED = re.compile(rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+")
 _KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
@@ -80,11 +100,12 @@ class Content:
 
     name: str  # of its field, such as `messages` or `prompt`
     value: Any  # as it came
-    keyed: Any  # with every media item by the digest of its bytes
+    keyed: Any  # what of it is in the key: every media item by the digest of its bytes
     slots: tuple[Slot, ...] = ()  # where the segments stand; empty where the request is exact-only
     segments: tuple[Segment, ...] = ()  # in prompt order; images without a file
     media: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # bytes of the images by media id
     prompt: str = ""  # text of the last user turn
+    beside: Mapping[str, Any] = field(default_factory=dict)  # what of other fields of the body is in the key
 
     def with_segments(self, segments: Sequence[Segment]) -> Content | None:
         """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
@@ -115,8 +136,8 @@ class Content:
         messages = []
         for i, message in enumerate(self.value):
             parts = message.get("content")
-            if isinstance(parts, list):
-                keyed = self.keyed[i]["content"]
+            keyed = self.keyed[i].get("content")
+            if isinstance(parts, list) and isinstance(keyed, list):
                 parts = [_named(part, known, uuid) for part, known in zip(parts, keyed, strict=True)]
                 message = {**message, "content": parts}
             messages.append(message)
@@ -174,17 +195,24 @@ class _Reader:
 
     def message(self, i: int, message: object) -> dict[str, Any]:
         """The keyed form of one message."""
-        if not isinstance(message, dict) or message.get("role") not in _ROLES or not message.keys() <= _MESSAGE:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unkeyable("message of unknown form")
-        content, role = message.get("content"), message["role"]
+        role = message["role"]
+        said = _saying(message)
+        unknown = said.keys() - _MESSAGE - _ECHOED
+        if role not in _ROLES or unknown:
+            self.inline = False
+        is_here = "content" in said or "tool_calls" in said
+        _refuse_references(said, unknown - {"id"} if is_here else unknown)
+        content = said.get("content")
         if isinstance(content, str):
             self._text((i, None), role, content)
-            return message
-        if content is None:
-            return message
-        if not isinstance(content, list):
+            said["content"] = _unbilled(content) if role == "system" else content
+        elif isinstance(content, list):
+            said["content"] = _lone_text([self._part((i, j), role, part) for j, part in enumerate(content)])
+        elif content is not None:
             raise Unkeyable("message of unknown form")
-        return {**message, "content": [self._part((i, j), role, part) for j, part in enumerate(content)]}
+        return said
 
     def _text(self, slot: Slot, role: str, text: str) -> None:
         if role == "user" and slot[0] == self._last:
@@ -193,48 +221,156 @@ class _Reader:
         self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
 
     def _part(self, slot: Slot, role: str, part: object) -> Any:
+        """The keyed form of one part. Of a type that is not known here it is not known whether all of it is in the
+        request."""
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(kind, str):
             raise Unkeyable("content part of unknown form")
-        if kind in _VERBATIM and part.keys() <= _VERBATIM[kind]:
-            if kind == "text":
-                if not isinstance(part.get("text"), str):
-                    raise Unkeyable("content part of unknown form")
-                self._text(slot, role, part["text"])
-            return part
-        if kind in _MEDIA and part.keys() <= {"type", "uuid", kind}:
-            return {"type": kind, kind: self._source(slot, kind, part.get(kind))}
-        if kind == "input_audio" and part.keys() <= {"type", "uuid", kind} and isinstance(part.get(kind), dict):
-            return {"type": kind, kind: self._audio(part[kind])}
-        raise Unkeyable("content part of unknown form")
+        said = _saying(part)
+        if kind in _VERBATIM:
+            self._note(said, said.keys() - _VERBATIM[kind])
+            return self._text_part(slot, role, said) if kind == "text" else said
+        read = self._source if kind in _MEDIA else _HELD.get(kind)
+        if read is None:
+            raise Unkeyable("content part of unknown form")
+        rest = {name: value for name, value in said.items() if name not in ("type", "uuid", kind)}
+        self._note(rest, rest.keys())
+        if kind != "image_url":
+            self.inline = False
+        return {**rest, "type": kind, kind: read(slot, kind, part.get(kind))}
+
+    def _text_part(self, slot: Slot, role: str, said: dict[str, Any]) -> dict[str, Any]:
+        text = said.get("text")
+        if not isinstance(text, str):
+            raise Unkeyable("content part of unknown form")
+        self._text(slot, role, text)
+        return {**said, "text": _unbilled(text) if role == "system" else text}
+
+    def _note(self, said: Mapping[str, Any], unknown: Set[str]) -> None:
+        """A request with fields that are not known here is exact-only."""
+        if unknown:
+            self.inline = False
+        _refuse_references(said, unknown)
 
     def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
+        """The keyed form of what stands behind a URL."""
         if source is None:
             raise Unkeyable("media that is not in the request")
         if isinstance(source, str):
             source = {"url": source}
-        if not isinstance(source, dict) or not source.keys() <= _MEDIA[kind] or not isinstance(source.get("url"), str):
+        if not isinstance(source, dict) or not isinstance(source.get("url"), str):
             raise Unkeyable("content part of unknown form")
-        url = source["url"]
-        found = _DATA.match(url)
-        rest = {name: value for name, value in source.items() if name != "url"}
-        if found is None:
-            raise Unkeyable("media that is not in the request")
-        data = _decoded(url[found.end() :])
+        said = _saying(source)
+        unknown = said.keys() - _MEDIA[kind]
+        self._note(said, unknown)
+        keyed = {name: said[name] for name in said.keys() - unknown - {"url"}} | _more(said, unknown)
+        media_type, data = _of_data_url(source["url"])
         name = media_id(data)
         if kind != "image_url":  # the media type says how these are read
-            self.inline = False
-            return {**rest, "type": found[1], "sha256": name}
+            return {**keyed, "type": media_type, "sha256": name}
         self.media[name] = data
         self.slots.append(slot)
         self.segments.append(MediaSegment(name))
-        return {**rest, "sha256": name}
+        return {**keyed, "sha256": name}
 
-    def _audio(self, audio: Mapping[str, Any]) -> dict[str, Any]:
-        if not audio.keys() <= {"data", "format"} or not isinstance(audio.get("data"), str):
-            raise Unkeyable("content part of unknown form")
-        self.inline = False
-        return {"format": audio.get("format"), "sha256": media_id(_decoded(audio["data"]))}
+
+def _audio(_slot: Slot, _kind: str, source: object) -> dict[str, Any]:
+    said = _with_data(source, "data", "format")
+    more = _more(said, said.keys() - {"data", "format"})
+    return {"format": said.get("format"), "sha256": media_id(_decoded(said["data"])), **more}
+
+
+def _file(_slot: Slot, _kind: str, source: object) -> dict[str, Any]:
+    said = _with_data(source, "file_data", "filename")
+    if _is_link(said["file_data"]):
+        raise Unkeyable("media that is not in the request")
+    return said
+
+
+_HELD = {"input_audio": _audio, "file": _file}  # readers of parts that hold bytes without a URL
+
+
+def _with_data(source: object, data: str, more: str) -> dict[str, Any]:
+    """What a part holds, with its data."""
+    if not isinstance(source, dict) or not isinstance(source.get(data), str):
+        raise Unkeyable("content part of unknown form")
+    said = _saying(source)
+    _refuse_references(said, said.keys() - {data, more})
+    return said
+
+
+def _saying(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a message or part the fields that say more than their absence does."""
+    return {name: value for name, value in fields.items() if not _says_nothing(name, value)}
+
+
+def _says_nothing(name: str, value: object) -> bool:
+    """Whether a field of a message or part says what its absence says. A template may show a tool's id that is null."""
+    if value is None:
+        return name != "tool_call_id"
+    if name == HINT:
+        return is_hint(value)
+    return value in _EMPTY and (name in _ECHOED or name == "tool_calls")
+
+
+def is_hint(value: object) -> bool:
+    """Whether ``cache_control`` only says how long a provider should keep a prompt."""
+    return isinstance(value, dict) and value.get("type") == "ephemeral"
+
+
+def _refuse_references(said: Mapping[str, Any], unknown: Iterable[str]) -> None:
+    """Of fields that are not known here none may stand for something that is not in the request."""
+    if any(stands_for_another(name, said[name]) for name in unknown if name not in _ECHOED):
+        raise Unkeyable("stateful")
+
+
+def stands_for_another(name: str, value: object) -> bool:
+    """Whether a field may stand for something that the server holds or fetches: a link, or a name of something.
+
+    >>> stands_for_another("mood", "happy"), stands_for_another("audio", {"id": "audio_1"})
+    (False, True)
+    """
+    if isinstance(value, Mapping):
+        return any(stands_for_another(inner, item) for inner, item in value.items())
+    if isinstance(value, list):
+        return any(stands_for_another(name, item) for item in value)
+    if isinstance(value, str):
+        return bool(value) and (_REFERENCE.search(name) is not None or _is_link(value))
+    return isinstance(value, int) and not isinstance(value, bool) and bool(_REFERENCE.search(name))
+
+
+def _is_link(text: str) -> bool:
+    return "://" in text or _SCHEME.match(text) is not None
+
+
+def _more(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Unknown fields under a name of their own, so that none takes a known one's place."""
+    found = {name: said[name] for name in names}
+    return {"more": found} if found else {}
+
+
+def _lone_text(parts: list[Any]) -> Any:
+    """A text that is the only part is the same to vLLM, and by OpenAI's and Anthropic's words, as the text alone."""
+    if len(parts) == 1 and parts[0].keys() == {"type", "text"} and parts[0]["type"] == "text":
+        return parts[0]["text"] or parts  # of an empty one Anthropic's route makes no message
+    return parts
+
+
+def _unbilled(text: str) -> str:
+    """A system text with a line by which an agent's requests are billed made the same for all requests."""
+    first, end, rest = text.partition("\n")
+    return f"{_BILLING}{end}{rest}" if _BILLED.fullmatch(first) else text
+
+
+def _of_data_url(url: str) -> tuple[str, bytes]:
+    """Media type and bytes, as vLLM reads a data URL: parameters between them say nothing."""
+    if url[:5].lower() != "data:":
+        raise Unkeyable("media that is not in the request")
+    spec, comma, data = url[5:].partition(",")
+    media, _, encoding = spec.rpartition(";")
+    if not comma or encoding != "base64" or ";" not in spec:
+        raise Unkeyable("media that is no base64")
+    return media.partition(";")[0], _decoded(data)
 
 
 def _decoded(text: str) -> bytes:
@@ -256,7 +392,8 @@ def _edited(messages: Sequence[Any], slots: Iterable[Slot], edit: Callable[[Slot
     edited = list(messages)
     for i, j in slots:
         own = edited[i]["content"]
-        new = edit((i, j), own) if j is None else [*own[:j], edit((i, j), own[j]), *own[j + 1 :]]
+        at = None if isinstance(own, str) else j  # a lone part is keyed as its text
+        new = edit((i, j), own) if at is None else [*own[:at], edit((i, j), own[at]), *own[at + 1 :]]
         edited[i] = {**edited[i], "content": new}
     return edited
 
@@ -289,6 +426,13 @@ def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], st
 # -- other routes ------------------------------------------------------------------------------------------------------
 
 
+def _read_chat(body: Mapping[str, Any]) -> Content:
+    """The messages of a chat."""
+    _refuse_state(body, "web_search_options")
+    _check_tools(body.get("tools"), (None, "function", "custom"))
+    return read_messages(body.get("messages"))
+
+
 def _read_responses(body: Mapping[str, Any]) -> Content:
     """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
@@ -301,12 +445,24 @@ def _read_responses(body: Mapping[str, Any]) -> Content:
 def _read_anthropic(body: Mapping[str, Any]) -> Content:
     """The messages of a request to Anthropic's API. Raises as `_read_responses` does."""
     _refuse_state(body, "container", "mcp_servers")
-    _check_tools(body.get("tools"), (None, "custom"))
-    if not isinstance(system := body.get("system"), str | None):
-        _check(system, _MESSAGES)
+    tools = body.get("tools")
+    _check_tools(tools, (None, "custom"))
+    beside: dict[str, Any] = {}
+    if isinstance(system := body.get("system"), str):
+        beside["system"] = _unbilled(system)
+    elif system is not None:
+        blocks = _keyed(system, _MESSAGES)
+        beside["system"] = _lone_text([_unbilled_block(block) for block in blocks])
+    if tools:
+        beside["tools"] = [_saying(tool) for tool in tools]
     if not isinstance(messages := body.get("messages"), list):
         raise Unkeyable("no messages")
-    return _verbatim("messages", messages, _MESSAGES)
+    content = _verbatim("messages", messages, _MESSAGES)
+    return replace(content, beside=beside)
+
+
+def _unbilled_block(block: dict[str, Any]) -> dict[str, Any]:
+    return {**block, "text": _unbilled(block["text"])} if isinstance(block.get("text"), str) else block
 
 
 def _read_texts(body: Mapping[str, Any]) -> Content:
@@ -345,29 +501,46 @@ def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> 
         return Content(name, value, value, prompt=value)
     if not isinstance(value, list) or not value:
         raise Unkeyable("no prompt")
-    _check(value, forms)
-    last = value[-1]
+    keyed = _keyed(value, forms)
+    last = keyed[-1]
     said = last.get("content") if last.get("role") == "user" else None
     parts = [{"text": said}] if isinstance(said, str) else said or []
     texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return Content(name, value, value, prompt="\n".join(texts))
+    return Content(name, value, keyed, prompt="\n".join(texts))
 
 
-def _check(parts: object, forms: Mapping[str, frozenset[str]]) -> None:
-    """Every item, and every part of one, is of a known form, and holds all that it stands for."""
+def _keyed(parts: object, forms: Mapping[str, frozenset[str]]) -> list[dict[str, Any]]:
+    """The keyed form of items and their parts: each is of a known type, and holds all that it stands for."""
     if not isinstance(parts, list):
         raise Unkeyable("content part of unknown form")
-    for part in parts:
-        kind = part.get("type", "message") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or not part.keys() <= forms.get(kind, frozenset()):
-            raise Unkeyable("content part of unknown form")
-        if kind == "message" and not isinstance(part.get("role"), str):  # {"id": ...} refers to an item of the server
-            raise Unkeyable("content part of unknown form")
-        for name in ("content", "output"):
-            if not isinstance(inner := part.get(name), str | None):
-                _check(inner, forms)
-        if kind in ("image", "document", "input_image") and not _is_there(part):
-            raise Unkeyable("media that is not in the request")
+    return [_keyed_item(part, forms) for part in parts]
+
+
+def _keyed_item(part: object, forms: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+    kind = _kind_of(part)
+    if not isinstance(part, dict) or kind not in forms:
+        raise Unkeyable("content part of unknown form")
+    if kind in ("image", "document", "input_image") and not _is_there(part):
+        raise Unkeyable("media that is not in the request")
+    said = _saying(part)
+    _refuse_references(said, said.keys() - forms[kind])
+    for name in ("content", "output"):
+        inner = said.get(name)
+        if not isinstance(inner, str | None):
+            said[name] = _keyed(inner, forms)
+    if kind == "message" and isinstance(said.get("content"), list):
+        said["content"] = _lone_text(said["content"])
+    return said
+
+
+def _kind_of(part: object) -> str:
+    """The type of an item or part; a message may leave it out. Empty where it has none, as one that refers to an item
+    of the server: ``{"id": ...}``."""
+    if not isinstance(part, dict):
+        return ""
+    kind = part.get("type", "message")
+    is_message = kind == "message" and isinstance(part.get("role"), str)
+    return kind if isinstance(kind, str) and (is_message or kind != "message") else ""
 
 
 def _is_there(part: Mapping[str, Any]) -> bool:
@@ -377,7 +550,7 @@ def _is_there(part: Mapping[str, Any]) -> bool:
         if source.get("type") in ("base64", "text"):
             return source.keys() <= {"type", "media_type", "data"}
         source = source.get("url") if source.keys() == {"type", "url"} else None
-    return isinstance(source, str) and source.startswith("data:")
+    return isinstance(source, str) and source[:5].lower() == "data:"
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------
@@ -416,7 +589,7 @@ _RANKED = Route(_read_texts, answers.ranking)
 
 ROUTES = {
     "/v1/chat/completions": Route(
-        lambda body: read_messages(body.get("messages")),
+        _read_chat,
         answers.chat,
         partial(Assembler, chat=True),
         converts=True,
@@ -434,7 +607,7 @@ ROUTES = {
         answers.response,
         partial(Recorder, "response.completed"),
         fixed_by=("temperature", "seed"),
-        repeated=frozenset(("user", "safety_identifier", "metadata", "prompt_cache_key")),
+        repeated=frozenset(("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")),
     ),
     "/v1/messages": Route(
         _read_anthropic, answers.message, partial(Recorder, "message_stop"), fixed_by=("temperature",)

@@ -83,7 +83,7 @@ class ServerSettings(LookupConfig):
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
-        vary_headers: A request header that changes the response and is part of the key; may be repeated.
+        ignored_headers: A request header that neither holds a credential nor changes the response; may be repeated.
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
     """
@@ -106,7 +106,7 @@ class ServerSettings(LookupConfig):
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()
-    vary_headers: Annotated[tuple[str, ...], Parameter(name="--vary-header"), NAME] = ()
+    ignored_headers: Annotated[tuple[str, ...], Parameter(name="--ignore-header"), TENANTS, NAME] = ()
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
 

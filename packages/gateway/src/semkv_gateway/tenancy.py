@@ -1,34 +1,26 @@
-"""Tenants: who asks, what they may ask of the cache, which headers are part of a request's key, labels (tags) of
-answers, and the ``cache_salt`` that keeps tenants apart in vLLM's own prefix cache.
+"""Tenants: who asks, what they may ask of the cache, and labels (tags) of answers.
 
 Labels come from rules, which look only at prompt and model, and from a header of a trusted proxy. The header's labels
-are part of a request's key: a label removes everything that was ever served under it. Every request to a route that
-takes a salt gets its tenant's, also one that has no key and is passed on.
+are part of a request's key: a label removes everything that was ever served under it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network, IPv6Network, ip_address
-from typing import Any
 
 from semkv.errors import ConfigError
-from semkv.keys import media_uuid
 from semkv.latest import Latest
-from semkv.tenants import keyed_digest, named_tenant, tenant_of, tenant_salt
-from semkv_gateway.http import Headers, Scope, header
+from semkv.tenants import keyed_digest, named_tenant, tenant_of
+from semkv_gateway.headers import Separation
+from semkv_gateway.http import Scope, header
 from semkv_gateway.response_cache import Pattern
-from semkv_gateway.routes import ROUTES, Unkeyable
+from semkv_gateway.routes import Unkeyable
 
 Network = IPv4Network | IPv6Network
 
-CREDENTIALS = frozenset(
-    (b"authorization", b"proxy-authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie")
-)
 REFUSED = (401, 403)  # statuses of an upstream that does not know the credentials
 _ACCEPTED_S = 300.0
 _GOOD_S = 10.0  # after that long another gateway is asked, through the store, whether it was refused there
@@ -64,33 +56,63 @@ class Client:
 
     tenant: str  # its digest; empty in a single-tenant deployment
     believed: bool  # the tenant is not merely claimed
-    name: bytes  # digest of the credentials
+    name: bytes  # digest of all that may be a credential
     by_credentials: bool = False  # the credentials name the tenant, not a proxy
+    headers: tuple[tuple[str, str], ...] = ()  # which tell requests of the tenant apart
+    unknown: tuple[tuple[bytes, bytes], ...] = ()  # headers that nobody has reviewed
 
 
 class Tenants:
     """Tells tenants apart.
 
-    By default a tenant is whoever holds the same credentials (``Authorization``, ``X-API-Key``, ``Cookie`` and the
-    like), so two keys never share an answer. A proxy that is trusted may name the tenant instead. A name that comes
-    from any other client means that somebody relies on it, so such a request is not cached.
+    By default a tenant is whoever sends the same in every header that is not known to be harmless (``Authorization``,
+    ``X-API-Key``, ``Cookie`` and whatever else may be a credential), so two keys never share an answer. Where another
+    word names the tenant, known credentials count for nothing, and headers that nobody has reviewed are part of the
+    key. That word is ``single``, or the name that a trusted proxy gives. A name that comes from any other client means
+    that somebody relies on it, so such a request is not cached.
     """
 
-    def __init__(self, secret: bytes, *, trusted: tuple[Network, ...] = (), single: bool = False) -> None:
-        self._secret, self._trusted, self._single = secret, trusted, single
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        separation: Separation | None = None,
+        trusted: tuple[Network, ...] = (),
+        single: bool = False,
+    ) -> None:
+        self._secret = secret
+        self._trusted = trusted
+        self._single = single
+        self._separation = separation or Separation()
         self._accepted: Latest[bytes, float] = Latest(_REMEMBERED)  # until when they are good
         self._refused: Latest[bytes, None] = Latest(_REMEMBERED)
 
     def client(self, scope: Scope) -> Client:
         """Who sent a request. A tenant's name that is not believed makes a tenant of its own of these credentials."""
-        lines = [key + b":" + value for key, value in scope["headers"] if key in CREDENTIALS]
-        held, named = b"\n".join(lines).decode("latin-1"), header(scope, b"x-semkv-tenant")
+        sent = self._separation.sort(scope)
+        lines = [name + b":" + value for name, value in (*sent.credentials, *sent.unknown)]
+        held = b"\n".join(lines).decode("latin-1")
+        named = header(scope, b"x-semkv-tenant")
         name = keyed_digest(self._secret, "key:", held)
-        if not named:
-            return Client("" if self._single else tenant_of(name), True, name, not self._single)
-        if self._from_proxy(scope):
-            return Client(named_tenant(self._secret, named), True, name)
-        return Client(tenant_of(keyed_digest(self._secret, "claimed:", named + "\n" + held)), False, name)
+        by_credentials = not named and not self._single
+        believed = not named or self._from_proxy(scope)
+        if by_credentials:
+            tenant = tenant_of(name)
+        elif not named:
+            tenant = ""
+        elif believed:
+            tenant = named_tenant(self._secret, named)
+        else:
+            tenant = tenant_of(keyed_digest(self._secret, "claimed:", named + "\n" + held))
+        counting = sent.chooses if by_credentials else [*sent.chooses, *sent.unknown]
+        return Client(
+            tenant=tenant,
+            believed=believed,
+            name=name,
+            by_credentials=by_credentials,
+            headers=tuple((key.decode("latin-1"), value.decode("latin-1")) for key, value in counting),
+            unknown=tuple(sent.unknown),
+        )
 
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
         """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client."""
@@ -158,44 +180,6 @@ class Tenants:
         return None
 
 
-# -- headers in the key ------------------------------------------------------------------------------------------------
-
-_IN_KEY = frozenset(
-    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
-)
-# Answers always come uncompressed, and who may read them in a browser is no part of them.
-_HARMLESS = frozenset(b"accept-encoding origin access-control-request-method access-control-request-headers".split())
-
-
-class Vary:
-    """Tells which requests may have one answer, as far as their headers go."""
-
-    def __init__(self, more: Iterable[str] = ()) -> None:
-        self._names = _IN_KEY | {name.lower().encode() for name in more}
-
-    def read(self, scope: Scope) -> tuple[tuple[str, str], ...]:
-        """What goes into the key, in one order, the query (``?beta=true``) under a name that no header has.
-        ``Accept-Language: *`` says what no such header says."""
-        found = [(k, v) for k, v in scope["headers"] if k in self._names and (k, v) != (b"accept-language", b"*")]
-        found.sort(key=lambda pair: pair[0])
-        if query := scope.get("query_string"):
-            found.append((b"?", query))
-        return tuple((k.decode("latin-1"), v.decode("latin-1")) for k, v in found)
-
-    def refusal(self, headers: Headers, *, by_credentials: bool) -> str:
-        """Why an answer with these headers may go to nobody else; empty where it may."""
-        for name, value in headers:
-            if name == b"cache-control":
-                words = {word.partition(b"=")[0].strip() for word in value.lower().split(b",")}
-                if b"no-store" in words or b"private" in words:
-                    return "no-store" if b"no-store" in words else "private"
-            elif name == b"vary":
-                names = {word.strip() for word in value.lower().split(b",")} - _HARMLESS - self._names - {b""}
-                if names - CREDENTIALS if by_credentials else names:
-                    return "vary"
-        return ""
-
-
 # -- labels of answers -------------------------------------------------------------------------------------------------
 
 MOST = 16  # labels in one header
@@ -230,47 +214,3 @@ def read_tags(given: str) -> tuple[str, ...]:
     if len(tags) > MOST or not all(map(_TAG.fullmatch, tags)):
         raise Unkeyable("tags")
     return tuple(tags)
-
-
-# -- salts -------------------------------------------------------------------------------------------------------------
-
-# Routes of vLLM that run the model and read `cache_salt` from the body.
-SALTED = ROUTES.keys() | frozenset(
-    "/v1/chat/completions/batch /v1/systemone /classify /pooling /inference/v1/generate /invocations".split()
-)
-
-
-class NoPlace(ValueError):  # noqa: N818
-    """The body is no JSON object, so it has no place for a salt."""
-
-
-def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
-    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
-
-    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
-    `NoPlace` where it is no JSON object.
-    """
-    try:
-        body = json.loads(raw)
-        if not isinstance(body, dict):
-            raise NoPlace("the body is no JSON object")
-        if "messages" in body:
-            body["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
-        body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
-        return json.dumps(body, separators=(",", ":")).encode()
-    except (ValueError, RecursionError) as error:
-        raise NoPlace("the body is no JSON object, or nested too deeply") from error
-
-
-def _named(value: Any, salt: str) -> Any:
-    """``value`` with the client's own media uuids made the tenant's; they never equal one that `body` makes."""
-    if isinstance(value, list):
-        return [_named(item, salt) for item in value]
-    if not isinstance(value, dict):
-        return value
-    renamed = dict(value)
-    if isinstance(value.get("content"), list):
-        renamed["content"] = _named(value["content"], salt)
-    if isinstance(uuid := value.get("uuid"), str):
-        renamed["uuid"] = media_uuid(salt, f"own {uuid}")
-    return renamed

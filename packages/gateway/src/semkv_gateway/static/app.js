@@ -184,6 +184,8 @@ function showStats(stats) {
   }));
   const reasons = Object.entries(totals.reasons).sort((a, b) => b[1] - a[1]);
   $("reasons").replaceChildren(...(reasons.length ? reasons.map(([why, n]) => row(why, whole(n))) : [row("nothing yet")]));
+  const headers = Object.entries(totals.headers).sort((a, b) => b[1] - a[1]);
+  $("headers").replaceChildren(...(headers.length ? headers.map(([name, n]) => row(name, whole(n))) : [row("none yet")]));
   for (const kind of ["model", "tenant"]) {
     $(`${kind}s`).replaceChildren(...live.by[kind].map(([name, n]) => {
       const all = Object.values(n).reduce((a, b) => a + b, 0);
