@@ -100,7 +100,7 @@ class Runner:
         if spec["made"]:
             arguments["load_format"] = LOAD_FORMAT
         if spec["cache_dir"]:
-            extra = {"cache_dir": spec["cache_dir"]}
+            extra = {"cache_dir": spec["cache_dir"], "report_loads": True}
             arguments["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="SemKVConnector", kv_role="kv_both",
                 kv_connector_extra_config=extra | ({"break_even": False, "host_bytes": 1 << 30} if self.text else {}),

@@ -26,7 +26,7 @@ from random_load import RandomLoad
 
 LIMIT_S = 36000
 SMALL = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-TIGHT = {"longest": 300, "blocks": 24, "args": {"max_model_len": 640}}
+TIGHT = {"longest": 300, "blocks": 24, "args": {"max_model_len": 640, "max_num_batched_tokens": 512}}
 STATES = {"longest": 600, "blocks": 40, "args": HYBRID}
 DECODE = {"settings": {"capture_decode": True}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}

@@ -72,7 +72,13 @@ def gap_change(answer: Answer, reference: Answer) -> float:
 
 def connector(cache_dir: Path | str, **extra: Any) -> dict[str, Any]:
     """The configuration of one SemKVConnector over a directory, as ``--kv-transfer-config`` takes it."""
-    settings = {"cache_dir": str(cache_dir), "host_bytes": 64 << 20, "break_even": False, **extra}
+    settings = {
+        "cache_dir": str(cache_dir),
+        "host_bytes": 64 << 20,
+        "break_even": False,
+        "report_loads": True,
+        **extra,
+    }
     return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
@@ -214,7 +220,7 @@ def encoder_connector(cache_dir: Path | str) -> Any:
     """The configuration of a SemECConnector over a directory."""
     from vllm.config import ECTransferConfig
 
-    extra = {"cache_dir": str(cache_dir)}
+    extra = {"cache_dir": str(cache_dir), "report_loads": True}
     return ECTransferConfig(ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra)
 
 

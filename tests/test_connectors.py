@@ -182,6 +182,7 @@ class TestEngine:
         (tier,) = engine.connector.manager.secondary_tiers
         with monkeypatch.context() as patch:
             patch.setattr("semkv_vllm.disk_process._SILENT_S", 0.5)
+            patch.setattr("semkv_vllm.tier._HUNG_S", 0.0)
             errors = engine.counts()["errors"]
             os.kill(tier._disk._process.pid, how)
             assert engine.one(prompt) == (cold, disk(0, fusion=(1, 0)))
@@ -242,14 +243,14 @@ class TestEngine:
         assert (again, outcome.loaded_tokens) == (cold, 0)
         assert engine.from_host(prompt)[1].sources.get("host")  # computed and stored anew
 
-    @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "of host memory hold fewer than 8 blocks"])
+    @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "one step computes up to 128 tokens"])
     def test_a_connector_that_has_too_little_memory_stays_idle(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
     ) -> None:
         from semkv_vllm import kv
 
         def agreed(*args: Any) -> tuple[int, bool]:
-            if "fewer" in why:
+            if "step" in why:
                 return 1 << 12, True
             raise PermissionError("not yours")
 
@@ -291,7 +292,8 @@ class TestEngine:
     ) -> None:
         prompt, connector = engine.prompt("nap", picture=27), engine.connector
         cold, _ = engine.one(prompt)
-        monkeypatch.setattr(connector, "_settings", KVSettings(connector.shared.settings.cache_dir, fixed_weights=True))
+        settings = KVSettings(connector.shared.settings.cache_dir, fixed_weights=True, report_loads=True)
+        monkeypatch.setattr(connector, "_settings", settings)
         for extra, loads, fusion in ((None, True, (0, 0)), (SKIP, False, (1, 0))):
             engine.forget(keep_host=True)
             engine.llm.sleep(level=1)
@@ -341,36 +343,41 @@ class TestEngine:
         assert "reset" in adapter.refusal("late", chunk)
         step(engine)
 
-    def test_a_reset_amid_requests_or_that_fails_stores_nothing_until_one_finds_none(
+    def test_after_a_reset_that_fails_nothing_is_stored_or_loaded_until_one_succeeds(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm import SamplingParams
-
         def broken() -> None:
             raise AssertionError("broken")
 
-        running, prompt = engine.prompt("runs", picture=31), engine.prompt("mixed", picture=31)
-        llm_engine = engine.llm.llm_engine
-        llm_engine.add_request("runs", running, SamplingParams(max_tokens=60, ignore_eos=True))
-        for _ in range(6):
-            llm_engine.step()
-        assert not engine.llm.reset_prefix_cache(reset_connector=True)
-        step(engine)
-        engine.settle()
+        prompt = engine.prompt("mixed", picture=31)
+        engine.store(prompt, keep_host=True)
         before = engine.counts()["stored_blocks"]
-        engine.store(prompt)
-        assert engine.counts()["stored_blocks"] == before
-        assert engine.llm.reset_prefix_cache(reset_connector=True)
         monkeypatch.setattr(engine.connector.manager, "reset_cache", broken)
-        with pytest.raises(AssertionError, match="broken"):
-            engine.llm.reset_prefix_cache(reset_connector=True)
+        assert not engine.llm.reset_prefix_cache(reset_connector=True)
         monkeypatch.undo()
-        engine.store(engine.prompt("of which weights?", picture=31))
+        assert engine.one(prompt)[1].loaded_tokens == 0
+        engine.one(engine.prompt("of which weights?", picture=31))
+        engine.settle()
         assert engine.counts()["stored_blocks"] == before
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         cold = engine.store(prompt)
         again, outcome = engine.one(prompt)
         assert (again, bool(outcome.loaded_tokens)) == (cold, True)
+
+    def test_replies_say_nothing_of_the_cache_unless_told_to(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was loaded for a request tells its client what others have asked."""
+        from vllm.distributed.ec_transfer import get_ec_transfer
+
+        prompt = engine.prompt("quiet", picture=31)
+        engine.store(prompt)
+        monkeypatch.setattr(engine.connector, "_settings", KVSettings(engine.cache_dir))
+        monkeypatch.setattr(get_ec_transfer(), "_reports", False)
+        monkeypatch.setattr(engine.scheduler.ec_connector, "_reports", False)
+        (output,) = engine.run(prompt)
+        assert (output.kv_transfer_params, output.ec_transfer_params) == (None, None)
+        assert not ECSettings(engine.cache_dir).report_loads
 
 
 def step(engine: CachedEngine) -> dict[str, Any]:
@@ -398,7 +405,7 @@ def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Ch
         (cold,) = large.run(large.prompt("long " * 120))
         large.settle()
     assert full_blocks(cold) > 16 * BLOCK
-    with CachedEngine(checkpoint("opt"), tmp_path, kv) as small:
+    with CachedEngine(checkpoint("opt"), tmp_path, kv, max_num_batched_tokens=128) as small:
         tokens, outcome = small.one(small.prompt("long " * 120))
     assert tokens == answer(cold)
     assert 0 < (outcome.loaded_tokens or 0) < full_blocks(cold)
@@ -488,13 +495,15 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="1", SEMKV_CACHE_DIR=cache)
     from vllm import LLM, SamplingParams
 
-    from semkv_vllm.spec import region_of
+    from semkv_vllm.host_memory import OURS, region_of
 
     llm = LLM(
         model, max_model_len=512, enforce_eager=True, dtype="float32", block_size=BLOCK, kv_cache_memory_bytes=1 << 26,
         limit_mm_per_prompt={"image": 1, "video": 0},
-        kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "engine_id": name},
-        ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both"},
+        kv_transfer_config={"kv_connector": "SemKVConnector", "kv_role": "kv_both", "engine_id": name,
+                            "kv_connector_extra_config": {"report_loads": True}},
+        ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both",
+                            "ec_connector_extra_config": {"report_loads": True}},
     )  # fmt: skip
     prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
 
@@ -514,7 +523,7 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
         "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
         "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
         "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
-        "shared": region_of(digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]).exists(),
+        "shared": region_of(OURS + digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]).exists(),
     }
     llm.llm_engine.engine_core.shutdown()
     return found
@@ -549,7 +558,7 @@ def test_an_older_vllm_is_named_with_the_floor(
 
 
 def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> None:
-    from semkv_vllm.spec import agreed_host_bytes
+    from semkv_vllm.host_memory import agreed_host_bytes
 
     assert agreed_host_bytes("engine", 1 << 20, tmp_path) == (1 << 20, True)
     assert agreed_host_bytes("engine", 1 << 30, tmp_path) == (1 << 20, False)
@@ -559,11 +568,11 @@ def test_all_processes_of_an_engine_agree_on_its_host_memory(tmp_path: Path) -> 
 
 def test_every_job_is_answered_when_the_disks_process_dies(tmp_path: Path) -> None:
     """Also one that could not be sent, and is followed by another at once."""
-    from semkv_vllm.disk_process import DiskProcess
+    from semkv_vllm.disk_process import DiskProcess, HostShape
 
     store, memory = BlockStore(tmp_path, "kv"), os.memfd_create("rows")
     os.ftruncate(memory, 4 * 64)
-    disk = DiskProcess(memory, 4, 64, store)
+    disk = DiskProcess(memory, HostShape(rows=4, stride=64, row_bytes=64), store)
     about = {"namespace": "ns", "layout": {}, "owner": "", "since": store.last_purge()}
 
     def stored(*rows: int) -> list[bytes]:

@@ -202,7 +202,13 @@ def assert_well(found: dict[str, Any]) -> None:
 def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_path: Path) -> None:
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-    tight = {"answers": 40, "longest": 300, "blocks": 24, "preempts": True, "args": {"max_model_len": 640}}
+    tight = {
+        "answers": 40,
+        "longest": 300,
+        "blocks": 24,
+        "preempts": True,
+        "args": {"max_model_len": 640, "max_num_batched_tokens": 512},
+    }
     found = in_child(under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small})
     assert_well(found)
     assert min(found["aborted"], found["purges"]) > 0, found

@@ -30,7 +30,7 @@ from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs
 LIMIT_S = 300
 DIR = "$DIR"
 EXTRA: dict[str, dict[str, Any]] = {
-    "SemKVConnector": {"cache_dir": DIR, "host_bytes": 64 << 20, "break_even": False},
+    "SemKVConnector": {"cache_dir": DIR, "host_bytes": 64 << 20, "break_even": False, "report_loads": True},
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
     "LMCacheConnectorV1": {

@@ -59,13 +59,21 @@ class ConnectorOptions:
             "kv_connector": KV_CONNECTOR,
             "kv_connector_module_path": KV_MODULE,
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cache_dir": folder, "max_blocks": self.max_blocks},
+            "kv_connector_extra_config": {
+                "cache_dir": folder,
+                "max_blocks": self.max_blocks,
+                "report_loads": True,
+            },
         }
         ec = {
             "ec_connector": EC_CONNECTOR,
             "ec_connector_module_path": EC_MODULE,
             "ec_role": "ec_both",
-            "ec_connector_extra_config": {"cache_dir": folder, "fusion_dir": elsewhere and str(elsewhere)},
+            "ec_connector_extra_config": {
+                "cache_dir": folder,
+                "fusion_dir": elsewhere and str(elsewhere),
+                "report_loads": True,
+            },
         }
         return {"kv_transfer_config": kv, **({"ec_transfer_config": ec} if self.fusion else {})}
 

@@ -89,7 +89,14 @@ class KVSettings:
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
             entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others do not hear of resets, so
             they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
-            cached.
+            cached. What comes from them is checked (`semkv_vllm.seals`).
+        unchecked_tiers: use what comes from the other tiers as it comes, also from vLLM without this connector. Then a
+            damaged block gives wrong answers, and nobody notices.
+        allowed_params: what clients may say in ``kv_transfer_params`` beside vLLM's limits, such as
+            ``remote_kv_source``. With that a client has this server connect to any address and use the KV that it
+            gets there.
+        report_loads: tell each client what was loaded for its request (``loaded_tokens``, ``sources``). That also tells
+            it what others have asked.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -101,6 +108,9 @@ class KVSettings:
     break_even: bool = True
     fixed_weights: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
+    unchecked_tiers: bool = False
+    allowed_params: tuple[str, ...] = ()
+    report_loads: bool = False
 
     def __post_init__(self) -> None:
         check(self, flags=False)
@@ -120,6 +130,12 @@ class KVSettings:
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
 
+    @property
+    def sealed(self) -> bool:
+        """Whether blocks carry a seal: where they leave for other tiers, whose blocks are checked."""
+        others = any(tier["type"] != TIER for tier in self.secondary_tiers)
+        return others and not self.unchecked_tiers
+
     def tiers(self) -> list[dict[str, Any]]:
         """All tiers below host memory, ours among them."""
         tiers = [dict(tier) for tier in self.secondary_tiers]
@@ -135,12 +151,15 @@ class ECSettings:
         fusion_dir: the fusion states' own directory instead of ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_age_s: seconds after which a state is neither served nor kept; 0 for ever.
+        report_loads: tell each client how many items were loaded for its request. That also tells it what others have
+            asked.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
     fusion_dir: Path | None = None
     max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    report_loads: bool = False
 
     def __post_init__(self) -> None:
         check(self, flags=False)

@@ -93,7 +93,7 @@ class KVAdapter:
         if store is None or len(groups) != 1:
             raise EngineError("capture and injection need a model with one KV cache group and a working store")
         self._store, self._group = store, groups[0]
-        self._row_bytes = connector.manager.primary_tier.get_kv_memoryview().shape[1]
+        self._row_bytes = self._shared.row_bytes
         self._finished: dict[str, list[bytes]] = {}
         connector.on_finished = self._remember
 

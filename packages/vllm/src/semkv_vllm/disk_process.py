@@ -43,7 +43,16 @@ _READERS, _WRITERS = 8, 2  # threads of the process
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
 _SEND_S = 2  # how long sending a job may take
-_SILENT_S = 60.0  # without an answer while something is under way, the process counts as dead
+_SILENT_S = 60.0  # for a job that a thread has taken; one that is not answered by then hangs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShape:
+    """Host memory: ``rows`` of ``stride`` bytes, of which the first ``row_bytes`` are a block's."""
+
+    rows: int
+    stride: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +81,85 @@ class FileJob:
 @dataclass(frozen=True, slots=True)
 class FileDone:
     """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right;
-    and what the process's store has counted since its last answer. Small, so that it comes in one piece."""
+    and what the process's store has counted since its last answer. Small, so that it comes in one piece. ``hung``: it
+    was given up because the disk did not answer."""
 
     number: int
     good: bytes
     counters: Mapping[str, int]
+    hung: bool = False
+
+
+class _UnderWay:
+    """The jobs of one kind that are not answered yet, and which of them hang.
+
+    The process takes jobs of a kind in the order in which they came, so the oldest ones are those that its threads
+    have. The time of a job begins there: one that waits behind others does not hang, however long it waits. Answers to
+    other jobs say nothing of one that hangs.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._taken: dict[int, float | None] = {}  # by number, oldest first: since when a thread has it
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def add(self, number: int) -> None:
+        self._taken[number] = None
+
+    def discard(self, number: int) -> None:
+        self._taken.pop(number, None)
+
+    def hanging(self, now: float) -> list[int]:
+        """The jobs that a thread has had for too long."""
+        found = []
+        for number in itertools.islice(self._taken, self._threads):
+            since = self._taken[number]
+            if since is None:
+                self._taken[number] = now
+            elif now - since > _SILENT_S:
+                found.append(number)
+        return found
+
+    def wait_again(self) -> None:
+        """Let the time of every job begin anew."""
+        self._taken = dict.fromkeys(self._taken)
+
+    def take_all(self) -> list[int]:
+        numbers = list(self._taken)
+        self._taken.clear()
+        return numbers
 
 
 class DiskProcess:
     """The engine's side. For one thread."""
 
-    def __init__(self, memory: int, rows: int, row_bytes: int, store: BlockStore) -> None:
+    def __init__(self, memory: int, shape: HostShape, store: BlockStore) -> None:
         """Start the process.
 
         Args:
             memory: descriptor of vLLM's host memory.
-            rows, row_bytes: its shape.
+            shape: of it.
             store: whose directory, bounds and writer the process shares.
         """
         self._memory = memory
-        about = {"rows": rows, "row_bytes": row_bytes, "root": str(store.root), "kind": store.kind}
-        self._about = about | {"bounds": asdict(store.bounds), "writer": store.writer}
-        self._under_way: set[int] = set()
+        self._about = {
+            "shape": asdict(shape),
+            "root": str(store.root),
+            "kind": store.kind,
+            "bounds": asdict(store.bounds),
+            "writer": store.writer,
+        }
+        self._reads = _UnderWay(_READERS)
+        self._writes = _UnderWay(_WRITERS)
         self._numbers = itertools.count(1)
         self._started = -_RESTART_S
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
     def _start(self) -> None:
-        self._started = self._heard = time.monotonic()
+        self._started = time.monotonic()
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -116,52 +175,65 @@ class DiskProcess:
         except Exception:  # whatever it is, a job that is half handed over would leave rows in use
             log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
 
+    @property
+    def _under_way(self) -> int:
+        return len(self._reads) + len(self._writes)
+
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
         # What is still under way was given to another process, or to none: `finished` must say so first.
         if self._process is None and not self._under_way and time.monotonic() - self._started > _RESTART_S:
             self._start()
         number = next(self._numbers)
-        if not self._under_way:
-            self._heard = time.monotonic()
-        self._under_way.add(number)
+        handed_over = FileJob(number, **job)
+        message = msgpack.encode(handed_over)
+        (self._reads if handed_over.file else self._writes).add(number)
         if self._process is not None:
             try:
-                self._connection.send_bytes(msgpack.encode(FileJob(number, **job)))
+                self._connection.send_bytes(message)
             except OSError:
                 self._ended()
         return number
 
     def finished(self, wait_s: float = 0.0) -> Iterator[FileDone]:
-        """What has ended since the last call; of what the process left undone, that nothing came of it."""
+        """What has ended since the last call; of what the process left undone, that nothing came of it.
+
+        All answers that have come are read before a job counts as hanging: an engine that stood still did not see them.
+        """
         while self._process is not None and self._under_way:
             try:
                 if not self._connection.poll(wait_s):
-                    if time.monotonic() - self._heard > _SILENT_S:
-                        self._ended()
-                        break
-                    return
+                    break
                 done = msgpack.decode(self._connection.recv_bytes(), type=FileDone)
             except (OSError, EOFError, MsgspecError):
                 self._ended()
                 break
-            self._heard = time.monotonic()
-            self._under_way.discard(done.number)
+            self._reads.discard(done.number)
+            self._writes.discard(done.number)
             yield done
+        hanging = self._hanging() if self._process is not None else []
+        if hanging:
+            log.warning("semkv: the disk has not answered for %g s: %d jobs hang", _SILENT_S, len(hanging))
+            self._ended()
         if self._process is None:
-            undone, self._under_way = self._under_way, set()
-            yield from (FileDone(number, b"", {"errors": 1}) for number in undone)
+            for number in (*self._reads.take_all(), *self._writes.take_all()):
+                yield FileDone(number, b"", {"errors": 1}, hung=number in hanging)
+
+    def _hanging(self) -> list[int]:
+        now = time.monotonic()
+        return self._reads.hanging(now) + self._writes.hanging(now)
 
     def _ended(self) -> None:
-        """The process is gone or silent. It must be dead before host memory is used for anything else; while the
-        kernel does not let go of it, what it had to do stays unanswered."""
+        """The process is gone, or a job of it hangs. It must be dead before host memory is used for anything else;
+        while the kernel does not let go of it, what it had to do stays unanswered."""
         process = self._process
         assert process is not None
         process.kill()
         try:
             process.wait(1.0)
         except subprocess.TimeoutExpired:
-            self._heard = time.monotonic()
+            self._reads.wait_again()
+            self._writes.wait_again()
             return
         log.warning("semkv: the process for the disk has ended; what it had to read is computed")
         self._process = None
@@ -194,8 +266,9 @@ def main() -> None:
     """Serve one engine until it closes its end of the socket."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's end is the sign
     memory, end, about = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    shape = about["rows"], about["row_bytes"]
-    rows = np.frombuffer(mmap.mmap(memory, shape[0] * shape[1]), np.uint8).reshape(shape)
+    shape = HostShape(**about["shape"])
+    mapped = np.frombuffer(mmap.mmap(memory, shape.rows * shape.stride), np.uint8)
+    rows = mapped.reshape(shape.rows, shape.stride)[:, : shape.row_bytes]
     store = BlockStore(Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"])
     connection, lock, told = Connection(end), threading.Lock(), Counter[str]()
 

@@ -241,6 +241,7 @@ class SemECConnector(ECConnectorBase):
         """
         super().__init__(vllm_config=vllm_config, role=role)
         settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
+        self._reports = settings.report_loads
         engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
         self._blocks: BlockStore | None = None
         try:
@@ -292,7 +293,8 @@ class SemECConnector(ECConnectorBase):
         return self.scheduler_half.build_step()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        return False, None if self.scheduler_half is None else self._try(None, self.scheduler_half.finished, request)
+        done = None if self.scheduler_half is None else self._try(None, self.scheduler_half.finished, request)
+        return False, done if self._reports else None
 
     # ------------------------------------------------------------------ worker half
 

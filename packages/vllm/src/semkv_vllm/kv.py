@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -25,10 +26,13 @@ from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.errors import StoreError
-from semkv_vllm import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, read_settings, register, wants_skip
+from semkv_vllm import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, private, read_settings, register, wants_skip
+from semkv_vllm.host_memory import OURS, SHM, Need, agreed_host_bytes, default_host_bytes, let_go, region_of
 from semkv_vllm.identity import Adapters
-from semkv_vllm.shared import BreakEven, KVShared
-from semkv_vllm.spec import SHM, SemKVManager, agreed_host_bytes, region_of
+from semkv_vllm.old_weights import OldWeights
+from semkv_vllm.params import client_params
+from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
+from semkv_vllm.spec import SemKVManager
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_sliding_window_size_in_chunks
@@ -36,6 +40,8 @@ except ImportError:  # vLLM 0.32
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
 
 log = logging.getLogger("semkv.connectors")
+engine_log = init_logger("vllm.semkv")
+"""For what an operator wants to read at each start: vLLM shows lines below a warning of its own loggers only."""
 
 _MADE: Counter[tuple[str, Any]] = Counter()  # connectors of an engine and a role in this process
 
@@ -65,9 +71,11 @@ class SemKVScheduler(OffloadingConnectorScheduler):
     host memory are counted at once."""
 
     def _maximal_prefix_lookup(self, keys: Any, req_context: Any, req: Any, config: Any, start: int) -> int | None:
-        keys, manager, held, pending, rest = list(keys), self.manager, 0, False, 0
+        keys = list(keys)
+        manager = self.manager
+        held, pending, rest = 0, False, 0
         # With KV events vLLM notes every block that it finds.
-        if isinstance(manager, SemKVManager) and not self._events_tracker.self_describing_enabled:
+        if isinstance(manager, SemKVManager) and not private.describes_events(self):
             held, pending = manager.held(keys, req_context)
         if held < len(keys):
             rest = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
@@ -92,19 +100,36 @@ class SemKVConnector(OffloadingConnector):
         self._config, self._settings = config, settings
         if reason is None:
             names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
-            self._engine = digest("engine", *names)[:24]
-            try:
-                wanted = settings.host_bytes or default_host_bytes()
-                self._host_bytes, self._first = agreed_host_bytes(self._engine, wanted)
-                if reason := too_small(config, kv_cache_config, self._host_bytes):
-                    region_of(self._engine).unlink(missing_ok=True)
-            except OSError as error:
-                reason = f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
+            self._engine = OURS + digest("engine", *names)[:24]
+            reason = self._take_memory(kv_cache_config, role)
         if reason is None:
             return self
         if role == KVConnectorRole.SCHEDULER:
             log.warning("semkv: the KV connector stays idle: %s", reason)
         return IdleConnector(vllm_config, role, kv_cache_config)
+
+    def _take_memory(self, kv_cache_config: Any, role: Any) -> str | None:
+        """Agree with the other processes on host memory; why it is of no use, or None. The scheduler's process says how
+        much there is.
+
+        Where it is of no use its file stays for as long as the processes live: its length is what they agree on.
+        """
+        offloading = build_offloading_config(self._config, kv_cache_config)
+        need = Need(offloading, self._config, sealed=self._settings.sealed)
+        wanted = self._settings.host_bytes or max(default_host_bytes(), need.host_bytes)
+        try:
+            self._host_bytes, self._first = agreed_host_bytes(self._engine, wanted)
+        except OSError as error:
+            return f"{SHM} cannot be used ({error}); mount it, or give the container --ipc=host"
+        if reason := need.unmet(wanted, self._host_bytes):
+            return reason
+        if role == KVConnectorRole.SCHEDULER:
+            told = need.told(wanted, self._host_bytes)
+            if self._host_bytes < wanted:
+                log.warning("semkv: %s; enlarge %s (docker: --shm-size) or lower host_bytes", told, SHM)
+            else:
+                engine_log.info("semkv: %s", told)
+        return None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Build one half."""
@@ -124,7 +149,13 @@ class SemKVConnector(OffloadingConnector):
                 region_of(self._engine).unlink(missing_ok=True)
         self._adapters = Adapters(settings.cache_dir)
         self._outcomes: dict[str, dict[str, Any]] = {}
+        self._instance = str(vllm_config.instance_id)
+        self._cache_manager: Any = None  # vLLM's own cache
+        self._live: set[str] = set()  # requests of which something may still be stored
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        parallel = config.parallel_config
+        ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+        self._tokens_per_block = [kind.block_size * ranks for kind in kinds]
         self._one_group = len(kinds) == 1 and isinstance(kinds[0], FullAttentionSpec)
         self.on_finished: Callable[[Any], None] | None = None
         self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
@@ -138,82 +169,143 @@ class SemKVConnector(OffloadingConnector):
         assert isinstance(manager, SemKVManager)
         return manager
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._cache_manager = kv_cache_manager
+
     def on_new_request(self, request: Any) -> None:
-        """Tell the tier, by the request's ``kv_transfer_params``, whose request this is."""
-        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, dict) else {}
-        facts = None
+        """Tell the tier whose request this is, and hand on what its client may say.
+
+        Both travel in the request's ``kv_transfer_params``. Other connectors in a MultiConnector read these too, so
+        the request has its own again when vLLM's half has read them.
+        """
+        sent = request.kv_transfer_params
+        params = self._begun(request)
+        request.kv_transfer_params = {"max_load_tokens": 0, "max_offload_tokens": 0} if params is None else params
         try:
-            facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
-            self.shared.counters["lora_skipped"] += facts is None and not wants_skip(params)
-        except Exception:
-            self.shared.fault("a request")
+            super().on_new_request(request)
+        finally:
+            request.kv_transfer_params = sent if isinstance(sent, dict) else None
+
+    @ours("a request")
+    def _begun(self, request: Any) -> dict[str, Any]:
+        self._live.add(request.request_id)
+        params = client_params(request.kv_transfer_params, self._settings.allowed_params)
+        facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
+        self.shared.counters["lora_skipped"] += facts is None and not wants_skip(request.kv_transfer_params)
         if facts is None or not self._loads:
-            params = {**params, "max_load_tokens": 0}
+            params["max_load_tokens"] = 0
         # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
         if facts is None or (params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail):
-            params = {**params, "max_offload_tokens": 0}
-        request.kv_transfer_params = {**params, REPORT_KEY: facts or {}}
-        super().on_new_request(request)
+            params["max_offload_tokens"] = 0
+        return {**params, REPORT_KEY: facts or RequestFacts()}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._tell_old(lambda old: old.looked_up(request.request_id, num_computed_tokens))
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        name = request.request_id
+        self._tell_old(lambda old: old.allocated(name, blocks.get_block_ids(), num_external_tokens))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if num_external_tokens:
-            sources = self.get_external_cache_hit_sources(request, num_external_tokens)
-            self._outcomes[request.request_id] = {
-                "loaded_tokens": num_external_tokens,
-                "sources": {str(source.value): tokens for source, tokens in sources.items()},
-            }
+        if num_external_tokens and self._settings.report_loads:
+            self._note_loads(request, num_external_tokens)
+
+    @ours("a report")
+    def _note_loads(self, request: Any, tokens: int) -> None:
+        sources = self.get_external_cache_hit_sources(request, tokens)
+        self._outcomes[request.request_id] = {
+            "loaded_tokens": tokens,
+            "sources": {str(source.value): count for source, count in sources.items()},
+        }
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """As vLLM's, which goes through every block; where all are host memory's, there is nothing to go through."""
-        if num_external_tokens and self._one_group and not self.manager.promoted(request.request_id):
+        if num_external_tokens and self._one_group and self._from_host(request):
             return {CacheHitSource.HOST: num_external_tokens}
         sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
         return sources
 
+    @ours("a report", otherwise=False)
+    def _from_host(self, request: Any) -> bool:
+        return not private.promoted(self.manager, request.request_id)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        try:
-            if self.shared.gate is not None:
-                self.shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
-            if self.shared.store is not None:
-                self.shared.store.disown()
-        except Exception:
-            self.shared.fault("a step")
-        return super().build_connector_meta(scheduler_output)
+        self._step_begins(scheduler_output)
+        self._tell_old(lambda old: old.step(scheduler_output))
+        meta = super().build_connector_meta(scheduler_output)
+        self._forget_finished(scheduler_output.finished_req_ids or ())
+        return meta
+
+    @ours("a step")
+    def _step_begins(self, scheduler_output: Any) -> None:
+        if self.shared.gate is not None:
+            self.shared.gate.step_begins(sum(scheduler_output.num_scheduled_tokens.values()))
+        if self.shared.store is not None:
+            self.shared.store.disown()
+
+    @ours("a step")
+    def _forget_finished(self, finished: Any) -> None:
+        """Nothing more is stored of some requests."""
+        self._live.difference_update(finished)
+        if self._tell_old(lambda old: old.is_over(finished)):
+            self.shared.old = None
+            log.warning("semkv: all requests from before the reset have ended, and all KV is stored again")
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self._step_ends(connector_output)
+        super().update_connector_output(connector_output)
+
+    @ours("a step")
+    def _step_ends(self, connector_output: Any) -> None:
         if self.shared.gate is not None:
             self.shared.gate.step_ends()
         if connector_output.invalid_block_ids:
             # Another connector's load failed, and what is being stored may have been computed on it. vLLM 0.32 would
             # keep that under the right hashes.
-            jobs = self.scheduler._jobs.values()
-            self.manager.spoil({key for job in jobs if job.is_store for key in job.keys})
-        super().update_connector_output(connector_output)
+            self.manager.spoil(private.keys_being_stored(self.scheduler))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._ended(request, [block_ids])
         return self._reported(request, *super().request_finished(request, block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        self._ended(request, block_ids)
         return self._reported(request, *super().request_finished_all_groups(request, block_ids))
 
-    def _reported(self, request: Any, wait: bool, params: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+    @ours("a capture")
+    def _ended(self, request: Any, block_ids: Any) -> None:
+        self._tell_old(lambda old: old.ended(request.request_id, block_ids))
         if self.on_finished is not None:
-            try:
-                self.on_finished(request)
-            except Exception:
-                self.shared.fault("a capture")
+            self.on_finished(request)
+
+    def _reported(self, request: Any, wait: bool, params: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+        if not self._settings.report_loads:
+            return wait, params
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
         key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
         return wait, {**(params or {}), key: outcome}
 
+    # ------------------------------------------------------------------ other weights
+
+    def _tell_old(self, tell: Callable[[OldWeights], Any]) -> Any:
+        """Keep account of what old weights computed. Where that fails, nothing is stored until a reset finds nothing
+        running."""
+        try:
+            return None if self.shared.old is None else tell(self.shared.old)
+        except Exception:
+            self.shared.fault("the account of a reset")
+            self.shared.storing = False
+            return None
+
     def reset_cache(self) -> bool | None:
-        """vLLM's word for: the weights may be others, or will be.
+        """Called by vLLM when the weights may have changed, or are about to.
 
         Nothing that is stored is served to this engine any more: it goes on under a namespace of its own. What it
         stored so far may be of new weights already, so it is deleted, where the disk fails in a later step; what other
-        engines stored stays theirs. While blocks from before are left in vLLM's own cache, nothing is stored. With
-        ``fixed_weights`` nothing happens.
+        engines stored stays theirs. Beside running requests storing goes on for those that rest on nothing old
+        (`semkv_vllm.old_weights`). With ``fixed_weights`` nothing happens.
 
         Returns:
             Whether nothing from before can be served. Where not, vLLM does not go to sleep.
@@ -221,16 +313,33 @@ class SemKVConnector(OffloadingConnector):
         if self._settings.fixed_weights:
             return True
         shared = self.shared
-        used, shared.storing = shared.rename(), False  # first: whatever fails below, old blocks get no new names
+        shared.storing = shared.loading = False  # first: whatever fails below, old blocks get no new names
+        try:
+            done = self._reset()
+        except Exception:
+            shared.fault("a reset")
+            log.warning("semkv: a reset failed: no KV is stored or loaded until another one succeeds")
+            return False
+        shared.storing = self._stores
+        shared.loading = True
+        return done
+
+    def _reset(self) -> bool:
+        shared = self.shared
+        used = shared.rename()
         super().reset_cache()
-        told = identity.may_have_changed(str(self._vllm_config.instance_id))
+        told = identity.may_have_changed(self._instance)
         if shared.store is not None:
             shared.store.disown(*used)
-        clean = self._kv_cache_manager is None or self._kv_cache_manager.block_pool.get_usage() == 0
-        if not clean:
-            log.warning("semkv: requests were running during a reset: no KV is stored until a reset finds none")
-        shared.storing = self._stores and clean
-        return told and clean
+        manager = self._cache_manager
+        if manager is None:
+            raise StoreError("vLLM's own cache is not known")
+        shared.old = None
+        if manager.block_pool.get_usage() == 0:
+            return told
+        shared.old = OldWeights(self._live, manager, self._tokens_per_block)
+        log.warning("semkv: requests were running during a reset: of %d no KV is stored", len(shared.old.requests))
+        return False
 
     def shutdown(self) -> None:
         """Write what waits, and close the files. Calling it again changes nothing."""
@@ -238,6 +347,7 @@ class SemKVConnector(OffloadingConnector):
             super().shutdown()
         except Exception:
             log.warning("semkv: a half of the KV connector could not be closed", exc_info=True)
+        let_go(self._engine)
         if (store := self.shared.store) is not None:
             self.shared.store = None
             if self.shared.renamed:  # nobody else has these names
@@ -250,20 +360,13 @@ class SemKVConnector(OffloadingConnector):
         return super().build_prom_metrics(expand(vllm_config)[0], *args, **kwargs)
 
 
-def describe(request: Any, adapters: Adapters, *, alone: bool = True) -> dict[str, str] | None:
-    """What `shared.request_fact` reads; None where the request is left alone: it says so, or its adapter's weights are
+def describe(request: Any, adapters: Adapters, *, alone: bool = True) -> RequestFacts | None:
+    """Whose request this is; None where the request is left alone: it says so, or its adapter's weights are
     not known, or not to the tiers beside ours."""
     adapter = adapters.identity(request.lora_request)
     if adapter is None or (adapter and not alone) or wants_skip(request.kv_transfer_params):
         return None
-    return {"owner": tenant_tag(request.cache_salt), "adapter": adapter}
-
-
-def default_host_bytes() -> int:
-    """4 GiB; for a CPU engine, whose KV cache lies in the same memory, 256 MiB."""
-    from vllm.platforms import current_platform
-
-    return 256 << 20 if current_platform.is_cpu() else 4 << 30
+    return RequestFacts(owner=tenant_tag(request.cache_salt), adapter=adapter)
 
 
 def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
@@ -324,13 +427,3 @@ def unsupported(config: Any, kv_cache_config: Any) -> str | None:
         kinds = sorted({type(g.kv_cache_spec).__name__ for g in kv_cache_config.kv_cache_groups})
         return f"vLLM cannot offload its KV cache ({', '.join(kinds)}): {error or type(error).__name__}"
     return None
-
-
-def too_small(config: Any, kv_cache_config: Any, host_bytes: int) -> str | None:
-    """Why so much host memory is of no use to an engine of this expanded configuration, or None."""
-    offloading = build_offloading_config(config, kv_cache_config)
-    ranks = 1 if offloading.replicated_layout else offloading.parallel.world_size
-    row = offloading.worker_kv_bytes_per_block * ranks
-    if row > 0 and host_bytes >= 8 * (row + 4096):
-        return None
-    return f"{host_bytes} bytes of host memory hold fewer than 8 blocks of {row}; raise host_bytes, or enlarge /dev/shm"

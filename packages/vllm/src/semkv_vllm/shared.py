@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_vllm import REPORT_KEY, KVSettings, identity
 
+if TYPE_CHECKING:
+    from semkv_vllm.old_weights import OldWeights
+
 log = logging.getLogger("semkv.connectors")
 
-_LEAST = 4  # measurements before a rate counts
+_LEAST = 4  # measurements before a pace counts
 _WEIGHT = 0.2  # of the newest measurement
 _RETRY = 32  # refusals after which one load is done all the same, to measure again
-_BIG_STEP = 256  # tokens from which on a step's time says something of the rate
+_BIG_STEP = 256  # tokens from which on a step's time says something of the pace
 
 
-def request_fact(params: Mapping[str, Any] | None, name: str) -> str:
-    """What the tier must know of a request beyond its keys: ``owner``, the tag of its tenant
-    (`semkv_stores.block_file.tenant_tag`), or ``adapter``, the digest of its LoRA adapter's weights; empty for none.
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What the tier must know of a request beyond its keys.
 
-    Both travel in the request's ``kv_transfer_params``, which vLLM hands to every tier; the connector writes them over
-    whatever a client sent.
+    It travels in the request's ``kv_transfer_params``, which vLLM hands to every tier. A client can send no value of
+    this class, so nobody is believed who says whose blocks these are.
+
+    Attributes:
+        owner: the tag of its tenant (`semkv_stores.block_file.tenant_tag`); empty for none.
+        adapter: the digest of its LoRA adapter's weights; empty for none.
     """
-    return str(((params or {}).get(REPORT_KEY) or {}).get(name, ""))
+
+    owner: str = ""
+    adapter: str = ""
+
+
+def facts_of(req_context: Any) -> RequestFacts:
+    """What the connector wrote of the request of a ``ReqContext``."""
+    found = (req_context.kv_transfer_params or {}).get(REPORT_KEY)
+    return found if isinstance(found, RequestFacts) else RequestFacts()
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def ours(where: str, otherwise: Any = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """What of ours a hook of vLLM's does: a method of an object that has a ``shared``.
+
+    vLLM calls the hooks in the engine's own thread, and what left one would end the engine. So each hook calls methods
+    that are marked with this, and vLLM's own method beside them. A fault in a marked method is counted and logged, and
+    ``otherwise`` is its result.
+    """
+
+    def mark(method: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(method)
+        def guarded(*args: _P.args, **fields: _P.kwargs) -> _T:
+            try:
+                return method(*args, **fields)
+            except Exception:
+                owner: Any = args[0]
+                owner.shared.fault(where)
+                result: _T = otherwise
+                return result
+
+        return guarded
+
+    return mark
 
 
 @dataclass
@@ -48,6 +92,9 @@ class KVShared:
         stamp: another object after each purge and reset; what was found in the index before does not count any more.
         heard: the last purge that host memory knows of.
         storing: False while nothing may be stored.
+        loading: False while nothing may be loaded, after a reset that failed.
+        old: what may rest on weights from before a reset; None where nothing does.
+        row_bytes: of a block in host memory, without its seal.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
     """
 
@@ -62,6 +109,9 @@ class KVShared:
     stamp: object = field(default_factory=object)
     heard: int = 0
     storing: bool = True
+    loading: bool = True
+    old: OldWeights | None = None
+    row_bytes: int = 0
     renamed: bool = False
     _names: dict[str, str] = field(default_factory=dict)  # by adapter, of the requests since the last reset
 
@@ -88,6 +138,10 @@ class KVShared:
         """The namespaces in use since the last reset."""
         return list(self._names.values())
 
+    def may_store(self, request: str) -> bool:
+        """Whether the KV of a request may be stored under the names of now."""
+        return self.storing and (self.old is None or request not in self.old.requests)
+
     def fault(self, where: str) -> None:
         """Count and log the exception that is being handled: it is a miss."""
         log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
@@ -97,32 +151,38 @@ class KVShared:
 # ---------------------------------------------------------------------- is the disk faster than computing?
 
 
-class Rate:
-    """A moving average of ``amount`` per second."""
+class Pace:
+    """A moving average of the seconds that a unit takes.
+
+    Of seconds a unit, not of units a second: what is asked is how long an amount will take, and the mean of the rates
+    would say too little. One read that was ten times faster than the others would make the disk look twice as fast.
+    """
 
     def __init__(self) -> None:
-        self._rate, self._count = 0.0, 0
+        self._seconds = 0.0  # a unit
+        self._count = 0
 
     def measured(self, amount: int, seconds: float) -> None:
         if seconds > 0 and amount > 0:
             self._count += 1
-            self._rate += max(_WEIGHT, 1 / self._count) * (amount / seconds - self._rate)
+            self._seconds += max(_WEIGHT, 1 / self._count) * (seconds / amount - self._seconds)
 
     def seconds(self, amount: int) -> float | None:
         """How long ``amount`` takes; None while too little was measured."""
-        return amount / self._rate if self._count >= _LEAST else None
+        return amount * self._seconds if self._count >= _LEAST else None
 
 
 class BreakEven:
     """Whether a load from disk is worth it. For the scheduler's thread.
 
     Attributes:
-        disk: bytes a second, from the request for them until they are checked in host memory.
-        prefill: tokens a second that the engine computes in steps of many tokens.
+        disk: of bytes, from the request for them until they are checked in host memory.
+        prefill: of tokens that the engine computes in steps of many tokens.
     """
 
     def __init__(self) -> None:
-        self.disk, self.prefill = Rate(), Rate()
+        self.disk = Pace()
+        self.prefill = Pace()
         self._steps: deque[tuple[int, float]] = deque(maxlen=2)  # vLLM has at most two under way
         self._last_end = 0.0
         self._refused = 0
@@ -142,7 +202,7 @@ class BreakEven:
         self._last_end = now
 
     def worth(self, tokens: int, nbytes: int) -> bool:
-        """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a rate is not known, and
+        """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a pace is not known, and
         once in a while all the same."""
         compute, read = self.prefill.seconds(tokens), self.disk.seconds(nbytes)
         if compute is None or read is None or read <= compute:

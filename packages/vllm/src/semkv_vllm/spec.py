@@ -6,17 +6,14 @@ worker, vLLM's own copies between GPU and host memory are used; a CPU engine, fo
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -30,55 +27,27 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from semkv_stores.block_file import PAGE
 from semkv_stores.block_index import Purge
-from semkv_stores.files import described
-from semkv_vllm.shared import KVShared, request_fact
+from semkv_vllm import REPORT_KEY, private
+from semkv_vllm.params import client_params
+from semkv_vllm.seals import Seals, check_tier
+from semkv_vllm.shared import KVShared, RequestFacts, facts_of, ours
+from semkv_vllm.tier import SemKVTier
 
 log = logging.getLogger("semkv.connectors")
 
-SHM = Path("/dev/shm")  # noqa: S108  where vLLM puts the host memory that its processes share
-_SHARE = 0.8  # of the room there that an engine takes at most
-_FILLING_S = 300.0  # for an engine to fill its memory; what is older and empty was left by one that was killed
-
-
-def region_of(engine: str, shm: Path = SHM) -> Path:
-    """Where vLLM's `SharedOffloadRegion` lies; it takes a file that is there already."""
-    return shm / f"vllm_offload_{engine}.mmap"
-
-
-def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> tuple[int, bool]:
-    """How much host memory an engine gets: what is ``wanted``, or four fifths of the room that there is.
-
-    All processes of an engine must come to the same answer: the first one makes the file, whose length says it.
-
-    Returns:
-        Bytes, and whether this process is the first one.
-    """
-    region, folder = region_of(engine, shm), os.open(shm, os.O_RDONLY)
-    with contextlib.ExitStack() as held:
-        held.callback(os.close, folder)
-        file = held.enter_context(os.fdopen(os.open(region, os.O_CREAT | os.O_RDWR, 0o600)))
-        fcntl.flock(folder, fcntl.LOCK_EX)  # engines that start at once look one after the other
-        if size := os.fstat(file.fileno()).st_size:
-            return size, False
-        atexit.register(region.unlink, missing_ok=True)  # where no scheduler comes
-        status, regions = os.statvfs(shm), described(shm.glob(region_of("*").name))
-        # What other engines that start at this moment have not filled yet is not free.
-        new = [found for _, found in regions if time.time() - found.st_mtime < _FILLING_S]
-        filling = sum(max(0, found.st_size - found.st_blocks * 512) for found in new)
-        size = min(wanted, int(_SHARE * max(0, status.f_bavail * status.f_frsize - filling)))
-        os.ftruncate(file.fileno(), size)
-        return size, True
-
 
 class SemKVManager(TieringOffloadingManager):
-    """vLLM's manager, which forgets what was purged or is too old and keeps what another's failed load spoiled out."""
+    """vLLM's manager, which forgets what was purged or is too old, keeps out what another's failed load spoiled, and
+    checks what comes from other tiers."""
 
-    _shared: KVShared
+    shared: KVShared
+    _seals: Seals | None
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _under_way: dict[bytes, str]  # to host memory, each with its tenant's tag
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
@@ -86,67 +55,79 @@ class SemKVManager(TieringOffloadingManager):
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
         """Turn the manager that vLLM has just made into one of these. A second manager would poll the same tiers."""
-        manager._doomed, manager._spoiled, manager._under_way, manager._shared = set(), set(), {}, shared
+        made: Any = manager
+        made.__class__ = cls
+        made.shared = shared
+        made._seals = None
+        made._doomed = set()
+        made._spoiled = set()
+        made._under_way = {}
         shared.heard = 0 if shared.store is None else shared.store.last_purge()
-        manager.__class__ = cls
-        assert isinstance(manager, cls)
-        return manager
+        if shared.settings.sealed:
+            made._check_tiers()
+        assert isinstance(made, cls)
+        return made
+
+    def _check_tiers(self) -> None:
+        view = self.primary_tier.get_kv_memoryview()
+        rows = np.frombuffer(view, np.uint8).reshape(view.shape or (0, 0))
+        self._seals = Seals(rows, self.shared.namespace)
+        for tier in self.secondary_tiers:
+            if not isinstance(tier, SemKVTier):
+                check_tier(tier, self.shared, self._seals)
 
     def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
-        try:
-            if (self._doomed or self._shared.settings.max_age_s) and (key in self._doomed or self._too_old(key)):
-                return LookupResult.MISS
-        except Exception:
-            self._shared.fault("a lookup")
+        if not self._may_load(key):
+            return LookupResult.MISS
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
 
+    @ours("a lookup", otherwise=False)
+    def _may_load(self, key: bytes) -> bool:
+        return self.shared.loading and key not in self._doomed and not self._too_old(key)
+
+    @ours("a lookup", otherwise=(0, False))
     def held(self, keys: Sequence[bytes], req_context: ReqContext) -> tuple[int, bool]:
         """How many of the first keys have a place in host memory, and whether one of these is still on its way there:
         vLLM's lookup without its clocks, for all of them at once."""
-        count, pending = 0, False
-        try:
-            if self._doomed or self._shared.settings.max_age_s:
-                return 0, False
-            self._maybe_process_finished_jobs()
-            chunk_of = self.primary_tier._policy.get
-            for key in keys:
-                if (chunk := chunk_of(key)) is None:
-                    break
-                count += 1
-                pending |= chunk.ref_cnt < 0
-            metrics = self._metrics._request_states.get(req_context.req_id)
-            if count and not pending and metrics is not None and metrics.observed_lookups is not None:
-                counted = metrics.observed_lookups.setdefault(self._metrics.primary_tier_label, {})
-                before = len(counted)
-                counted.update(dict.fromkeys(keys[:count]))
-                if (new := len(counted) - before) > 0:
-                    for name in (TieringOffloadingMetrics.CHUNK_QUERIES, TieringOffloadingMetrics.CHUNK_HITS):
-                        self._metrics._stats.increase_counter(name, new, self._metrics.primary_tier_label)
-        except Exception:
-            self._shared.fault("a lookup")
+        if self._doomed or self.shared.settings.max_age_s or not self.shared.loading:
             return 0, False
+        count, pending = private.held(self, keys)
+        if count and not pending:
+            private.count_hits(self, req_context.req_id, keys[:count])
         return count, pending
 
     def _too_old(self, key: bytes) -> bool:
-        limit = self._shared.settings.max_age_s
-        if not limit or (record := self._shared.records.get(key)) is None or time.time() - record[1] <= limit:
+        limit = self.shared.settings.max_age_s
+        if not limit or (record := self.shared.records.get(key)) is None or time.time() - record[1] <= limit:
             return False
         self._doomed.add(key)
         return True
 
     def on_new_request(self, req_context: Any, *, exclude_tier_idx: int | None = None) -> RequestOffloadingContext:
-        try:
-            self._hear_of_purges()
-        except Exception:
-            self._shared.fault("a purge")
+        own = exclude_tier_idx is not None  # a tier's, on behalf of another engine
+        if not own and not self._admit(req_context):
+            req_context.kv_transfer_params = {}
+        self._hear_of_purges()
         return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
 
+    @ours("a request", otherwise=False)
+    def _admit(self, req_context: Any) -> bool:
+        """Hand on what a client may say, and nothing else, also of a request that the connector did not see begin."""
+        allowed = self.shared.settings.allowed_params
+        params = req_context.kv_transfer_params
+        if not isinstance(params, dict) or not isinstance(params.get(REPORT_KEY), RequestFacts):
+            req_context.kv_transfer_params = client_params(params, allowed)
+        if "kv_hints" not in allowed:
+            req_context.kv_hints = None
+        return True
+
+    @ours("a purge")
     def _hear_of_purges(self) -> None:
         """What was purged from the disk, by any process, goes from host memory too.
 
         Which engine wrote a block is not known here: what one takes back goes as if it were everybody's.
         """
-        shared = self._shared
+        shared = self.shared
         if shared.store is None or shared.store.last_purge() == shared.heard:
             return
         purges = shared.store.purges_after(shared.heard)
@@ -160,26 +141,56 @@ class SemKVManager(TieringOffloadingManager):
                 self.spoil(key for key, owner in self._under_way.items() if purge.owner in (None, owner))
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
-        # vLLM takes a limit of 0 for none where it stores the tail of a block.
-        if not self._shared.storing or (req_context.kv_transfer_params or {}).get("max_offload_tokens") == 0:
+        if not self._may_store(req_context):
             return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         self._forget_doomed()  # vLLM takes what is there for stored
-        if (prepared := super().prepare_store(keys, req_context)) is not None:
-            owner = request_fact(req_context.kv_transfer_params, "owner")
-            self._under_way.update(dict.fromkeys(prepared.keys_to_store, owner))
+        prepared = super().prepare_store(keys, req_context)
+        if prepared is not None:
+            self._begun(prepared.keys_to_store, req_context)
         return prepared
 
+    @ours("a store", otherwise=False)
+    def _may_store(self, context: Any) -> bool:
+        # vLLM takes a limit of 0 for none where it stores the tail of a block.
+        nothing = (context.kv_transfer_params or {}).get("max_offload_tokens") == 0
+        return not nothing and self.shared.may_store(context.req_id)
+
+    @ours("a store")
+    def _begun(self, keys: Collection[Any], context: Any) -> None:
+        self._under_way.update(dict.fromkeys(keys, facts_of(context).owner))
+
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
+        success = success and self._may_keep(keys)
+        if success:
+            self._note(keys, req_context)
+        super().complete_store(keys, req_context, success)
+
+    @ours("a store", otherwise=False)
+    def _may_keep(self, keys: Collection[Any]) -> bool:
         for key in keys:
             self._under_way.pop(key, None)
-        if not self._spoiled.isdisjoint(keys):
-            self._shared.counters["spoiled_blocks"] += len(keys)
-            self._spoiled.difference_update(keys)
-            success = False
-        if success:
-            record = (request_fact(req_context.kv_transfer_params, "owner"), time.time())
-            self._shared.records.update(dict.fromkeys(keys, record))
-        super().complete_store(keys, req_context, success)
+        if self._spoiled.isdisjoint(keys):
+            return True
+        self.shared.counters["spoiled_blocks"] += len(keys)
+        self._spoiled.difference_update(keys)
+        return False
+
+    @ours("a store")
+    def _note(self, keys: Collection[Any], context: Any) -> None:
+        record = (facts_of(context).owner, time.time())
+        self.shared.records.update(dict.fromkeys(keys, record))
+
+    def create_store_job(self, keys: Collection[Any], req_context: Any, tier_idx: int = 0) -> TransferJob:
+        """vLLM's, for all that leaves host memory for another tier. The block gets its seal first."""
+        job = super().create_store_job(keys, req_context, tier_idx)
+        if not isinstance(self.secondary_tiers[tier_idx], SemKVTier):
+            self._seal(job)
+        return job
+
+    @ours("a seal")
+    def _seal(self, job: TransferJob) -> None:
+        if self._seals is not None:
+            self._seals.write(job.keys, job.chunk_ids.tolist())
 
     def spoil(self, keys: Iterable[bytes]) -> None:
         """Throw away what is being stored under these keys."""
@@ -187,45 +198,46 @@ class SemKVManager(TieringOffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._forget_doomed()
-        try:
-            if len(self._shared.records) > 2 * self.primary_tier._num_chunks + 64:
-                held, policy = self._shared.records, self.primary_tier._policy
-                self._shared.records = {key: held[key] for key in held if policy.get(key) is not None}
-        except Exception:
-            self._shared.fault("forgetting")
+        self._forget_records()
         super().on_schedule_end(context)
 
-    def _forget_doomed(self) -> None:
-        """Take blocks out of host memory that no transfer is using; the others wait for a later step. Never raises."""
-        primary, gone = self.primary_tier, []
-        try:
-            for key in list(self._doomed):
-                chunk = primary._policy.get(key)
-                if chunk is not None and chunk.ref_cnt != 0:
-                    continue
-                if chunk is not None:
-                    primary._policy.remove(key)
-                    primary._num_evictable_cache_chunks -= 1
-                    primary._free_chunk(chunk)
-                    gone.append(key)
-                self._doomed.discard(key)
-                self._shared.records.pop(key, None)
-            self._shared.counters["purged_blocks"] += len(gone)
-            if gone and primary.events is not None:
-                primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
-        except Exception:
-            self._shared.fault("forgetting")
+    @ours("forgetting")
+    def _forget_records(self) -> None:
+        """Keep the records of what is in host memory."""
+        records = self.shared.records
+        if len(records) > 2 * private.capacity(self.primary_tier) + 64:
+            there = (key for key in records if private.chunk_of(self.primary_tier, key) is not None)
+            self.shared.records = {key: records[key] for key in there}
 
-    def promoted(self, request_id: str) -> bool:
-        """Whether vLLM notes of a request that blocks were brought into host memory for it."""
-        return bool(self._request_load_sources.get(request_id))
+    @ours("forgetting")
+    def _forget_doomed(self) -> None:
+        """Take blocks out of host memory that no transfer is using; the others wait for a later step."""
+        primary = self.primary_tier
+        gone = []
+        for key in list(self._doomed):
+            chunk = private.chunk_of(primary, key)
+            if chunk is not None and chunk.ref_cnt != 0:
+                continue
+            if chunk is not None:
+                private.remove(primary, key, chunk)
+                gone.append(key)
+            self._doomed.discard(key)
+            self.shared.records.pop(key, None)
+        self.shared.counters["purged_blocks"] += len(gone)
+        if gone and primary.events is not None:
+            primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
 
     def reset_cache(self) -> None:
         super().reset_cache()
         self._doomed.clear()
         self._spoiled.clear()
         self._under_way.clear()
-        self._shared.records.clear()
+        self.shared.records.clear()
+
+    def shutdown(self) -> None:
+        if self._seals is not None:
+            self._seals.close()
+        super().shutdown()
 
 
 class SemKVSpec(TieringOffloadingSpec):
@@ -235,9 +247,17 @@ class SemKVSpec(TieringOffloadingSpec):
     _worker: Any
 
     def __init__(self, config: Any) -> None:
-        """Other tiers tell models apart by their names, so here the name says which weights these are, too."""
-        name = f"{config.model.name}-{config.extra_config['semkv'].model}"
+        """Other tiers tell models apart by their names, so here the name says which weights these are, too.
+
+        Where blocks are sealed each row is a page longer, and other tiers keep the rows under another name.
+        """
+        shared = config.extra_config["semkv"]
+        sealed = shared.settings.sealed
+        name = f"{config.model.name}-{shared.model}{'-sealed' if sealed else ''}"
         super().__init__(replace(config, model=replace(config.model, name=name)))
+        if sealed:
+            self.kv_bytes_per_chunk += PAGE
+            self.num_chunks = int(self.extra_config["cpu_bytes_to_use"]) // self.kv_bytes_per_chunk
 
     def get_manager(self) -> SemKVManager:
         if not isinstance(self._manager, SemKVManager):
@@ -249,7 +269,7 @@ class SemKVSpec(TieringOffloadingSpec):
             return super().get_worker(kv_caches)
         if self._worker is None:
             region = SharedOffloadRegion(
-                engine_id=self._engine_id,
+                engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
                 rank=0 if self.replicated_layout else self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,

@@ -27,9 +27,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from semkv_stores.block_file import PAGE
 from semkv_stores.block_index import BlockRef
-from semkv_vllm.disk_process import DiskProcess, FileDone
-from semkv_vllm.shared import KVShared, request_fact
+from semkv_vllm import private
+from semkv_vllm.disk_process import DiskProcess, FileDone, HostShape
+from semkv_vllm.shared import KVShared, facts_of, ours
 
 log = logging.getLogger("semkv.connectors")
 
@@ -38,6 +40,7 @@ FILE_BYTES = 64 << 20
 
 _QUEUE_SHARE = 4  # of host memory a quarter may wait for the disk; what comes on top is not written, and counted
 _MOST = 512  # keys asked for at once, and blocks of one file
+_HUNG_S = 600.0  # how long a file is left alone after a read of it was given up
 _LOOK_S, _LOOKS = 1.0, 30  # with KV events: once a second the index is asked for a thirtieth of what was told
 
 
@@ -55,14 +58,23 @@ class _Lookups:
 
 @dataclass
 class _Transfer:
-    """A job of vLLM's, cut into files that are copied side by side."""
+    """A job of vLLM's, cut into files that are copied side by side; ``parts`` of them are under way."""
 
     job: TransferJob
     namespace: str
-    parts: int
-    waiting_bytes: int
+    waiting_bytes: int = 0
+    parts: int = 0
     good: list[bytes] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class _Part:
+    """What of a transfer is in one file; ``file`` is empty where it is written."""
+
+    transfer: _Transfer
+    keys: list[bytes]
+    file: str
 
 
 class SemKVTier(SecondaryTierManager):
@@ -80,16 +92,19 @@ class SemKVTier(SecondaryTierManager):
         """``offloading_spec.extra_config["semkv"]`` is the `KVShared` of this engine."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality.LOCAL
-        self._shared: KVShared = offloading_spec.extra_config["semkv"]
-        rows, self._row_bytes = primary_kv_view.shape or (0, 0)
+        self.shared: KVShared = offloading_spec.extra_config["semkv"]
+        rows, stride = primary_kv_view.shape or (0, 0)
+        self._row_bytes = stride - PAGE if self.shared.settings.sealed else stride
+        self.shared.row_bytes = self._row_bytes
         self._queue_bytes = primary_kv_view.nbytes // _QUEUE_SHARE
         self._most_promised = max(1, rows // 2)
         self._tokens = {group.group_id: group.tokens_per_block for group in offloading_spec.config.groups}
         self._disk: DiskProcess | None = None
-        if self._shared.store is not None:
-            memory = offloading_spec._scheduler_mmap.fd
-            self._disk = DiskProcess(memory, rows, self._row_bytes, self._shared.store)
-        self._parts: dict[int, tuple[_Transfer, list[bytes]]] = {}  # by the number of the disk's job
+        if self.shared.store is not None:
+            shape = HostShape(rows=rows, stride=stride, row_bytes=self._row_bytes)
+            self._disk = DiskProcess(private.descriptor(offloading_spec), shape, self.shared.store)
+        self._parts: dict[int, _Part] = {}  # by the number of the disk's job
+        self._hung = dict[str, float]()  # files whose reads were given up, until when they are left alone
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
@@ -101,24 +116,33 @@ class SemKVTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        try:
-            lookups = req_context.get_state(_Lookups)
-            if lookups is None or lookups.stamp is not self._shared.stamp:
-                promised = 0 if lookups is None else lookups.promised
-                req_context.set_state(lookups := _Lookups(self._shared.stamp, promised=promised))
-            if key not in lookups.refs:
-                self._look_up(key, req_context, lookups)
-            # What does not fit into host memory at once would push itself out there for ever.
-            found = lookups.refs[key] is not None and not lookups.refused and lookups.promised < self._most_promised
-            lookups.promised += found
-        except Exception:
-            self._shared.fault("a lookup")
-            found = False
-        return LookupResult.HIT if found else LookupResult.MISS
+        return LookupResult.HIT if self._has(key, req_context) else LookupResult.MISS
+
+    @ours("a lookup", otherwise=False)
+    def _has(self, key: bytes, context: Any) -> bool:
+        lookups = context.get_state(_Lookups)
+        if lookups is None or lookups.stamp is not self.shared.stamp:
+            promised = 0 if lookups is None else lookups.promised
+            lookups = _Lookups(self.shared.stamp, promised=promised)
+            context.set_state(lookups)
+        if key not in lookups.refs:
+            self._look_up(key, context, lookups)
+        ref = lookups.refs[key]
+        if ref is None or lookups.refused or self._hangs(ref.file):
+            return False
+        # What does not fit into host memory at once would push itself out there for ever.
+        if lookups.promised >= self._most_promised:
+            return False
+        lookups.promised += 1
+        return True
+
+    def _hangs(self, file: str) -> bool:
+        """Whether a read of the file was given up a short while ago; another one would hold up everybody again."""
+        return self._hung.get(file, 0.0) > time.monotonic()
 
     def _look_up(self, key: bytes, context: Any, lookups: _Lookups) -> None:
         """Ask the index for ``key``; where it is found, for the keys of its group that follow too."""
-        store = self._shared.store
+        store = self.shared.store
         if store is None:
             lookups.refs[key] = None
             return
@@ -127,98 +151,102 @@ class SemKVTier(SecondaryTierManager):
         lookups.refs[key] = ref
         if ref is None:
             return
-        places: dict[bytes, int] = context._offload_key_positions
+        places = private.key_positions(context)
         at, group = places.get(key, 0), key[-4:]
         rest = (k for k, place in places.items() if place > at and k[-4:] == group and k not in lookups.refs)
         more = list(itertools.islice(rest, _MOST))
         lookups.refs.update(zip(more, store.find(namespace, more), strict=True))
-        if self._shared.gate is not None and not lookups.judged:
+        if self.shared.gate is not None and not lookups.judged:
             lookups.judged = True
             run = [key, *itertools.takewhile(lambda k: lookups.refs[k] is not None, more)]
             tokens = places.get(run[-1], 0) - at + self._tokens.get(int.from_bytes(group, "big"), 0)
-            lookups.refused = not self._shared.gate.worth(tokens, len(run) * self._row_bytes)
-            self._shared.counters["refused_loads"] += lookups.refused
+            lookups.refused = not self.shared.gate.worth(tokens, len(run) * self._row_bytes)
+            self.shared.counters["refused_loads"] += lookups.refused
 
     def _namespace(self, context: Any) -> str:
-        return self._shared.namespace(request_fact(context.kv_transfer_params, "adapter"))
+        return self.shared.namespace(facts_of(context).adapter)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        try:
-            if self._take(job_metadata):
-                return
-        except Exception:
-            self._shared.fault("a store")
-        self._finished.append(JobResult(job_metadata.job_id, True))
+        if not self._take(job_metadata):
+            self._finished.append(JobResult(job_metadata.job_id, True))
 
+    @ours("a store", otherwise=False)
     def _take(self, job: TransferJob) -> bool:
         """Hand a store to the disk, file by file; False where nothing can be written now."""
-        store, keys, nbytes = self._shared.store, list(job.keys), len(job.keys) * self._row_bytes
+        store, keys, nbytes = self.shared.store, list(job.keys), len(job.keys) * self._row_bytes
         full = self._waiting_bytes > 0 and self._waiting_bytes + nbytes > self._queue_bytes
         if self._disk is None or store is None or full or not store.writable:
-            self._shared.counters["dropped"] += len(keys)
+            self.shared.counters["dropped"] += len(keys)
             return False
         each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
-        owner = request_fact(job.req_context.kv_transfer_params, "owner")
+        owner = facts_of(job.req_context).owner
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
-        transfer = _Transfer(job, self._namespace(job.req_context), len(parts), nbytes)
-        self._waiting_bytes += nbytes
+        transfer = _Transfer(job, self._namespace(job.req_context), nbytes)
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]
-            self._hand_over(transfer, keys[part], chunks=chunks, owner=owner, since=self._shared.heard)
-        return True
+            self._hand_over(transfer, keys[part], chunks=chunks, owner=owner, since=self.shared.heard)
+        if transfer.parts:
+            self._waiting_bytes += nbytes
+        return transfer.parts > 0
 
+    @ours("a job for the disk")
     def _hand_over(self, transfer: _Transfer, keys: list[bytes], **job: Any) -> None:
+        """Give a part of a transfer to the disk. Where that fails, nothing comes of this part."""
         assert self._disk is not None
-        about = {"namespace": transfer.namespace, "layout": self._shared.layout}
-        self._parts[self._disk.submit(keys=keys, **about, **job)] = transfer, keys
+        about = {"namespace": transfer.namespace, "layout": self.shared.layout}
+        number = self._disk.submit(keys=keys, **about, **job)
+        self._parts[number] = _Part(transfer, keys, job.get("file", ""))
+        transfer.parts += 1
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        try:
-            if self._bring(job_metadata):
-                return
-        except Exception:
-            self._shared.fault("a load")
-        self._end(_Transfer(job_metadata, "", 0, 0))
+        if not self._bring(job_metadata):
+            self._end(_Transfer(job_metadata, ""))
 
+    @ours("a load", otherwise=False)
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
         lookups, files = job.req_context.get_state(_Lookups), dict[tuple[str, str], list[tuple[int, bytes, int]]]()
-        if lookups is None or lookups.stamp is not self._shared.stamp:
+        if lookups is None or lookups.stamp is not self.shared.stamp:
             return False
         for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
             if (ref := lookups.refs.get(key)) is not None:
                 files.setdefault((ref.file, ref.owner), []).append((ref.row, key, int(chunk)))
-                self._shared.records[key] = (ref.owner, ref.created)
+                self.shared.records[key] = (ref.owner, ref.created)
         if self._disk is None or not files:
             return False
-        transfer = _Transfer(job, self._namespace(job.req_context), len(files), 0)
+        transfer = _Transfer(job, self._namespace(job.req_context))
         for (file, owner), part in files.items():
             places, keys, chunks = map(list, zip(*sorted(part), strict=True))
             self._hand_over(transfer, keys, chunks=chunks, file=file, owner=owner, places=places)
-        return True
+        return transfer.parts > 0
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        try:
-            if self._parts and self._disk is not None:
-                for done in self._disk.finished():
-                    self._part_done(done)
-        except Exception:
-            self._shared.fault("a result of the disk's")
+        self._collect()
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
+    @ours("a result of the disk's")
+    def _collect(self) -> None:
+        if self._parts and self._disk is not None:
+            for done in self._disk.finished():
+                self._part_done(done)
+
+    @ours("a result of the disk's")
     def _part_done(self, done: FileDone) -> None:
-        transfer, keys = self._parts.pop(done.number, (None, []))
-        if transfer is None:
+        part = self._parts.pop(done.number, None)
+        if part is None:
             return
-        good = list(itertools.compress(keys, done.good))
+        transfer = part.transfer
+        good = list(itertools.compress(part.keys, done.good))
         transfer.good += good
         transfer.parts -= 1
-        self._shared.counters.update(done.counters)
         if transfer.parts == 0:
             self._end(transfer)
+        self.shared.counters.update(done.counters)  # from here on a fault costs no request
+        if done.hung and part.file:
+            self._hung[part.file] = time.monotonic() + _HUNG_S
         if not self._tells:
             return
-        if new := [key for key in good if self._told.get(key) != transfer.namespace]:  # last: a fault costs no request
+        if new := [key for key in good if self._told.get(key) != transfer.namespace]:
             self._told.update(dict.fromkeys(new, transfer.namespace))
             self._tell(new, removed=False)
 
@@ -232,16 +260,17 @@ class SemKVTier(SecondaryTierManager):
             success = len(keys) == len(job.keys)
             if (lookups := job.req_context.get_state(_Lookups)) is not None:
                 lookups.refs.update(dict.fromkeys(set(job.keys).difference(keys)))
-            if self._shared.gate is not None:
-                self._shared.gate.disk.measured(nbytes, seconds)
+            self._measured(nbytes, seconds)
         self._finished.append(JobResult(job.job_id, success, keys, seconds, nbytes))
+
+    @ours("a measurement")
+    def _measured(self, nbytes: int, seconds: float) -> None:
+        if self.shared.gate is not None:
+            self.shared.gate.disk.measured(nbytes, seconds)
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
-            try:
-                self._part_done(done)
-            except Exception:
-                self._shared.fault("a result of the disk's")
+            self._part_done(done)
 
     def shutdown(self) -> None:
         """Let the disk write what waits, and let go of vLLM's memory before vLLM closes it."""
@@ -253,17 +282,15 @@ class SemKVTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Blocks that this engine wrote or read on disk, and those of them that any process has deleted since."""
-        try:
-            if self._told and time.monotonic() - self._looked > _LOOK_S:
-                self._look()
-        except Exception:
-            self._shared.fault("an event")
+        if self._told and time.monotonic() - self._looked > _LOOK_S:
+            self._look()
         events, self._events = self._events, []
         return events
 
+    @ours("an event")
     def _look(self) -> None:
         """Ask the index whether the next blocks are still there."""
-        self._looked, store = time.monotonic(), self._shared.store
+        self._looked, store = time.monotonic(), self.shared.store
         if store is None or not store.last_purge():  # while it cannot be read, nothing is known to be gone
             return
         namespace, count = next(iter(self._told.values())), min(_MOST, len(self._told) // _LOOKS + 1)
@@ -285,15 +312,16 @@ class SemKVTier(SecondaryTierManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
-        try:
-            if (counters := dict(self._shared.counters)) != self._counted:
-                for name in COUNTERS:
-                    if (new := counters.get(name, 0) - self._counted.get(name, 0)) > 0:
-                        stats.increase_counter(f"vllm:semkv_{name}", new)
-                self._counted = counters
-        except Exception:
-            self._shared.fault("counting")
+        self._count(stats)
         return None if stats.is_empty() else stats
+
+    @ours("counting")
+    def _count(self, stats: OffloadingConnectorStats) -> None:
+        counters = dict(self.shared.counters)
+        for name in COUNTERS if counters != self._counted else ():
+            if (new := counters.get(name, 0) - self._counted.get(name, 0)) > 0:
+                stats.increase_counter(f"vllm:semkv_{name}", new)
+        self._counted = counters
 
 
 COUNTERS = {
@@ -306,6 +334,7 @@ COUNTERS = {
     "rejected": "KV block files larger than the bounds of the store",
     "evicted_blocks": "KV blocks evicted from disk",
     "purged_blocks": "KV blocks taken out of host memory by a purge or for their age",
+    "unsealed_blocks": "KV blocks from other tiers of vLLM's that failed their check",
     "spoiled_blocks": "KV blocks not kept because another connector's load had failed",
     "refused_loads": "Requests computed because that was faster than the disk",
     "lora_skipped": "Requests not cached because the weights of their LoRA adapter are not known for certain",

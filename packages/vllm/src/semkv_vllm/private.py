@@ -1,0 +1,118 @@
+"""What of vLLM is used that is not its API, all of it. `missing` says which of these names a release has lost.
+
+Everything else in this package goes by public names. Where vLLM gets a public way, a function here goes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.cpu import manager as cpu_manager
+from vllm.v1.kv_offload.tiering import manager as tiering_manager
+from vllm.v1.kv_offload.tiering import metrics, spec
+from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
+
+NAMES: dict[ModuleType, tuple[str, ...]] = {
+    base: ("_offload_key_positions",),
+    cpu_manager: ("_policy", "_num_chunks", "_num_evictable_cache_chunks", "_free_chunk"),
+    tiering_manager: ("_maybe_process_finished_jobs", "_request_load_sources", "_metrics"),
+    metrics: ("_request_states", "_stats"),
+    spec: ("_scheduler_mmap", "_manager"),
+    scheduler: ("_maximal_prefix_lookup", "_events_tracker", "_jobs"),
+}
+"""Where each name stands in vLLM."""
+
+
+def missing() -> list[str]:
+    """The names that the installed vLLM does not have any more."""
+    sources = {module: inspect.getsource(module) for module in NAMES}
+    return [
+        f"{module.__name__}: {name}" for module, names in NAMES.items() for name in names if name not in sources[module]
+    ]
+
+
+# ---------------------------------------------------------------------- host memory
+
+
+def chunk_of(primary: Any, key: bytes) -> Any | None:
+    """The place of a block in host memory, or None. vLLM's lookup says that there is one, not who uses it."""
+    return primary._policy.get(key)
+
+
+def capacity(primary: Any) -> int:
+    """How many blocks host memory holds."""
+    return int(primary._num_chunks)
+
+
+def remove(primary: Any, key: bytes, chunk: Any) -> None:
+    """Take a block out of host memory that no transfer uses. vLLM removes what it has no room for, and nothing else."""
+    primary._policy.remove(key)
+    primary._num_evictable_cache_chunks -= 1
+    primary._free_chunk(chunk)
+
+
+def descriptor(offloading_spec: Any) -> int:
+    """Of host memory's file, which has no name any more."""
+    return int(offloading_spec._scheduler_mmap.fd)
+
+
+# ---------------------------------------------------------------------- lookups
+
+
+def held(manager: Any, keys: Sequence[bytes]) -> tuple[int, bool]:
+    """How many of the first keys have a place in host memory, and whether one of these is still on its way there."""
+    manager._maybe_process_finished_jobs()
+    count = 0
+    pending = False
+    for key in keys:
+        chunk = chunk_of(manager.primary_tier, key)
+        if chunk is None:
+            break
+        count += 1
+        pending |= chunk.ref_cnt < 0
+    return count, pending
+
+
+def count_hits(manager: Any, request: str, keys: Iterable[bytes]) -> None:
+    """Count hits in host memory as vLLM's own lookup does, which takes the time of each."""
+    tracker = manager._metrics
+    state = tracker._request_states.get(request)
+    if state is None or state.observed_lookups is None:
+        return
+    label = tracker.primary_tier_label
+    counted = state.observed_lookups.setdefault(label, {})
+    before = len(counted)
+    counted.update(dict.fromkeys(keys))
+    new = len(counted) - before
+    if new > 0:
+        tracker._stats.increase_counter(TieringOffloadingMetrics.CHUNK_QUERIES, new, label)
+        tracker._stats.increase_counter(TieringOffloadingMetrics.CHUNK_HITS, new, label)
+
+
+def promoted(manager: Any, request: str) -> bool:
+    """Whether vLLM notes of a request that blocks were brought into host memory for it."""
+    return bool(manager._request_load_sources.get(request))
+
+
+def key_positions(context: Any) -> dict[bytes, int]:
+    """All keys of a request, each with the token where its block ends. vLLM gives the position of one key only."""
+    positions: dict[bytes, int] = context._offload_key_positions
+    return positions
+
+
+# ---------------------------------------------------------------------- the scheduler's half
+
+
+def describes_events(half: Any) -> bool:
+    """Whether vLLM notes every block that a lookup finds, for its KV events."""
+    return bool(half._events_tracker.self_describing_enabled)
+
+
+def keys_being_stored(half: Any) -> set[bytes]:
+    """What is on its way from the GPU to host memory."""
+    return {key for job in half._jobs.values() if job.is_store for key in job.keys}
