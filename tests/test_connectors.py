@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.fusion import FusionState, FusionStore
 from semkv_vllm import ConnectorOutcome, ECSettings, KVSettings, identity, read_outcome, read_settings
+from semkv_vllm.media import Media
 from semkv_vllm.shared import BreakEven
 
 pytestmark = pytest.mark.engine
@@ -681,10 +682,14 @@ def test_outcome_of_other_engines() -> None:
     assert read_outcome(SimpleNamespace(kv_transfer_params=two)) == ConnectorOutcome(64, {"disk": 64})
 
 
-def media(name: str, salt: str | None, identifier: str = "cat.jpg") -> SimpleNamespace:
+def media(name: str, salt: str | None, identifier: str = "cat.jpg", shown: str = "") -> SimpleNamespace:
     """A request with one media item of two positions, as vLLM's scheduler has it."""
+    import torch
+
     position = SimpleNamespace(get_num_embeds=lambda: 2)
-    feature = SimpleNamespace(identifier=identifier, modality="image", mm_position=position)
+    pixels = torch.tensor(list((shown or identifier).encode()))
+    data = {"pixels": SimpleNamespace(data=pixels)}
+    feature = SimpleNamespace(identifier=identifier, modality="image", mm_position=position, data=UserDict(data))
     fields = {"cache_salt": salt, "lora_request": None, "ec_transfer_params": None}
     return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
 
@@ -693,7 +698,7 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     from semkv_vllm.ec import ECScheduler
 
     store = FusionStore.open(tmp_path, "ns")
-    ec = ECScheduler(store.blocks, "ns", tmp_path)
+    ec = ECScheduler(store.blocks, "ns", tmp_path, Media(trusted=False))
     mine, yours = media("1", "me"), media("2", "you")
 
     def has(request: Any) -> bool:
@@ -714,8 +719,19 @@ def test_one_name_in_two_tenants_is_never_shared(tmp_path: Path) -> None:
     ec.allocated(again, 0)
     assert list(ec.build_step().loads) == ["cat.jpg"]
     assert ec.finished(again) == {"semkv": {"loaded": 1, "encoded": 0}}
-    store.save(FusionState.from_array(digest("ec", "cat.jpg", "odd"), np.ones((3, 4), np.float32)))
-    assert not has(media("6", "odd")), "three rows for two positions"
+    other = media("6", "me", shown="another")
+    assert not has(other), "another item of the same name"
+    ec.finished(other)
+    renamed = media("7", "me", "dog.jpg", shown="cat.jpg")
+    ec.observe(renamed)
+    assert ec.has("dog.jpg"), "the same item under another name"
+    ec.finished(renamed)
+    odd = media("8", "odd")
+    assert not has(odd)
+    ec.allocated(odd, 0)
+    ((key, _),) = ec.build_step().saves.values()
+    store.save(FusionState.from_array(key, np.ones((3, 4), np.float32)))
+    assert not has(odd), "three rows for two positions"
 
 
 def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) -> None:
@@ -728,7 +744,7 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     workers: dict[str, ECWorker] = {}
     for name in ("one", "two"):
         blocks = BlockStore(tmp_path / "fusion", "fusion", writer=name)
-        identity.FOLLOWERS[name] = planned[name] = ECScheduler(blocks, "ns", tmp_path)
+        identity.FOLLOWERS[name] = planned[name] = ECScheduler(blocks, "ns", tmp_path, Media(trusted=False))
         workers[name] = ECWorker(blocks, "cpu", saves=True)
 
     def has(engine: str, item: str) -> bool:
@@ -753,4 +769,6 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     save("one", step("one", "dog"), "dog")
     assert has("one", "dog")
     planned["one"].close()
-    assert digest("ec", "dog", "") not in planned["one"].store
+    content = Media(trusted=False).content(media("dog", None, "dog").mm_features[0])
+    assert digest("ec", content, "") in planned["two"].store
+    assert digest("ec", content, "") not in planned["one"].store

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import operator
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from block_helpers import files
 from semkv.errors import CorruptValue
+from semkv_stores import block_file
 from semkv_stores.fusion import FusionState, FusionStore
 
 
@@ -62,3 +67,44 @@ def test_a_state_must_fit_its_shape() -> None:
         FusionState("k", np.zeros(7, np.uint8), (2, 2), "bfloat16")
     with pytest.raises(CorruptValue):
         FusionState("k", np.zeros(4, np.uint8), (2,), "pickle")
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("call", ["open_file", "os.pread", "os.preadv"])
+def test_a_fault_while_reading_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
+) -> None:
+    """At whichever of its calls it comes, once: it says nothing of the file."""
+    store = FusionStore.open(tmp_path, "model")
+    stored = state("item")
+    assert store.save(stored)
+    real, calls = operator.attrgetter(call)(block_file), 0
+
+    def counted(*args: Any, **fields: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **fields)
+
+    monkeypatch.setattr(f"semkv_stores.block_file.{call}", counted)
+    for fails in range(1, 20):
+        calls = 0
+        found = store.load("item")
+        if calls < fails:
+            break
+        assert found is None
+        assert (store.blocks.counters["corrupt"], store.blocks.counters["missing"]) == (0, 0)
+    assert fails > 1, "the call is made"
+    assert store.blocks.counters["errors"] == fails - 1
+    assert found is not None
+    assert np.array_equal(found.data, stored.data)
+
+
+def test_a_file_that_comes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of a regular file may give less than was asked for."""
+    store = FusionStore.open(tmp_path, "model")
+    assert store.save(state("item"))
+    pread = os.pread
+    monkeypatch.setattr(block_file.os, "pread", lambda file, length, at: pread(file, min(length, 7), at))
+    assert store.load("item") is not None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import tiny_models
+from semkv_lab.local_engine import wait_until_settled
 from semkv_stores.block_file import tenant_tag
 from semkv_vllm import identity
 from semkv_vllm.identity import Adapters
@@ -78,13 +79,49 @@ BOTH: dict[str, Change] = {
     "processor settings": {"mm_processor_kwargs": {"do_rescale": False}},
     "media loading": {"media_io_kwargs": {"image": {"mode": "L"}}},
     "model configuration": {"hf_overrides": {"vision_feature_layer": -1}},
+    "length of a context": {"max_model_len": 256},  # LongRoPE and Llama 4 compute by it
+    "load format": {"load_format": "pt"},
+    "settings of the loader": {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "x-{rank}"}},
+    "files left out": {"ignore_patterns": ["a*"]},
+    "code revision": {"code_revision": "abc"},
+    "implementation": {"model_impl": "transformers"},
+    "quantization": {"quantization": "fp8_per_tensor"},
+    "settings of quantization": {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["re:.*mlp.*"]}},
+    "generation settings": {"override_generation_config": {"attn_temperature_tuning": True}},
+    "generation file": {"generation_config": "vllm"},
+    "eager or compiled": {"enforce_eager": False},
+    "attention backend": {"attention_backend": "TORCH_SDPA"},
+    "ranks": {"tensor_parallel_size": 2},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    "more drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "video pruning": {"video_pruning_rate": 0.5},
+    "way of video pruning": {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+    "strings between media": {"interleave_mm_strings": True},
+    "encoder dtype": {"mm_encoder_attn_dtype": "fp8"},
+    "no encoder": {"language_model_only": True},
+    "a setting of a plugin": {"additional_config": {"a": 1}},
     "LoRA rank": {"enable_lora": True, "max_lora_rank": 8},
     "other LoRA rank": {"enable_lora": True, "max_lora_rank": 16},
+    "LoRA modules": {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["v_proj"]},
+    "LoRA of experts": {"enable_lora": True, "max_lora_rank": 8, "enable_moe_shared_loras": True},
+    "mixed LoRA of experts": {"enable_lora": True, "max_lora_rank": 8, "enable_mixed_moe_lora_format": True},
 }
 KV_ONLY: dict[str, Change] = {
     "block size": {"block_size": 2 * BLOCK},
     "hash algorithm": {"prefix_caching_hash_algo": "sha256"},
     "KV dtype": {"kv_cache_dtype": "fp8_e5m2"},
+    "layers with another KV dtype": {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0"]},
+    "KV shared between layers": {"kv_sharing_fast_prefill": True},
+}
+HARMLESS: dict[str, dict[str, Any]] = {
+    "room": {"gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 70, "kv_cache_memory_bytes": 1 << 27},
+    "batches": {"max_num_seqs": 3, "max_num_batched_tokens": 1024},
+    "turns": {"scheduling_policy": "priority", "async_scheduling": False},
+    "names": {"served_model_name": ["a", "b"]},
+    "sampling": {"seed": 7, "logprobs_mode": "raw_logits", "max_logprobs": 3},
+    "what is measured": {"disable_log_stats": True, "kv_cache_metrics": True},
+    "caches of pictures": {"mm_processor_cache_gb": 1.0, "mm_hasher_algorithm": "sha256"},
+    "addresses": {"data_parallel_rpc_port": 4242, "master_port": 4343},
 }
 
 
@@ -92,6 +129,7 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
     """The namespaces of an engine's KV blocks and of its encoder outputs, as the connectors make them."""
     from vllm.engine.arg_utils import EngineArgs
 
+    wait_until_settled(Path(arguments["model"]))
     given = {"dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 512, "enforce_eager": True}
     given |= {"prefix_caching_hash_algo": "sha256_cbor", "limit_mm_per_prompt": {"image": 1, "video": 0}}
     config = EngineArgs(**(given | arguments)).create_engine_config()
@@ -118,6 +156,22 @@ def test_another_engine_finds_nothing(model: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"another seed", raising=False)
     other = names({"model": str(model)}, tmp_path)
     assert (other[0] in seen, other[1]) == (False, fusion)
+
+
+@pytest.mark.parametrize("change", [{"mm_device_do_normalize": False}, {"mm_encoder_tp_mode": "data"}], ids=str)
+def test_settings_of_an_encoder_that_not_every_model_takes(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    model = {"model": str(checkpoint("qwen3-vl"))}
+    kv, fusion = names(model, tmp_path)
+    other = names(model | change, tmp_path)
+    assert kv != other[0]
+    assert fusion != other[1]
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_is_harmless_leaves_the_name(model: Path, tmp_path: Path, what: str) -> None:
+    assert names({"model": str(model)} | HARMLESS[what], tmp_path) == names({"model": str(model)}, tmp_path)
 
 
 # -- LoRA adapters --------------------------------------------------------------------------------------------------

@@ -280,6 +280,13 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
             found.counts["deleted"] += repair
         return bool(reason)
 
+    def read(check: Callable[..., str], *what: Any) -> str:
+        try:
+            return check(*what)
+        except OSError as error:  # a fault that says nothing of the content: nothing is deleted for it
+            found.unread.append(f"{what[-1]} cannot be read ({error.strerror or error})")
+            return ""
+
     for name, root in _block_stores(cache_dir):
         files, faults = list[str](), len(found.damaged)
         if repair and not database.is_filled(root / INDEX):
@@ -289,12 +296,14 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
         if repair and len(found.damaged) > faults:
             found.counts["deleted"] += 1
             found.unread += _begin_anew(root / INDEX, block_index.SCHEMA)
-        damaged = [file for file in watched(files, name) if is_damaged(name, check_file(root, file))]
+        damaged = [file for file in watched(files, name) if is_damaged(name, read(check_file, root, file))]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
-    images = [image for image, _ in watched(_images(cache_dir), "media") if is_damaged("media", check_image(image))]
+    images = [
+        image for image, _ in watched(_images(cache_dir), "media") if is_damaged("media", read(check_image, image))
+    ]
     _delete(images * repair, found)
     with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
         for reason in watched(catalog.verify(repair=repair), "catalog"):

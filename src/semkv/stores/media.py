@@ -121,10 +121,12 @@ class MediaStore:
 
 
 def check_image(file: Path) -> str:
-    """Read an item from end to end: what is wrong with it, or an empty string."""
+    """Read an item from end to end: what is wrong with it, or an empty string.
+
+    Raises:
+        OSError: it cannot be read, which says nothing of what is in it.
+    """
     try:
         return "" if digest_of(read_bytes(file)) == file.name else f"{file.name} is not what its name says"
     except FileNotFoundError:  # it was evicted
         return ""
-    except OSError as error:
-        return f"{file.name}: {error}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from semkv_stores.digests import weight_files
 from semkv_vllm import read_outcome
 
 BLOCK = 32
@@ -34,6 +35,7 @@ class LocalEngine:
         from vllm.platforms import current_platform
 
         spare_modules()
+        wait_until_settled(Path(model))
         usual = {
             "max_model_len": 1024,
             "dtype": "float32",
@@ -141,6 +143,13 @@ def differs(answer: Answer, reference: Answer, tie: float = 1e-3) -> str:
     if len(answer["tokens"]) != len(reference["tokens"]):
         return f"{len(answer['tokens'])} tokens for {len(reference['tokens'])}"
     return ""
+
+
+def wait_until_settled(model: Path, seconds: float = 1.5) -> None:
+    """Nothing is kept of weights that are as young as the engine."""
+    if model.is_dir():
+        newest = max(place.lstat().st_ctime for place in (model, *weight_files(model)))
+        time.sleep(max(0.0, newest + seconds - time.time()))
 
 
 def spare_modules() -> None:

@@ -173,6 +173,14 @@ def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
+def _read(descriptor: int, length: int, at: int) -> bytes:
+    """So many bytes from a place of a file on, fewer only where it ends: one call may give a part of what is there."""
+    found = b""
+    while len(found) < length and (more := os.pread(descriptor, length - len(found), at + len(found))):
+        found += more
+    return found
+
+
 class BlockFile:
     """An open file whose header (``head``) has been read, and says what is ``expected``. Use as a context manager.
 
@@ -197,10 +205,10 @@ class BlockFile:
 
     def _parse(self, expected: Mapping[str, str]) -> None:
         nbytes = os.fstat(self._fd).st_size
-        (length,) = struct.unpack("<Q", os.pread(self._fd, 8, 0).ljust(8, b"\xff"))
+        (length,) = struct.unpack("<Q", _read(self._fd, 8, 0).ljust(8, b"\xff"))
         if length > min(_MAX_HEADER, nbytes):
             raise CorruptValue(f"a header of {length} bytes")
-        document = json.loads(os.pread(self._fd, length, 8))
+        document = json.loads(_read(self._fd, length, 8))
         text, tensor = document["__metadata__"]["semkv"], document[_TENSOR]
         if document["__metadata__"]["checksum"] != _head_checksum(text, tensor):
             raise CorruptValue("checksum of the header")
@@ -231,7 +239,11 @@ class BlockFile:
 
 
 def check_file(root: Path, file: str) -> str:
-    """Read a block file from end to end: what is wrong with it, or an empty string."""
+    """Read a block file from end to end: what is wrong with it, or an empty string.
+
+    Raises:
+        OSError: it cannot be read, which says nothing of what is in it.
+    """
     try:
         with BlockFile(path_of(root, file), file=file) as opened:
             row = room(1, opened.row_bytes)[0]
@@ -239,7 +251,7 @@ def check_file(root: Path, file: str) -> str:
             return "" if whole else f"{file}: a row is damaged"
     except FileNotFoundError:  # it was evicted
         return ""
-    except (CorruptValue, OSError) as error:
+    except CorruptValue as error:
         return f"{file}: {error}"
 
 

@@ -10,7 +10,6 @@ while it cannot be opened, everything is a miss.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import sqlite3
@@ -187,14 +186,8 @@ class BlockStore:
                             good[i] = is_right and key == keys[i]
                 if not all(good[i] for i in which):
                     raise CorruptValue(f"{file}: a row is damaged")
-            except FileNotFoundError:
-                self.counters["missing"] += 1
-                self.drop([file])
-            except CorruptValue as error:
-                log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
-                self.reject(file)
-            except OSError as error:
-                self._cannot_read(error)
+            except (CorruptValue, OSError) as error:
+                self._not_read(file, error)
             else:
                 self._note_use(file)
         self.counters["read_blocks"] += sum(good)
@@ -204,14 +197,29 @@ class BlockStore:
         return good
 
     def layout(self, ref: BlockRef) -> tuple[str, int] | None:
-        """The `block_file.layout_text` of the file that a ref leads to, and the length of its rows; None where it is
-        gone or damaged."""
-        with contextlib.suppress(CorruptValue, OSError), self._block_file(ref.file) as opened:
-            return str(opened.head["layout"]), opened.row_bytes
-        return None
+        """The `block_file.layout_text` of the file that a ref leads to, and the length of its rows; None where it
+        cannot be read. A damaged one is deleted."""
+        try:
+            with self._block_file(ref.file) as opened:
+                return str(opened.head["layout"]), opened.row_bytes
+        except (CorruptValue, OSError) as error:
+            self._not_read(ref.file, error)
+            return None
 
     def _block_file(self, file: str, **expected: str) -> BlockFile:
         return BlockFile(path_of(self.root, file), kind=self.kind, file=file, **expected)
+
+    def _not_read(self, file: str, error: CorruptValue | OSError) -> None:
+        """Count why a file was not read. Only what was read and is damaged, and what is gone, is forgotten: another
+        fault (no descriptor left, no memory, a disk that fails) says nothing of the file."""
+        if isinstance(error, FileNotFoundError):
+            self.counters["missing"] += 1
+            self.drop([file])
+        elif isinstance(error, CorruptValue):
+            log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
+            self.reject(file)
+        else:
+            self._cannot_read(error)
 
     def _cannot_read(self, error: OSError) -> None:
         self.counters["errors"] += 1

@@ -84,7 +84,10 @@ class FusionStore:
         (ref,) = self.blocks.find(self.namespace, [block])
         if ref is None:
             return None
-        layout, row_bytes = self.blocks.layout(ref) or ("null", 0)
+        found = self.blocks.layout(ref)
+        if found is None:
+            return None
+        layout, row_bytes = found
         row = room(1, row_bytes)[0]
         try:
             document = json.loads(layout)

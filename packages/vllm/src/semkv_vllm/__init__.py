@@ -86,6 +86,9 @@ class KVSettings:
         fixed_weights: the weights of a running engine are never exchanged. Then what is stored stays through sleep,
             pause and resets, at which vLLM does not tell whether other weights follow. Never set it where they do:
             what the old weights computed would be served.
+        trust_media_names: media items whose content the scheduler cannot see (``--mm-processor-cache-type shm``) go by
+            vLLM's name, which a client may choose (``uuid``). Set it where every client may be trusted not to give one
+            name to two items. All other items go by their content, whatever they are called.
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
             entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others do not hear of resets, so
             they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
@@ -107,6 +110,7 @@ class KVSettings:
     host_bytes: Annotated[int, NOT_NEGATIVE] = 0
     break_even: bool = True
     fixed_weights: bool = False
+    trust_media_names: bool = False
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     unchecked_tiers: bool = False
     allowed_params: tuple[str, ...] = ()
@@ -153,6 +157,7 @@ class ECSettings:
         max_age_s: seconds after which a state is neither served nor kept; 0 for ever.
         report_loads: tell each client how many items were loaded for its request. That also tells it what others have
             asked.
+        trust_media_names: as of `KVSettings`.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -160,6 +165,7 @@ class ECSettings:
     max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     report_loads: bool = False
+    trust_media_names: bool = False
 
     def __post_init__(self) -> None:
         check(self, flags=False)

@@ -88,7 +88,7 @@ class KVAdapter:
                 "no SemKVConnector in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 and "
                 "kv_transfer_config=KVTransferConfig(kv_connector='SemKVConnector', kv_role='kv_both')"
             )
-        self._shared, store = connector.shared, connector.shared.store
+        self._connector, self._shared, store = connector, connector.shared, connector.shared.store
         groups = connector.scheduler.config.kv_group_configs
         if store is None or len(groups) != 1:
             raise EngineError("capture and injection need a model with one KV cache group and a working store")
@@ -104,7 +104,8 @@ class KVAdapter:
 
     def _keys(self, request: Any) -> list[bytes]:
         each = self._group.hashes_per_chunk
-        return [make_offload_key(h, self._group.group_idx) for h in request.block_hashes[each - 1 :: each]]
+        hashes = self._connector.by_content(request).block_hashes
+        return [make_offload_key(h, self._group.group_idx) for h in hashes[each - 1 :: each]]
 
     def _live(self, request_id: str) -> Any | None:
         requests = self._core.scheduler.requests

@@ -1,8 +1,10 @@
 """`SemECConnector`: encoder outputs on disk, so that a media item seen before needs no encoder.
 
-An identifier of vLLM's is not a key by itself: ours covers identifier, model, weights, dtype, processor settings, the
-request's ``cache_salt`` and its LoRA adapter's weights. vLLM's own encoder cache on the device knows identifiers only;
-two tenants that name the same item alike share it there while it lasts, as they do without this connector.
+An identifier of vLLM's is no key, since a client or a counter may have chosen it. Ours covers what the encoder is given
+(`semkv_vllm.media`), all that shapes its output (`semkv_vllm.identity`), the request's ``cache_salt`` and
+its LoRA adapter's weights. vLLM's own encoder cache on the device knows identifiers only; two tenants that name two
+items alike share one of them there while it lasts, as they do without this connector. What is stored is the output of
+the item whose encoding was asked for.
 
 A promised item that then cannot be loaded ends the engine, so `has_cache_item` reads and checks the bytes, and they
 travel to the workers inside the step's metadata.
@@ -30,7 +32,9 @@ from semkv_stores.digests import digest
 from semkv_stores.errors import StoreError
 from semkv_stores.fusion import FusionState, FusionStore
 from semkv_vllm import REPORT_KEY, ECSettings, identity, read_settings, wants_skip
+from semkv_vllm.configuration import UnknownError
 from semkv_vllm.identity import Adapters
+from semkv_vllm.media import Media
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +58,19 @@ class SemECMetadata(ECConnectorMetadata):
 
 @dataclass(slots=True)
 class _Live:
-    """A request with media. ``tenant``: its salt and LoRA adapter, or None when its items are to be left alone."""
+    """A request with media.
+
+    Attributes:
+        tenant: its salt and LoRA adapter, or None when its items are to be left alone.
+        rows: how many rows an item's output has, by vLLM's identifier.
+        keys: of the items' outputs, in the order of the request's features; None for what is left alone.
+        named: the same by identifier.
+    """
 
     tenant: str | None
-    rows: dict[str, int]
+    rows: dict[str, int] = field(default_factory=dict)
+    keys: list[str | None] = field(default_factory=list)
+    named: dict[str, set[str | None]] = field(default_factory=dict)
     loaded: int = 0
     encoded: int = 0
 
@@ -65,10 +78,11 @@ class _Live:
 class ECScheduler:
     """Which items to load and to save. Runs in the scheduler's thread."""
 
-    def __init__(self, blocks: BlockStore, namespace: str, cache_dir: Path) -> None:
+    def __init__(self, blocks: BlockStore, namespace: str, cache_dir: Path, media: Media) -> None:
         self.namespace = self._named = namespace
         self.store = FusionStore(blocks, namespace)
         self._adapters = Adapters(cache_dir)
+        self._media = media
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, FusionState] = {}
         self._step = SemECMetadata(namespace)
@@ -86,9 +100,13 @@ class ECScheduler:
         """Remember whose items these are; called before `has` for the same request."""
         live = self._live.get(request.request_id)
         if live is None:
-            features = [f for f in request.mm_features if f.modality != "prompt_embeds"]
-            rows = {f.identifier: f.mm_position.get_num_embeds() for f in features}
-            live = self._live[request.request_id] = _Live(self._tenant(request), rows)
+            live = self._live[request.request_id] = _Live(self._tenant(request))
+        for feature in request.mm_features[len(live.keys) :]:
+            key = self._key(live.tenant, feature)
+            live.keys.append(key)
+            if feature.modality != "prompt_embeds":
+                live.rows[feature.identifier] = feature.mm_position.get_num_embeds()
+                live.named.setdefault(feature.identifier, set()).add(key)
         return live
 
     def _tenant(self, request: Any) -> str | None:
@@ -98,22 +116,29 @@ class ECScheduler:
         tenant = request.cache_salt or ""
         return digest("adapter", tenant, adapter) if adapter else tenant
 
-    def _key(self, identifier: str) -> str | None:
-        """The item's key, or None when the requests that name it belong to several tenants or want no cache."""
-        tenants = {live.tenant for live in self._live.values() if identifier in live.rows}
-        tenant = tenants.pop() if len(tenants) == 1 else None
-        return None if tenant is None else digest("ec", identifier, tenant)
+    def _key(self, tenant: str | None, feature: Any) -> str | None:
+        """The key of an item's output; None where it is left alone."""
+        if tenant is None or feature.modality == "prompt_embeds" or not (content := self._media.content(feature)):
+            return None
+        return digest("ec", content, tenant)
 
     def has(self, identifier: str) -> bool:
-        """Whether the item can be loaded; if so its bytes are read, checked and kept for this step."""
-        state, key = self._promised.pop(identifier, None), self._key(identifier)
+        """Whether the item can be loaded; if so its bytes are read, checked and kept for this step.
+
+        It cannot where an identifier means different things to the requests that use it: other items, tenants or
+        adapters.
+        """
+        state = self._promised.pop(identifier, None)
+        using = [live for live in self._live.values() if identifier in live.rows]
+        keys = set[str | None]().union(*(live.named[identifier] for live in using))
+        key = keys.pop() if len(keys) == 1 else None
         if key is None:
             return False
         if state is None or state.key != key:
             state = self.store.load(key)
         if state is None:
             return False
-        rows = next(live.rows[identifier] for live in self._live.values() if identifier in live.rows)
+        rows = using[0].rows[identifier]
         if len(state.shape) != 2 or state.shape[0] != rows:
             log.warning("semkv: an encoder output of shape %s does not fill %d positions", state.shape, rows)
             return False
@@ -131,7 +156,8 @@ class ECScheduler:
             live.loaded += 1
             return
         live.encoded += 1
-        if identifier in live.rows and (key := self._key(identifier)) is not None:
+        key = live.keys[index]
+        if key is not None:
             self._step.since = self._step.since or self.store.blocks.last_purge()
             self._step.saves[identifier] = key, tenant_tag(request.cache_salt)
 
@@ -257,9 +283,20 @@ class SemECConnector(ECConnectorBase):
             first = get_tp_group().rank_in_group == 0
             self.worker_half = ECWorker(self._blocks, current_platform.device_type, saves=first)
         elif self._blocks is not None:
-            facts = identity.model_facts(vllm_config, settings.cache_dir)
-            self.scheduler_half = ECScheduler(self._blocks, identity.namespace_digest(facts), settings.cache_dir)
-            identity.FOLLOWERS[str(vllm_config.instance_id)] = self.scheduler_half
+            self.scheduler_half = self._scheduler(self._blocks, settings)
+
+    def _scheduler(self, blocks: BlockStore, settings: ECSettings) -> ECScheduler | None:
+        """The half that decides; None where what shapes the outputs is not known."""
+        config = self._vllm_config
+        try:
+            namespace = identity.namespace_digest(identity.model_facts(config, settings.cache_dir))
+        except UnknownError as reason:
+            log.warning("semkv: no encoder outputs are kept: %s", reason)
+            return None
+        media = Media(trusted=settings.trust_media_names)
+        half = ECScheduler(blocks, namespace, settings.cache_dir, media)
+        identity.FOLLOWERS[str(config.instance_id)] = half
+        return half
 
     def _try(self, otherwise: _T, what: Callable[..., _T], *arguments: Any) -> _T:
         """What a half of ours does for a hook of vLLM's. A fault in it is counted, and the engine goes on."""

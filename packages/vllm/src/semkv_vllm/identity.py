@@ -11,29 +11,19 @@ import hashlib
 import json
 import logging
 import os
-import platform
+import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 from semkv_stores.digests import digest, weight_files, weights_digest
 from semkv_stores.files import replace_text
+from semkv_vllm.configuration import UnknownError, configuration, environment, files_in, hardware, plain, versions
 
 log = logging.getLogger("semkv.connectors")
-
-_MEDIA = (  # settings of vLLM's media processor that shape pixels, placeholders or the encoder's arithmetic
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "video_pruning_rate",
-    "mm_encoder_attn_backend",
-    "mm_encoder_attn_dtype",
-    "mm_encoder_tp_mode",
-    "interleave_mm_strings",
-)
-_LORA = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "enable_tower_connector_lora")
 
 
 def engine_name(vllm_config: Any, engine_id: object) -> str:
@@ -43,54 +33,51 @@ def engine_name(vllm_config: Any, engine_id: object) -> str:
 
 
 def namespace_digest(*facts: dict[str, object]) -> str:
-    return digest("namespace", *(json.dumps(f, sort_keys=True, default=str) for f in facts))
+    return digest("namespace", *(json.dumps(f, sort_keys=True) for f in facts))
 
 
 def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
-    """What both stores must tell apart, as JSON values.
+    """What both stores must tell apart, as JSON values: all but what `configuration` knows to be harmless.
 
     Reads a local checkpoint in full the first time (`cached_weights_digest`).
-    """
-    import vllm
-    from vllm.platforms import current_platform
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    speculative, lora = vllm_config.speculative_config, vllm_config.lora_config
-    try:
-        device = str(current_platform.get_device_name())
-    except (NotImplementedError, RuntimeError):
-        device = ""
-    media = getattr(model, "multimodal_config", None)
+    Raises:
+        UnknownError: what the engine computes with cannot be told for certain.
+    """
+    model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
+    started = begun(vllm_config)
     facts: dict[str, object] = {
-        "vllm": vllm.__version__,
-        "device": [current_platform.device_type, platform.machine(), device],
-        "model": str(model.model),
-        "revision": str(model.revision),
-        "weights": weights_identity(vllm_config, cache_dir),
-        "config": digest(model.hf_config.to_json_string(use_diff=False)),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "pipeline_parallel": parallel.pipeline_parallel_size,
-        "speculative": None if speculative is None else [str(speculative.method), str(speculative.model)],
-        "media": {key: repr(getattr(media, key, None)) for key in _MEDIA},
+        "configuration": configuration(vllm_config, without=["cache_config"]),  # of KV only
+        "environment": environment(),
+        "generation": plain(model.try_get_generation_config()),  # Llama 4 computes by it
+        "hardware": hardware(),
+        "versions": versions(),
+        "weights": weights_identity(model, load, cache_dir, started),
     }
-    if lora is not None:  # how adapters are applied; which one, is in each request's keys
-        facts["lora"] = [repr(getattr(lora, key, None)) for key in _LORA]
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        facts["draft"] = weights_identity(draft, speculative.draft_load_config or load, cache_dir, started)
+    for file in files_in(facts):
+        check_settled([file], started)
     return facts
 
 
 def kv_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
-    """What only the KV blocks depend on. NONE_HASH is added once the engine has set it (`hash_facts`)."""
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    """What only the KV blocks depend on. NONE_HASH is added once the engine has set it (`hash_facts`).
+
+    Raises:
+        UnknownError: as `model_facts`.
+    """
     return {
-        "cache": {key: str(value) for key, value in vars(cache).items() if "dtype" in key or "mamba" in key},
-        "block_size": cache.block_size,
+        "cache": configuration(vllm_config.cache_config),
         "groups": [[repr(g.kv_cache_spec), list(g.layer_names)] for g in kv_cache_config.kv_cache_groups],
-        "attention": repr(vllm_config.attention_config),
-        "context_parallel": [parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size],
         "model_runner": bool(vllm_config.use_v2_model_runner),
     }
+
+
+def nobody_elses() -> dict[str, object]:
+    """Facts of an engine whose own are unknown: what it computes is found by nobody else, through other tiers too."""
+    return {"unknown": uuid.uuid4().hex}
 
 
 def row_layout(offloading: Any) -> dict[str, object]:
@@ -124,22 +111,92 @@ def hash_facts(vllm_config: Any) -> dict[str, object]:
 # ---------------------------------------------------------------------- weights
 
 
-def weights_identity(vllm_config: Any, cache_dir: Path) -> str:
-    """What tells a model's weights apart.
+_FROM_THE_MODEL = frozenset(  # load formats that read weights from nowhere but the model's folder, file or repository
+    "auto bitsandbytes fastsafetensors gguf hf instanttensor mistral npcache pt runai_streamer runai_streamer_sharded "
+    "safetensors sharded_state".split()
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CLOCK_S = 1.0  # file systems keep times by a coarser clock
 
-    A local checkpoint by its bytes, dummy weights by configuration and seed, a hub model by its commit. A hub model
-    whose commit is unknown goes by its name alone, with a warning.
+
+def begun(vllm_config: Any) -> float:
+    """A moment before which the engine has read no weights, in seconds since the epoch: vLLM names a configuration by
+    the nanosecond in which it was made. Where it does not, the start of this process."""
+    name = str(vllm_config.instance_id)
+    made = int(name) / 1e9 if name.isdecimal() else 0.0
+    if 1e9 < made <= time.time():
+        return made
+    import psutil  # type: ignore[import-untyped]
+
+    return float(psutil.Process().create_time())
+
+
+def weights_identity(model: Any, load: Any, cache_dir: Path, started: float) -> str:
+    """What tells a model's weights apart, of a ``ModelConfig`` and a ``LoadConfig`` of vLLM's.
+
+    A local checkpoint by its bytes, dummy weights by configuration and seed, a hub model by its commit.
+
+    Raises:
+        UnknownError: they come from elsewhere, or may have been exchanged since the engine started.
     """
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    if "dummy" in load_format.lower():
+    load_format = str(load.load_format)
+    if load_format == "dummy":
         return digest("dummy", model.hf_config.to_json_string(use_diff=False), str(model.seed))
-    path = Path(model.model)
+    if load_format not in _FROM_THE_MODEL:
+        raise UnknownError(f"load format {load_format} may read weights from anywhere; use --load-format auto")
+    path = Path(str(model.model_weights or model.model))
+    if "://" in str(model.model_weights or model.model):
+        raise UnknownError(f"what lies at {model.model_weights or model.model} may change; serve a copy on the disk")
+    _check_code(model, local=path.exists())
     if path.exists():
-        return cached_weights_digest(path, cache_dir / "weights")
-    commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    if not commit:
-        log.warning("semkv: the revision of %s is unknown; pass --revision so that new weights are told apart", path)
-    return digest("hub", str(model.model), str(commit))
+        value = cached_weights_digest(path, cache_dir / "weights")
+        check_settled(_checkpoint_places(path), started)
+        return value
+    commit = str(getattr(model.hf_config, "_commit_hash", None) or model.revision)
+    if not _COMMIT.fullmatch(commit):
+        raise UnknownError(f"the commit of {path} is not known; pass it as --revision")
+    if (now := _commit_in_cache(str(path), str(model.revision or "main"), load.download_dir)) not in ("", commit):
+        raise UnknownError(f"{path} came to be {now[:12]} while the engine started; start it again, or pass --revision")
+    return digest("hub", str(path), commit)
+
+
+def _check_code(model: Any, *, local: bool) -> None:
+    """Raise an `UnknownError` where code from a hub shapes the model and is not pinned. The code in a local folder, and
+    that of a hub model's own commit, is among the weights."""
+    code = getattr(model.hf_config, "auto_map", None)
+    if not model.trust_remote_code or not isinstance(code, dict):
+        return
+    elsewhere = any("--" in str(place) for place in code.values())
+    if (elsewhere or (model.code_revision and not local)) and not _COMMIT.fullmatch(str(model.code_revision)):
+        raise UnknownError(f"{model.model} runs code from a hub; pass its commit as --code-revision")
+
+
+def _commit_in_cache(repository: str, revision: str, download_dir: str | None) -> str:
+    """Which commit a branch of a hub repository was when it was last asked for; empty where that is not noted."""
+    from huggingface_hub import constants, file_download
+
+    root = Path(download_dir or constants.HF_HUB_CACHE)
+    folder = file_download.repo_folder_name(repo_id=repository, repo_type="model")
+    try:
+        return (root / folder / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def check_settled(places: Iterable[Path], started: float) -> None:
+    """Raise an `UnknownError` where one of some places was changed, or put there, since the engine started or just
+    before: the engine may have read what was there earlier."""
+    for place in places:
+        if place.lstat().st_ctime >= started - _CLOCK_S:
+            raise UnknownError(f"{place} was changed when the engine started or later; start it again")
+
+
+def _checkpoint_places(model: Path) -> set[Path]:
+    """The files of a checkpoint, their folders, and the links that lead there."""
+    root = model.resolve()
+    files = weight_files(root) if root.is_dir() else [root]
+    folders = {folder for file in files for folder in file.parents if folder.is_relative_to(root)}
+    return {*_links(model), root, *folders, *files, *(file.resolve() for file in files)}
 
 
 def cached_weights_digest(model: Path, cache_dir: Path) -> str:
@@ -200,8 +257,6 @@ def namespace_after(namespace: str) -> str:
 # asked, so an adapter is known only while its files are as they were before the engine started: then whatever the
 # engine has read of them is what they say. Any other adapter's requests are left alone.
 
-_CLOCK_S = 1.0  # file systems keep times by a coarser clock
-
 
 class Adapters:
     """The adapters of one engine. For one thread."""
@@ -241,9 +296,13 @@ class Adapters:
 
 def _places(path: Path) -> Iterator[Path]:
     """The directory, what is in it, and the links that lead there: a change of any of them changes its time."""
-    yield from (place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink())
+    yield from _links(path)
     yield path.resolve()
     for place in path.resolve().rglob("*"):
         yield place
         if place.is_symlink():
             yield place.resolve()
+
+
+def _links(path: Path) -> Iterator[Path]:
+    yield from (place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink())

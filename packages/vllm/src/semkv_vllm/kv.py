@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -27,8 +28,10 @@ from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.errors import StoreError
 from semkv_vllm import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, private, read_settings, register, wants_skip
+from semkv_vllm.configuration import UnknownError
 from semkv_vllm.host_memory import OURS, SHM, Need, agreed_host_bytes, default_host_bytes, let_go, region_of
 from semkv_vllm.identity import Adapters
+from semkv_vllm.media import ByContent, Media
 from semkv_vllm.old_weights import OldWeights
 from semkv_vllm.params import client_params
 from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
@@ -148,6 +151,8 @@ class SemKVConnector(OffloadingConnector):
             if not self._first:  # the scheduler is the last to map the memory, which goes with its last process now
                 region_of(self._engine).unlink(missing_ok=True)
         self._adapters = Adapters(settings.cache_dir)
+        self._media = Media(trusted=settings.trust_media_names, stop_storing=self._stop_storing)
+        self._handed: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by request, what vLLM was given
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._instance = str(vllm_config.instance_id)
         self._cache_manager: Any = None  # vLLM's own cache
@@ -181,9 +186,13 @@ class SemKVConnector(OffloadingConnector):
         """
         sent = request.kv_transfer_params
         params = self._begun(request)
-        request.kv_transfer_params = {"max_load_tokens": 0, "max_offload_tokens": 0} if params is None else params
+        view = self._by_content(request)
+        if params is None or view is None:
+            params = {"max_load_tokens": 0, "max_offload_tokens": 0}
+        request.kv_transfer_params = params
+        self._handed[request] = params
         try:
-            super().on_new_request(request)
+            super().on_new_request(request if view is None else view)
         finally:
             request.kv_transfer_params = sent if isinstance(sent, dict) else None
 
@@ -193,12 +202,26 @@ class SemKVConnector(OffloadingConnector):
         params = client_params(request.kv_transfer_params, self._settings.allowed_params)
         facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
         self.shared.counters["lora_skipped"] += facts is None and not wants_skip(request.kv_transfer_params)
+        if not self._media.knows(request):
+            facts = None
         if facts is None or not self._loads:
             params["max_load_tokens"] = 0
         # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
         if facts is None or (params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail):
             params["max_offload_tokens"] = 0
         return {**params, REPORT_KEY: facts or RequestFacts()}
+
+    @ours("the media of a request")
+    def _by_content(self, request: Any) -> Any:
+        """The request, with block hashes that cover the content of its media."""
+        if not request.mm_features and not request.resumable:  # the prompt of a resumable one grows
+            return request
+        return ByContent(request, self._media, self.scheduler.config.tokens_per_hash)
+
+    def _stop_storing(self, request: Any) -> None:
+        """No KV of a request is stored from now on: vLLM hands these parameters to the manager with each store."""
+        if request in self._handed:
+            self._handed[request]["max_offload_tokens"] = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._tell_old(lambda old: old.looked_up(request.request_id, num_computed_tokens))
@@ -394,14 +417,17 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     """The scheduler half's store and namespace, of an expanded configuration. A directory that cannot be used costs
     the disk, never the engine."""
     layout = identity.row_layout(build_offloading_config(config, kv_cache_config))
-    facts = {"layout": layout, **identity.model_facts(config, settings.cache_dir)}
-    facts |= identity.kv_facts(config, kv_cache_config)
+    store = None
     try:
+        facts = {"layout": layout, **identity.model_facts(config, settings.cache_dir)}
+        facts |= identity.kv_facts(config, kv_cache_config)
         writer = identity.engine_name(config, config.kv_transfer_config.engine_id)
         store = BlockStore(settings.cache_dir / "kv", "kv", settings.bounds(), writer)
+    except UnknownError as reason:
+        log.warning("semkv: no KV is kept on disk: %s", reason)
+        facts = identity.nobody_elses()
     except StoreError as error:
         log.warning("semkv: no KV is kept on disk: %s", error)
-        store = None
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
     return KVShared(settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate)

@@ -1,0 +1,221 @@
+"""All that an engine is started with, as JSON values: what is not known to be harmless tells two engines apart.
+
+Every field of vLLM's configuration counts, of whatever class, and so do the variables of the environment that vLLM and
+the libraries below it read, and the versions of the packages that vLLM needs. `HARMLESS` has what does not, with the
+reasons. A field, variable or package that nobody has reviewed counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())
+"""By class of vLLM's configuration, or ``environment`` or ``packages``: names, and why each changes no value."""
+
+_FAMILIES = (  # of variables that libraries below vLLM read
+    "AITER_",
+    "ATEN_",
+    "CUBLAS",
+    "CUDNN_",
+    "DG_",
+    "DNNL_",
+    "FLASHINFER_",
+    "FLASH_ATTENTION_",
+    "MIOPEN_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_",
+    "PYTORCH_",
+    "TORCH",
+    "TRITON_",
+)
+_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$")  # what Kubernetes sets for one named "vllm"
+_PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+_REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class UnknownError(Exception):
+    """Something cannot be told for certain, so nothing may be kept; the text says what, and the remedy."""
+
+
+def configuration(config: Any, *, without: Iterable[str] = ()) -> dict[str, object]:
+    """The fields of one of vLLM's configurations and those below it, but for harmless ones.
+
+    Args:
+        config: such as a ``VllmConfig``.
+        without: more of its fields that do not count.
+
+    Raises:
+        UnknownError: a value has no form that is the same at each start.
+    """
+    left_out = {*without}.union(*(HARMLESS.get(kind.__name__, {}) for kind in type(config).__mro__))
+    found: dict[str, object] = {"class": type(config).__name__}
+    for item in dataclasses.fields(config):
+        if item.name not in left_out:
+            value = getattr(config, item.name, None)
+            found[item.name] = _field(f"{type(config).__name__}.{item.name}", value)
+    return found
+
+
+def _field(name: str, value: Any) -> object:
+    if name == "ModelConfig.hf_overrides" and callable(value):
+        return "a function"  # what it made of the configuration is in hf_config
+    try:
+        return plain(value)
+    except UnknownError as error:
+        raise UnknownError(f"{name} has {error}, which may mean something else at the next start") from None
+
+
+def plain(value: Any) -> object:
+    """A JSON value that stands for ``value`` in every process; of the name of a file also its content.
+
+    Raises:
+        UnknownError: there is none.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | Path):
+        return _text(str(value))
+    if isinstance(value, enum.Enum):
+        return [_name(type(value)), value.name]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    if isinstance(value, Mapping):
+        return ["mapping", *sorted(([plain(key), plain(held)] for key, held in value.items()), key=json.dumps)]
+    if isinstance(value, set | frozenset):
+        return ["set", *sorted((plain(part) for part in value), key=json.dumps)]
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return _object(value)
+
+
+def _object(value: Any) -> object:
+    import torch
+
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return ["partial", plain(value.func), plain(value.args), plain(value.keywords)]
+    if inspect.isroutine(value):
+        if str(value.__module__).partition(".")[0] in ("vllm", "torch", "transformers"):  # of a known version
+            return _name(value)
+        raise UnknownError(f"a function of its own ({value.__qualname__})")
+    if isinstance(value, type):
+        return _name(value)
+    if hasattr(value, "to_json_string"):  # a configuration of transformers
+        return str(value.to_json_string(use_diff=False))
+    if dataclasses.is_dataclass(value):
+        return configuration(value)
+    for own in ("compute_hash", "uuid"):  # vLLM's and torch's protocols for what plugins and passes are
+        if hasattr(value, own):
+            return [_name(type(value)), str(getattr(value, own)())]
+    raise UnknownError(f"a {_name(type(value))}")
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _text(text: str) -> object:
+    """A text, and of the path of a file the digest of what is in it."""
+    if os.sep not in text or "\0" in text:
+        return text
+    path = Path(text)
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return ["file", text, hashlib.file_digest(file, "sha256").hexdigest()]
+    except OSError as error:
+        raise UnknownError(f"a path that cannot be read ({error})") from error
+    return text
+
+
+def files_in(value: object) -> Iterator[Path]:
+    """The files whose content `plain` has taken in."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        if len(value) == 3 and value[0] == "file":
+            yield Path(str(value[1]))
+        for part in value:
+            yield from files_in(part)
+
+
+def environment() -> dict[str, str]:
+    """The variables that are set and read by vLLM or the libraries below it, but for harmless ones."""
+    from vllm import envs
+
+    read = set(envs.environment_variables)
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if (name in read or name.startswith(_FAMILIES))
+        and name not in HARMLESS["environment"]
+        and not _OF_A_SERVICE.search(name)
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of vLLM, torch, transformers and Python, of the packages that vLLM needs, and of its plugins but for semkv."""
+    import torch
+    import transformers
+    import vllm
+
+    loaded = {module.__name__: str(module.__version__) for module in (torch, transformers, vllm)}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **_installed(), **loaded}
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in _needed() | _plugins():
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # of another system, or not wanted
+    return found
+
+
+def _needed() -> set[str]:
+    names = {"transformers", "torchvision", "triton", "numpy", "pillow"}
+    for distribution in metadata.packages_distributions().get("vllm", []):
+        requirements = metadata.requires(distribution) or []
+        names |= {found[0] for line in requirements if (found := _REQUIREMENT.match(line))}
+    return {_canonical(name) for name in names} - set(HARMLESS["packages"])
+
+
+def _plugins() -> set[str]:
+    points = [point for group in _PLUGINS for point in metadata.entry_points(group=group)]
+    return {_canonical(point.dist.name) for point in points if point.dist is not None} - {"semkv"}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def hardware() -> list[str]:
+    """The kind of device, and the instructions that a processor's kernels are chosen by."""
+    import torch
+    from vllm.platforms import current_platform
+
+    try:
+        device = str(current_platform.get_device_name())
+    except (NotImplementedError, RuntimeError):
+        device = ""
+    capability = torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
+    toolkit = f"{torch.version.cuda} {torch.version.hip}"
+    return [str(current_platform.device_type), platform.machine(), device, str(capability), toolkit]
