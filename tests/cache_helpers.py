@@ -13,7 +13,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.keys import media_id
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, ReuseReport, Role, Segment, TextSegment
-from semkv_guards.normalise import normalise
+from semkv_guards.folding import normalise
 
 DIM = 64
 LAYERS = (EmbeddingLayer("vision", DIM, 0.9), EmbeddingLayer("prompt", DIM, 0.8))

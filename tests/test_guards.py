@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import semkv_guards as guards
 from growth import assert_linear
 from semkv_guards import REASONS, Language, no_veto, veto, wording
+from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.language import languages
-from semkv_guards.normalise import LITERAL
 from semkv_guards.quantities import differ
 from semkv_guards.text import Text
 
@@ -77,7 +77,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         ("classes.jsonl", 5, 8),
         ("other_languages.jsonl", 3, 0),
         ("last_turns.jsonl", 5, 2),
-        ("paraphrases.jsonl", 0, 63),
+        ("long.jsonl", 18, 21),
+        ("paraphrases.jsonl", 0, 62),
     ],
 )
 def test_no_more_traps_pass_and_no_more_paraphrases_are_lost_than_before(name: str, passed: int, lost: int) -> None:
@@ -131,7 +132,7 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("What is a level of 5 mg/dL?", "What is a level of 50 mg/L?", None),
         ("What does len('a  b') give?", "What does len('a b') give?", "code"),
         ("What does this print:\nif x:\n  y()\nz()", "What does this print:\nif x:\n  y()\n  z()", "code"),
-        ("How tall is it?\nAnswer in metres.", "How tall is it? Answer in metres.", None),
+        ("How tall is it?\nAnswer in metres.", "How tall is it? Answer in metres.", "lines"),
         ("Polish furniture tips", "polish furniture tips", "case"),
         ("Windows crashed", "windows crashed", "case"),
         ("What does 😂 mean?", "What does 😭 mean?", "symbol"),
@@ -141,7 +142,7 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
             "What flag is 🏴\U000e0067\U000e0062\U000e0073\U000e007f?",
             "symbol",
         ),
-        ("Do I like it when it is 30 °C? 🎉", "Do I like it when it is 30 degrees C?", None),
+        ("Do I like it when it is 30 °C? 🎉", "Do I like it when it is 30 degrees C?", "unread"),
         ("What does userId mean in this schema?", "What does userID mean in this schema?", "code"),
         ("What does %d print?", "What does %s print?", "code"),
         ("What do pandas eat?", "When do pandas eat?", "question word"),
@@ -155,7 +156,7 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("How do I clean my oven?", "How do I clean my dirty oven?", None),
         ("Where is the best repair center?", "Which is the best repair center?", None),
         ("What shall I cook?", "What can I cook?", None),
-        ("Is it done? 👍", "Is it done? 👍🏽👍🏽", None),
+        ("Is it done? 👍", "Is it done? 👍🏽👍🏽", "unread"),
         ("Divide a by b", "Divide b by a", "entity"),
         ("SELECT a, b FROM t", "SELECT b, a FROM t", "word order"),
         ("What is None in Python?", "What is none in Python?", "case"),
@@ -235,8 +236,12 @@ def test_wording_by_hand(a: str, b: str, expected: tuple[float, float, float]) -
 
 @given(TEXTS)
 def test_a_text_never_vetoes_itself(text: str) -> None:
-    assert veto(text, text) is veto(text, f"  {text}\t") is None
-    assert veto(text, "\n".join(text.split(" "))) in ((None, "code") if LITERAL.search(text) else (None,))
+    assert veto(text, text) is None
+    around = veto(text, f"  {text}\t")
+    assert around in ("typing" if asks_of_typing(text) else None, "lines" if "\n" in text.strip() else None)
+    lines = "\n".join(text.split(" "))
+    same = normalise(text) == normalise(lines)
+    assert veto(text, lines) in ((None,) if same else ("lines", "code", "typing", "unread"))
 
 
 @given(st.lists(MARKS, min_size=2, max_size=12).map(" ".join).filter(str.isascii))
@@ -244,8 +249,9 @@ def test_a_text_never_vetoes_itself(text: str) -> None:
 @example("WHO is it")
 @example("CO web01 web-01")
 def test_a_text_typed_in_capitals_or_small_throughout_is_never_vetoed_for_it(text: str) -> None:
-    assert veto(text, text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))
-    assert veto(text.lower(), text.upper()) in ((None, "code") if LITERAL.search(text) else (None,))
+    allowed = {None, *(("code",) if LITERAL.search(text) else ()), *(("typing",) if asks_of_typing(text) else ())}
+    assert veto(text, text.upper()) in allowed
+    assert veto(text.lower(), text.upper()) in allowed
 
 
 HOSTILE = [

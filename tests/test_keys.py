@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from growth import assert_linear
 from semkv.keys import Keyed
 from semkv.types import MediaSegment, Namespace, Role, TextSegment
-from semkv_guards.normalise import LITERAL, normalise
+from semkv_guards.folding import LITERAL, normalise
 from semkv_stores.digests import digest, weights_digest
 
 

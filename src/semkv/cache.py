@@ -153,7 +153,8 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        self._planner = Planner(config, self.media, self._decider, self._checking, self._tally)
+        judge = plain if config.embedding_hook.startswith("prompt") else encoder
+        self._planner = Planner(config, self.media, self._decider, self._checking, self._tally, judge)
         self.pending = PendingTier(config, self._planner, self._checking, self._tally)
         least = self._planner.least
         self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, least, self._tally, index)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
 from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
-from semkv_guards.normalise import normalise
+from semkv_guards.folding import asks_of_typing, normalise
 from semkv_stores.digests import digest
 
 
@@ -104,23 +104,35 @@ class Keyed:
 
     @cached_property
     def folded(self) -> Sequence[str]:
-        """`chain_keys` over normalised text."""
-        return chain_keys(self.segments, normalised=True)
+        """`chain_keys` over normalised text; where typing is asked for over exact characters, apart from all others."""
+        return self._folded(with_media=True)
 
     @cached_property
     def any_media(self) -> Sequence[str]:
         """The same over normalised text, with all media items alike."""
         if self.last_media is None:
             return self.folded
-        return chain_keys(self.segments, normalised=True, with_media=False)
+        return self._folded(with_media=False)
+
+    @cached_property
+    def as_typed(self) -> frozenset[int]:
+        """Positions of the texts that ask about typing: where there is one, no text of the prompt is folded."""
+        texts = ((i, segment) for i, segment in enumerate(self.segments) if isinstance(segment, TextSegment))
+        return frozenset(i for i, segment in texts if asks_of_typing(segment.text))
+
+    def _folded(self, *, with_media: bool) -> list[str]:
+        chain = chain_keys(self.segments, normalised=not self.as_typed, with_media=with_media)
+        return [digest("as typed", key) for key in chain] if self.as_typed else chain
 
     def question_slot(self, *, with_media: bool = True) -> str:
-        """Digest of all segments but the last question; empty where there is no question."""
-        if self.question is None:
+        """Digest of all segments but the last question; empty where there is no question, or where another text asks
+        how it is typed."""
+        if self.question is None or self.as_typed - {self.question}:
             return ""
         chain = self.folded if with_media else self.any_media
         before = chain[self.question - 1] if self.question else ""
-        after = [segment_key(s, normalised=True, with_media=with_media) for s in self.segments[self.question + 1 :]]
+        rest = self.segments[self.question + 1 :]
+        after = [segment_key(s, normalised=not self.as_typed, with_media=with_media) for s in rest]
         return digest("frame", self.space, before, *after)
 
     def media_prefix(self) -> str:
@@ -165,13 +177,17 @@ def is_context(segment: Segment) -> bool:
 def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
     """How close a donor's segments are to the request's own, by the weakest pair: another media item is approximate,
     whatever the texts are."""
-    alike = len(own) == len(donor) and all(
-        mine == theirs or segment_key(mine, normalised=True) == segment_key(theirs, normalised=True)
-        for mine, theirs in zip(own, donor, strict=True)
-    )
+    alike = len(own) == len(donor) and all(map(_folds_to, own, donor))
     if not alike:
         return Exactness.APPROXIMATE
     return Exactness.EXACT if same_characters(own, donor) else Exactness.NORMALISED
+
+
+def _folds_to(mine: Segment, theirs: Segment) -> bool:
+    if mine == theirs:
+        return True
+    typed = isinstance(mine, TextSegment) and asks_of_typing(mine.text)
+    return not typed and segment_key(mine, normalised=True) == segment_key(theirs, normalised=True)
 
 
 def same_characters(own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None) -> bool:

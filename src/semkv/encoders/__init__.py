@@ -25,7 +25,7 @@ import numpy as np
 
 from semkv import plug
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
-from semkv.encoders.text import TextEncoder
+from semkv.encoders.text import TextEncoder, stands_for
 from semkv.encoders.vision import MOST_PIXELS, VisionEncoder, build_vision_encoder, pixels_of
 from semkv.errors import ConfigError
 from semkv.keys import media_id
@@ -66,7 +66,7 @@ class EmbeddingHook(Protocol):
 
 
 class PromptHook:
-    """``prompt``: the sentence vector of the question, where it fits the encoder's window.
+    """``prompt``: the sentence vector of the question, where it stands for all of it.
 
     What stands before the question is not in the vector: the tier compares only requests that agree on it.
     """
@@ -78,7 +78,7 @@ class PromptHook:
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         text = request.question
-        if not text.strip() or not self._encoder.fits(text):
+        if not stands_for(self._encoder, text):
             return {}
         return {"prompt": self._encoder.encode([text])[0]}
 

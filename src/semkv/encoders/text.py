@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from semkv.errors import ConfigError
+from semkv_guards.reading import is_read
 from semkv_stores.digests import digest, weights_digest
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ
 class TextEncoder(Protocol):
     """What the tiers need of a sentence encoder. Called from any thread.
 
+    One that drops characters, or takes several for the same, may have a method ``reads`` as `SentenceEncoder` has. Of
+    one without it Latin text in ASCII is taken to be read, and the few other signs that the guards know.
+
     Attributes:
         fingerprint: names the model; vectors of different fingerprints are never compared.
     """
@@ -52,6 +56,13 @@ class TextEncoder(Protocol):
     def encode(self, texts: Sequence[str]) -> Matrix:
         """Unit vectors, float32 [len(texts), dim]."""
         ...
+
+
+def stands_for(encoder: TextEncoder, text: str) -> bool:
+    """Whether a text's vector stands for all of it: the text says something, guards and encoder read every character,
+    and it is inside the encoder's window."""
+    reads = getattr(encoder, "reads", is_read)
+    return bool(text.strip()) and is_read(text) and encoder.fits(text) and reads(text)
 
 
 def at_unit_length(rows: Matrix) -> Matrix:
@@ -207,6 +218,7 @@ class SentenceEncoder:
         self._lock, self._count_lock = threading.RLock(), threading.Lock()
         self._model: Any = None
         self._counter: Any = None
+        self._counted: tuple[str, list[int]] = "", []
         self._short: ShortBert | None = None
 
     def _loaded(self) -> Any:
@@ -236,9 +248,19 @@ class SentenceEncoder:
         # A token is at least a character, and white space parts tokens: most texts are settled without the tokenizer.
         if len(text.split()) > self.window:
             return False
+        return len(self._tokens(text)) <= self.window
+
+    def reads(self, text: str) -> bool:
+        """Whether the tokenizer takes nothing for an unknown word. It may still drop characters without a word."""
+        return self._counter.unk_token_id not in self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        """The tokens of a whole text; those of the last one are remembered."""
+        self._loaded()
         with self._count_lock:
-            tokens = self._counter(text, truncation=False, verbose=False)["input_ids"]
-        return len(tokens) <= self.window
+            if self._counted[0] != text:
+                self._counted = text, self._counter(text, truncation=False, verbose=False)["input_ids"]
+            return self._counted[1]
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         with self._lock:  # a text that several threads wait for is run once
@@ -261,3 +283,5 @@ class SentenceEncoder:
         """Drop the texts and vectors in memory."""
         with self._lock:
             self._memory.clear()
+        with self._count_lock:
+            self._counted = "", []

@@ -21,8 +21,8 @@ from semkv.latest import Latest
 from semkv.stores.catalog import Catalog
 from semkv.tiers.policies import Decider, Decision
 from semkv.types import Exactness, Match, Request, ReuseReport
-from semkv_guards import veto
-from semkv_guards.normalise import normalise
+from semkv_guards import said_otherwise
+from semkv_guards.folding import normalise
 from semkv_stores.digests import digest
 from semkv_stores.files import replace_text
 
@@ -67,7 +67,7 @@ class SameMeaning:
             return True
         if min(len(first.split()), len(second.split())) <= _SHORT:
             return False
-        if not (self._encoder.fits(first) and self._encoder.fits(second)) or veto(first, second) is not None:
+        if not (self._encoder.fits(first) and self._encoder.fits(second)) or said_otherwise(first, second):
             return False
         a, b = at_unit_length(self._encoder.encode([first, second]))
         return float(a @ b) >= _SAME_MEANING

@@ -20,7 +20,7 @@ from semkv import pictures, plug
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, image_roots, read_media
-from semkv.encoders.text import at_unit_length
+from semkv.encoders.text import at_unit_length, stands_for
 from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.index import as_cosine
@@ -45,7 +45,8 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import no_veto, veto, wording
+from semkv_guards import misspelled, no_veto, unread, veto, wording
+from semkv_guards.reading import differing
 from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
@@ -75,18 +76,27 @@ class Planner:
 
     Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
     folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
+    Where long texts differ in some sentences, the cosine of each counts; without an ``encoder`` they never match.
 
     Attributes:
         least: cosine of a similar question from which the policy is asked.
     """
 
     def __init__(
-        self, config: CacheConfig, media: MediaStore, decider: Decider, checking: Checking, tally: Tally
+        self,
+        config: CacheConfig,
+        media: MediaStore,
+        decider: Decider,
+        checking: Checking,
+        tally: Tally,
+        encoder: TextEncoder | None,
     ) -> None:
         self._media, self._decider, self._checking, self._tally = media, decider, checking, tally
+        self._encoder = encoder
         self._normalised, self._roots = config.normalised, image_roots(config)
-        guarded = config.guards and config.match is MatchPolicy.ALL
-        self._guard = veto if guarded else no_veto
+        self._by_place = config.match is MatchPolicy.ALL
+        guarded = config.guards and self._by_place
+        self._guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
@@ -120,7 +130,12 @@ class Planner:
                 self._tally.add(f"veto:{reason}")
                 return None
             if whole:
-                match = replace(match, wording=wording(request.chunk_text, donor.chunk_text))
+                cosine = self._least_cosine(request, donor)
+                if cosine < self.least:
+                    self._tally.add("veto:length")
+                    return None
+                words = wording(request.chunk_text, donor.chunk_text)
+                match = replace(match, score=min(match.score, cosine), wording=words)
             found.decision = self._judge(request, donor, match)
             if not found.decision.accept:
                 found.near = found.near or ((match, donor.response) if whole else None)
@@ -141,6 +156,22 @@ class Planner:
             if (reason := self._guard(mine, theirs)) is not None:
                 return reason
         return "image" if self._compare_images and self._shows_another(own, run) else None
+
+    def _least_cosine(self, request: Request, donor: Entry) -> float:
+        """Of the sentences in which long texts differ: 1 for short ones, which a tier has compared, and -1 where no
+        encoder reads a sentence."""
+        if not self._by_place:
+            return 1.0
+        texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
+        found = [differing(mine, theirs) for mine, theirs in texts]
+        places = [place for one in found if not isinstance(one, str) for place in one.places if not misspelled(*place)]
+        return min((self._cosine(*place) for place in places), default=1.0)
+
+    def _cosine(self, *texts: str) -> float:
+        if self._encoder is None or not all(stands_for(self._encoder, text) for text in texts):
+            return -1.0
+        first, second = at_unit_length(self._encoder.encode(texts))
+        return as_cosine(float(first @ second))
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
         """What checks found, then the policy."""
@@ -319,8 +350,8 @@ class Matching:
         return []
 
     def _chunk_vector(self, text: str) -> Vector | None:
-        """A chunk text's unit vector; None for an empty text, one beyond the encoder's window, and without L1."""
-        if self._encoder is None or not text.strip() or not self._encoder.fits(text):
+        """A chunk text's unit vector; None where it would not stand for all of the text, and without L1."""
+        if self._encoder is None or not stands_for(self._encoder, text):
             return None
         found: Vector = at_unit_length(self._encoder.encode([text]))[0]
         return found

@@ -12,12 +12,25 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from semkv_guards import meaning, order, values
+from semkv_guards.folding import LITERAL, asks_of_typing, normalise, retyped
 from semkv_guards.language import Language, languages
-from semkv_guards.normalise import LITERAL, normalise
 from semkv_guards.pairs import Pair
+from semkv_guards.reading import differing
 from semkv_guards.text import STOPS, Text
 
-__all__ = ["MOST_UNMATCHED", "REASONS", "Guard", "Language", "Wording", "no_veto", "veto", "wording"]
+__all__ = [
+    "MOST_UNMATCHED",
+    "REASONS",
+    "Guard",
+    "Language",
+    "Wording",
+    "misspelled",
+    "no_veto",
+    "said_otherwise",
+    "unread",
+    "veto",
+    "wording",
+]
 
 Guard = Callable[[str, str], str | None]
 """Takes two similar texts; says why they must not stand in for each other, or None."""
@@ -25,7 +38,8 @@ Guard = Callable[[str, str], str | None]
 REASONS = (
     "code", "symbol", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
     "comparison", "quantity", "question word", "modality", "tense", "person", "word order", "relation", "entity",
-    "substitution", "language",
+    "substitution", "language", "typing", "unread", "lines",
+    "length",
 )  # fmt: skip
 """Every reason for a veto in English, in the order in which the guards are asked."""
 
@@ -40,6 +54,7 @@ _CHECKS: tuple[Callable[[Pair], str | None], ...] = (
     meaning.form,
     values.quantity,
     values.date,
+    values.narrower,
     meaning.negation,
     meaning.choice,
     order.bonds,
@@ -83,9 +98,30 @@ def veto(a: str, b: str, language: Language | None = None) -> str | None:
     Returns:
         One of `REASONS`.
     """
+    if a != b and (asks_of_typing(a) or asks_of_typing(b)) and retyped(a, b):
+        return "typing"
     alike = _alike(a, b)
     if alike and normalise(a) == normalise(b):
         return None
+    reason = _said_otherwise(a, b, language, alike=alike)
+    if reason is not None:
+        return reason
+    found = differing(a, b)
+    if isinstance(found, str):
+        return found
+    reasons = (_said_otherwise(x, y, language, alike=_alike(x, y)) for x, y in found.places)
+    return next(filter(None, reasons), None)
+
+
+def said_otherwise(a: str, b: str) -> str | None:
+    """Why two texts that may be long, and hold any characters, do not say the same: a veto by their words alone."""
+    alike = _alike(a, b)
+    if alike and normalise(a) == normalise(b):
+        return None
+    return _said_otherwise(a, b, None, alike=alike)
+
+
+def _said_otherwise(a: str, b: str, language: Language | None, *, alike: bool) -> str | None:
     if alike and a.split() == b.split() and LITERAL.search(a):  # `len('a  b')`, the indents of a program
         return "code"
     found = _pair(a, b, language)
@@ -97,8 +133,15 @@ def veto(a: str, b: str, language: Language | None = None) -> str | None:
     return None
 
 
+def unread(a: str, b: str) -> str | None:
+    """The guard that looks at no word, and only asks whether two texts may be compared by meaning: what
+    ``--disable-guards`` uses."""
+    found = differing(a, b)
+    return found if isinstance(found, str) else None
+
+
 def no_veto(_a: str, _b: str) -> None:
-    """The guard that never objects: what ``--disable-guards`` and ``--match any`` use."""
+    """The guard that never objects: what ``--match any`` uses."""
 
 
 def wording(a: str, b: str, language: Language | None = None) -> Wording:
@@ -116,6 +159,13 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
         1.0 - len(shared) / len(every) if every else 0.0,
         float(said[0] != said[1]),
     )
+
+
+def misspelled(a: str, b: str) -> bool:
+    """Whether two sentences have the same words but for one, which is the same with another letter."""
+    first, second = a.split(), b.split()
+    apart = sum(x != y for x, y in zip(first, second, strict=False))
+    return len(first) == len(second) and apart == 1 and wording(a, b).unmatched == 0
 
 
 def _alike(a: str, b: str) -> bool:

@@ -142,7 +142,11 @@ class Language:
     twofold: Words
     homographs: Words
     capitals: Senses
+    greetings: Entries
     spelling: Words
+    typing: Entries
+    typed: Words
+    counted: Entries
     mentions: Words
     sayings: Words
     counting: Words
@@ -167,6 +171,8 @@ class Language:
     relatives: Words
     clauses: Words
     shifts: Words
+    narrowing: Words
+    narrowing_times: Words
     open: Words
     leads: Words
     asked: Words
@@ -250,6 +256,7 @@ class Language:
                     for other in self.stems(right.split()):
                         self.opposed.setdefault(one, {}).setdefault(other, name)
                         self.opposed.setdefault(other, {}).setdefault(one, name)
+        self.narrow = self.narrowing | self.senses.keys()
         said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))

@@ -8,8 +8,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from semkv_guards.folding import LITERAL, one_style
 from semkv_guards.language import Language, Token, token_of
-from semkv_guards.normalise import LITERAL, one_style
 from semkv_guards.quantities import Quantities
 
 _LONGEST = 200  # characters of a chunk that is still looked into

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from semkv_guards.language import Token, Words
+from semkv_guards.language import Language, Token, Words
 from semkv_guards.pairs import MOST, Pair
 from semkv_guards.quantities import Quantity, differ
 from semkv_guards.text import CAMEL, STOPS, Text
@@ -193,3 +193,31 @@ def date(p: Pair) -> str | None:
     first, second = ({p.language.senses[t.word] for t in only if t.word in p.language.senses} for only in p.only)
     both = {name for name, _ in first} & {name for name, _ in second}
     return "date" if any(name in both for name, _ in first ^ second) else None
+
+
+def narrower(p: Pair) -> str | None:
+    """The same question of less: one text names a bound, a rate or a time, and the other has nothing in its place."""
+    language = p.language
+    for text, only, other, others in p.views:
+        if not only or (language.per not in text.words and language.narrow.isdisjoint([t.word for t in only])):
+            continue
+        if all(t.word in language.silent for t in others):
+            befores = ["", *[t.word for t in text.tokens]]
+            alone = [(before, t.word) for before, t in zip(befores, text.tokens, strict=False) if t in only]
+            if any(_narrows(before, word, other, language) for before, word in alone[:MOST]):
+                return "quantity"
+    return None
+
+
+def _narrows(before: str, word: str, other: Text, language: Language) -> bool:
+    """Whether a word and the one before it make a question narrower than the ``other`` text is."""
+    if before == language.per or word in language.narrowing:
+        return True
+    kind, _ = language.senses.get(word, ("", ""))
+    which, _ = language.senses.get(before, ("", ""))
+    if which == "which" and (kind or word in language.all_units):  # "next week"
+        return language.senses[before] != language.senses.get("this")
+    if word in language.twofold or word in language.verbs:  # "may", "fall"
+        return False
+    clock = any(quantity.dimension == "clock" for quantity in other.quantities.found)
+    return kind in language.narrowing_times and not clock

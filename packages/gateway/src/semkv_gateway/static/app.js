@@ -18,6 +18,13 @@ function element(name, className, text) {
   return node;
 }
 
+// What nobody sees in a text, or takes for something else, is shown by its number: a model reads it.
+const UNSEEN = /(?![\n\t])[\p{C}\p{Zl}\p{Zp}\p{Variation_Selector}\p{Default_Ignorable_Code_Point}]|(?! )\p{Zs}/gu;
+
+function plain(text) {
+  return text.replace(UNSEEN, (sign) => `[U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
+}
+
 function bytes(n) {
   let at = 0;
   while (n >= 1024 && at < BYTES.length - 1) { n /= 1024; at += 1; }
@@ -207,7 +214,7 @@ function side(title, parts, others) {
     const same = others.at(i - parts.length)?.text === part.text; // from the end: of long ones the rest is left out
     const role = part.role === "image" ? "text image" : "text";
     const label = part.role === "question" ? "" : `${part.role}: `;
-    box.append(element("p", same ? role : `${role} differs`, label + part.text));
+    box.append(element("p", same ? role : `${role} differs`, label + plain(part.text)));
   });
   return box;
 }
@@ -232,7 +239,7 @@ function hitItem(hit) {
   const sides = element("div", "sides");
   sides.append(side("asked", hit.asked, hit.donor), side("answered as", hit.donor, hit.asked));
   const answer = element("div", "answer");
-  answer.append(element("h3", "", "answer"), element("p", "text", hit.answer));
+  answer.append(element("h3", "", "answer"), element("p", "text", plain(hit.answer)));
   item.append(meta, sides, answer);
   return item;
 }

@@ -1,12 +1,12 @@
-"""What in a text is only a way of typing it: folded here, so that two texts that differ in nothing else are equal."""
+"""What differs in typing only: `normalise` folds it, unless a text asks about typing itself."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 import unicodedata
 from functools import cache
-from pathlib import Path
+
+from semkv_guards.language import languages
 
 # One sign, and what must stand around it: a search steps over all other characters, which is three times as fast.
 _SIGNS = r"`\\{}<>=_|~^\"“”„«»"
@@ -17,7 +17,10 @@ _CODE = (
 _SIGNS += r"(\[:A-Z./\d'‘\-"
 LITERAL = re.compile(rf"[{_SIGNS}](?:{_CODE}|(?<=['‘])(?<!\w.)[^\n]{{1,200}}['’](?!\w))")
 """What keeps its case throughout: code, paths, flags, addresses, quotations. Takes up to 1 us a character."""
-_BLANK = "[ \xa0\u2000-\u200a\u202f\u205f\u3000]"
+_BLANKS = " \xa0\u202f\u3000"
+"""Blanks that a keyboard or a word processor puts in: a model reads the others as signs of their own."""
+_BLANK = f"[{_BLANKS}]"
+_AROUND = f"{_BLANKS}\t\n"
 _LINE_ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 _KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mark does not
     rf"[{_SIGNS}’‚「『《‹＂＇](?:{_CODE}|(?<=['‘’‚])(?:(?<![A-Za-zÀ-ɏ].)|(?![A-Za-zÀ-ɏ]))|(?<=[「『《‹＂＇]))"
@@ -28,6 +31,9 @@ _CRLF = re.compile(r"(?<!\r)\r\n")
 _GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")  # but for one space in a line
 _STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")  # sentences that begin with a word
 _ENDS = (". ", "? ", "! ", *_LINE_ENDS)
+_COUNTED = 30  # characters between a word for a count and what is counted
+_HEAD_LETTERS = 4  # of a word, by which most texts are told from those that ask about typing
+_HEAD = re.compile(rf"\b\w{{1,{_HEAD_LETTERS}}}")
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 _LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures
 _WIDE = re.compile(rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)")  # one alone may be what is asked about
@@ -44,9 +50,9 @@ def normalise(text: str) -> str:
     like another. From its first sentence with code, a path, an address, a quotation or a table on a text stays as
     written, and up to there all but the case of typing. Linear in the text, and idempotent.
     """
-    text = text.strip()
     if "\r\n" in text:
         text = _CRLF.sub("\n", text)
+    text = _stripped(text)
     if (kept := _first_kept(text)) is not None:
         before = max(text.rfind(end, 0, kept) for end in _ENDS) + 1
         return _STARTS.sub(_small, text[:before]) + text[before:]
@@ -56,6 +62,15 @@ def normalise(text: str) -> str:
     if not one_style(text) or (not text.islower() and not _twofold().isdisjoint(text.lower().split())):
         return _STARTS.sub(_small, text)
     return text.lower() if text.isascii() else _nfc(text.lower())
+
+
+def _stripped(text: str) -> str:
+    """Without blanks and line ends around it; the indent of its first line stays where others follow."""
+    text = text.rstrip(_AROUND)
+    start = text.lstrip(_AROUND)
+    indent = len(text) - len(start)
+    line = text.rfind("\n", 0, indent) + 1
+    return text[line:] if "\n" in start else start
 
 
 def _first_kept(text: str) -> int | None:
@@ -80,9 +95,7 @@ def _small(start: re.Match[str]) -> str:
 @cache
 def _twofold() -> frozenset[str]:
     """Words that are a name with a capital and another word without, of the languages that the guards know."""
-    files = (Path(__file__).parent / "words").glob("*.toml")
-    tables = [tomllib.loads(file.read_text(encoding="utf-8")).get("content", {}) for file in files]
-    return frozenset(" ".join(table.get(name, "") for table in tables for name in ("twofold", "homographs")).split())
+    return frozenset().union(*(language.twofold | language.homographs for language in languages()))
 
 
 def _folded_gap(gap: re.Match[str]) -> str:
@@ -103,3 +116,55 @@ def _one_width(text: str) -> str:
     if any(unicodedata.normalize("NFKC", word) in words for word in words if not word.isascii()):
         return text
     return _WIDE.sub(lambda letter: unicodedata.normalize("NFKC", letter[0]), text)
+
+
+def asks_of_typing(text: str) -> bool:
+    """Whether a text asks about the way in which it, or one beside it, is typed: of that nothing may be folded."""
+    folded = text.casefold()
+    heads, phrases = _typing()
+    if heads.isdisjoint(_HEAD.findall(folded)):
+        return False
+    return any(start in folded and asked.search(folded) for start, asked in phrases)
+
+
+@cache
+def _typing() -> tuple[frozenset[str], list[tuple[str, re.Pattern[str]]]]:
+    """How the longest words begin of the phrases with which a text asks about typing, and each phrase's start with all
+    of it."""
+    heads: set[str] = set()
+    phrases = []
+    for language in languages():
+        for phrase in language.typing:
+            start = phrase.rstrip("*")
+            end = "" if phrase.endswith("*") else r"\b"
+            phrases.append((start, re.compile(rf"\b{re.escape(start)}{end}")))
+            heads.add(max(re.findall(r"\w+", start), key=len)[:_HEAD_LETTERS])
+        units = "|".join(map(re.escape, sorted(language.typed)))
+        for count in language.counted:
+            between = rf"[^.?!\n]{{0,{_COUNTED}}}"
+            phrases.append((count, re.compile(rf"\b{re.escape(count)}\b{between}\b(?:{units})\b")))
+        heads |= {word[:_HEAD_LETTERS] for word in language.typed}
+    return frozenset(heads), phrases
+
+
+def retyped(a: str, b: str) -> bool:
+    """Whether two texts differ in typing: a word of both is written in two ways, but for the capital of the first word
+    and the mark after the last; or all words are the same."""
+    first, second = _spelled(a), _spelled(b)
+    if [*first] == [*second]:
+        return True
+    for word in first.keys() & second.keys():
+        mine, theirs = first[word], second[word]
+        if set(mine) != set(theirs) or (len(mine) == len(theirs) and mine != theirs):
+            return True
+    return False
+
+
+def _spelled(text: str) -> dict[str, list[str]]:
+    """The chunks of a text as they are written, by their letters and figures."""
+    chunks = text.strip().rstrip(".?!").split()
+    found: dict[str, list[str]] = {}
+    for place, chunk in enumerate(chunks):
+        word = "".join(filter(str.isalnum, chunk)).casefold()
+        found.setdefault(word, []).append(chunk if place else chunk.casefold())
+    return found
