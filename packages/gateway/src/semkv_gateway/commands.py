@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from cyclopts import Parameter, validators
 
 from semkv.command_line import Environment, command_line
 from semkv.errors import DatasetError, SemkvError
+from semkv.user_files import read_json_lines
 from semkv_gateway.settings import PORT, ServerSettings
 
 serve = command_line(
@@ -131,17 +131,7 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
     Raises:
         DatasetError: a line is neither; names file and line.
     """
-    try:
-        lines = file.read_text("utf-8-sig").split("\n")  # not at every line break that a prompt may hold
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{file}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            given = json.loads(line)
-        except ValueError:
-            raise DatasetError(f"{file}, line {number}: no JSON") from None
+    for number, given in read_json_lines(file):
         if isinstance(given, str):
             given = {"messages": [{"role": "user", "content": given}]}
         if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
