@@ -80,11 +80,20 @@ class Child:
         environment: variables that are not set here already.
     """
 
-    def __init__(self, name: str, spec: Mapping[str, Any], log: Path, environment: Mapping[str, str]) -> None:
-        self.name, self.log, self.rest = name, log, b""
+    def __init__(
+        self, name: str, spec: Mapping[str, Any], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.rest = b""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.answers, write = os.pipe()
-        command = [sys.executable, sys.argv[0], "--child", json.dumps({**spec, "answer_pipe": write})]
+        command = [
+            sys.executable,
+            sys.argv[0],
+            "--child",
+            json.dumps({**spec, "answer_pipe": write}),
+        ]
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, pass_fds=[write],
@@ -171,11 +180,15 @@ def serve(text: str, work: Callable[[dict[str, Any], Answer], None]) -> None:
         sys.exit(1)
 
 
-def options_of(parser: argparse.ArgumentParser, work: Callable[[dict[str, Any], Answer], None]) -> argparse.Namespace:
+def options_of(
+    parser: argparse.ArgumentParser, work: Callable[[dict[str, Any], Answer], None]
+) -> argparse.Namespace:
     """The options of a bench: its own, where the result and the logs go. In a `Child`, do the work and end."""
     name = Path(sys.argv[0]).stem.replace("_", "-")
     parser.add_argument("--out", type=Path, default=Path(f"{name}.json"))
-    parser.add_argument("--logs", type=Path, help="folder of the engines' logs; beside the result by default")
+    parser.add_argument(
+        "--logs", type=Path, help="folder of the engines' logs; beside the result by default"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options = parser.parse_args()

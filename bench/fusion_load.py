@@ -38,7 +38,9 @@ COLUMNS = {
 }  # fmt: skip
 SIDES = [256, 512, 768, 1024]  # pixels
 LIMIT_S = 660  # of one engine
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the process that asks holds the connector's halves
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
+}  # the process that asks holds the connector's halves
 
 
 def connector(engine: str, folder: str) -> dict[str, Any] | None:
@@ -46,8 +48,16 @@ def connector(engine: str, folder: str) -> dict[str, Any] | None:
         return None
     if engine == "example":
         extra: dict[str, Any] = {"shared_storage_path": folder}
-        return {"ec_connector": "ECExampleConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
-    return {"ec_connector": "SemECConnector", "ec_role": "ec_both", "ec_connector_extra_config": {"cache_dir": folder}}
+        return {
+            "ec_connector": "ECExampleConnector",
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": extra,
+        }
+    return {
+        "ec_connector": "SemECConnector",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"cache_dir": folder},
+    }
 
 
 def checkpoint(spec: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -55,10 +65,20 @@ def checkpoint(spec: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if spec["tiny"]:
         from semkv.config import get_preset
 
-        small = {"max_model_len": 512, "enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 28}
+        small = {
+            "max_model_len": 512,
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 1 << 28,
+        }
         return {"model": get_preset("minigqa").model, **small}
     write_shape(Path(folder))
-    return {"model": folder, "load_format": "dummy", "max_model_len": 8192, "gpu_memory_utilization": 0.5}
+    return {
+        "model": folder,
+        "load_format": "dummy",
+        "max_model_len": 8192,
+        "gpu_memory_utilization": 0.5,
+    }
 
 
 class Bench:
@@ -71,7 +91,9 @@ class Bench:
         from semkv_vllm import register
 
         register()  # installed, vLLM finds the connector by itself
-        self.engine, self.folder, self.prompt_tokens = spec["engine"], folder, 0
+        self.engine = spec["engine"]
+        self.folder = folder
+        self.prompt_tokens = 0
         config = connector(self.engine, folder)
         self.llm: Any = LLM(
             **checkpoint(spec, model),
@@ -84,7 +106,10 @@ class Bench:
         """Milliseconds until the first token."""
         from vllm import SamplingParams
 
-        content = [{"type": "image_pil", "image_pil": picture}, {"type": "text", "text": "What is in this picture?"}]
+        content = [
+            {"type": "image_pil", "image_pil": picture},
+            {"type": "text", "text": "What is in this picture?"},
+        ]
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         start = time.perf_counter()
         (output,) = self.llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
@@ -114,7 +139,12 @@ class Bench:
                 if i > 1:
                     times.setdefault(level, []).append(milliseconds)
         medians = {name: round(statistics.median(values), 2) for name, values in times.items()}
-        return {"size": side, "prompt_tokens": self.prompt_tokens, "median_ms": medians, "ms": times}
+        return {
+            "size": side,
+            "prompt_tokens": self.prompt_tokens,
+            "median_ms": medians,
+            "ms": times,
+        }
 
 
 def run_here(spec: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +160,14 @@ def table(result: Mapping[str, Any]) -> str:
     for engine, found in result["engines"].items():
         for row in found.get("rows", []):
             rows.setdefault(row["size"], {})[engine] = row
-    text = ["| pixels | prompt tokens | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    text = [
+        "| pixels | prompt tokens | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 2) + "|",
+    ]
     for side, by in sorted(rows.items()):
-        found = [by.get(engine, {}).get("median_ms", {}).get(level) for engine, level in COLUMNS.values()]
+        found = [
+            by.get(engine, {}).get("median_ms", {}).get(level) for engine, level in COLUMNS.values()
+        ]
         cells = ["-" if value is None else f"{value:.1f}" for value in found]
         tokens = next(iter(by.values()))["prompt_tokens"]
         text.append(f"| {side} x {side} | {tokens} | " + " | ".join(cells) + " |")
@@ -149,10 +184,15 @@ def main() -> None:
     if options.table:
         print(table(json.loads(options.table.read_text())))
         return
-    settings = {"sides": [96] if options.tiny else SIDES, "repeats": options.repeats, "tiny": options.tiny}
+    settings = {
+        "sides": [96] if options.tiny else SIDES,
+        "repeats": options.repeats,
+        "tiny": options.tiny,
+    }
     result: dict[str, Any] = {"settings": settings, "engines": {}}
     for engine in options.engines:
-        log, spec = options.logs / f"fusion-{engine}.log", settings | {"engine": engine}
+        log = options.logs / f"fusion-{engine}.log"
+        spec = settings | {"engine": engine}
         result["engines"][engine] = found = run_child(engine, spec, log, LIMIT_S, ENVIRONMENT)
         print(engine, found.get("error", "measured"), flush=True)
         write_json(options.out, result)

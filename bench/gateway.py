@@ -43,8 +43,14 @@ BODY = {
     "temperature": 0,
     "max_tokens": 64,
     "messages": [
-        {"role": "system", "content": "You are a helpful assistant. Answer briefly and say so when you do not know."},
-        {"role": "user", "content": "HERE What is the capital of France, and since when has it been?"},
+        {
+            "role": "system",
+            "content": "You are a helpful assistant. Answer briefly and say so when you do not know.",
+        },
+        {
+            "role": "user",
+            "content": "HERE What is the capital of France, and since when has it been?",
+        },
     ],
 }
 LUA = """
@@ -63,7 +69,9 @@ end
 def process(command: list[str], url: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server that answers GET ``url``, until the block ends."""
     with tempfile.TemporaryFile() as log:
-        running = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=ROOT)
+        running = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=ROOT
+        )
         try:
             deadline = time.monotonic() + 120
             while True:
@@ -106,16 +114,31 @@ def wrk(
     """
     head, tail = json.dumps(BODY).split("HERE")
     here = "[delay=0.05] " if slow else ""
-    parts = {name: json.dumps(text) for name, text in (("head", head), ("tail", tail), ("here", here))}
+    parts = {
+        name: json.dumps(text) for name, text in (("head", head), ("tail", tail), ("here", here))
+    }
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
         file.write(LUA.format(**parts, new="true" if new else "false", run=new))
         file.flush()
-        command = ["wrk", f"-t{threads}", f"-c{connections}", f"-d{seconds}", "--latency", "--timeout", "20"]
-        out = subprocess.run([*command, "-s", file.name, url], check=True, capture_output=True, text=True).stdout
+        command = [
+            "wrk",
+            f"-t{threads}",
+            f"-c{connections}",
+            f"-d{seconds}",
+            "--latency",
+            "--timeout",
+            "20",
+        ]
+        out = subprocess.run(
+            [*command, "-s", file.name, url], check=True, capture_output=True, text=True
+        ).stdout
     failed = re.search(r"(Non-2xx or 3xx responses|Socket errors).*", out)
     if failed:
         print(f"  {url}: {failed[0]}", flush=True)
-    found = {f"p{at}_ms": milliseconds(value) for at, value in re.findall(r"^\s+(50|99)%\s+(\S+)", out, re.MULTILINE)}
+    found = {
+        f"p{at}_ms": milliseconds(value)
+        for at, value in re.findall(r"^\s+(50|99)%\s+(\S+)", out, re.MULTILINE)
+    }
     (rate,) = re.findall(r"Requests/sec:\s+([\d.]+)", out)
     return {"requests_per_s": float(rate), **found, "errors": failed[0] if failed else ""}
 
@@ -141,9 +164,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     urls: dict[str, str] = {}
     kinds = KINDS
     if args.workers:
-        kinds = {f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers}
+        kinds = {
+            f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers
+        }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        servers.enter_context(process(uvicorn("tests", "scripted_upstream:app", up), f"{upstream}/health"))
+        servers.enter_context(
+            process(uvicorn("tests", "scripted_upstream:app", up), f"{upstream}/health")
+        )
         if not args.workers:
             urls = {"bare": upstream, "proxy": f"http://127.0.0.1:{pass_on}"}
             command = uvicorn("bench", "gateway:passthrough", pass_on)
@@ -155,14 +182,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             servers.enter_context(process(command, f"{urls[kind]}/healthz"))
             wrk(urls[kind], 1, 5, new="warm")  # until lookups are known to find little
         if args.litellm_python:
-            urls["litellm"] = servers.enter_context(litellm(args.litellm_python, Path(folder), upstream))
+            urls["litellm"] = servers.enter_context(
+                litellm(args.litellm_python, Path(folder), upstream)
+            )
         for name in urls.keys() - {"bare", "proxy"}:
             wrk(urls[name], 8, 2)
         for number in range(args.rounds):
             for name, url in urls.items():
                 for figure, given in figures(name).items():
                     new = f"{figure} {number}" if "miss" in figure else ""
-                    rounds[f"{name}_{figure}"].append(wrk(url, seconds=args.seconds, new=new, **given))
+                    rounds[f"{name}_{figure}"].append(
+                        wrk(url, seconds=args.seconds, new=new, **given)
+                    )
             print(f"  round {number + 1} of {args.rounds}", flush=True)
     found: dict[str, Any] = {
         name: {figure: round(median(row[figure] for row in rows), 3) for figure in FIGURES}
@@ -186,7 +217,10 @@ def litellm(python: str, folder: Path, upstream: str) -> Iterator[str]:
         "litellm_settings:\n  cache: true\n  cache_params:\n    type: local\n"
     )
     command = [str(Path(python).parent / "litellm"), "--config", str(config), "--port", str(port)]
-    environment = {"LITELLM_LOG": "ERROR", "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+    environment = {
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+    }
     url = f"http://127.0.0.1:{port}"
     with process([*command, "--host", "127.0.0.1"], f"{url}/health/liveliness", **environment):
         yield url
@@ -204,29 +238,44 @@ async def passthrough(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http":  # uvicorn starts without a lifespan too
         raise NotImplementedError
     if not _upstream:
-        jar, connector = aiohttp.DummyCookieJar(), aiohttp.TCPConnector(limit=0)
-        _upstream.append(aiohttp.ClientSession(connector=connector, cookie_jar=jar, auto_decompress=False))
+        jar = aiohttp.DummyCookieJar()
+        connector = aiohttp.TCPConnector(limit=0)
+        _upstream.append(
+            aiohttp.ClientSession(connector=connector, cookie_jar=jar, auto_decompress=False)
+        )
     request = Request(scope, receive)
-    headers = [(key, value) for key, value in request.headers.items() if key not in ("host", "content-length")]
+    headers = [
+        (key, value)
+        for key, value in request.headers.items()
+        if key not in ("host", "content-length")
+    ]
     url = os.environ["UPSTREAM"] + scope["path"]
     body = await request.body() or None
     async with _upstream[0].request(request.method, url, data=body, headers=headers) as answer:
-        whole = Response(await answer.read(), answer.status, media_type=answer.headers.get("content-type"))
+        whole = Response(
+            await answer.read(), answer.status, media_type=answer.headers.get("content-type")
+        )
     await whole(scope, receive, send)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
-    parser.add_argument("--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers"
+    )
     args = parser.parse_args()
     before = machine("uvicorn", "uvloop", "httptools", "aiohttp", "starlette", "prometheus-client")
     if args.litellm_python:
         ask = "import importlib.metadata as m; print(m.version('litellm'))"
-        before["versions"]["litellm"] = subprocess.check_output([args.litellm_python, "-c", ask], text=True).strip()
+        before["versions"]["litellm"] = subprocess.check_output(
+            [args.litellm_python, "-c", ask], text=True
+        ).strip()
     found = measure(args)
     for name, row in found.items():
         print(name, row)

@@ -29,7 +29,9 @@ MODEL = "gpt-4o-mini"  # a name that every client knows
 
 
 def _openai_chat() -> None:
-    import_module("openai").OpenAI().chat.completions.create(model=MODEL, temperature=0, messages=SAID)
+    import_module("openai").OpenAI().chat.completions.create(
+        model=MODEL, temperature=0, messages=SAID
+    )
 
 
 def _openai_stream() -> None:
@@ -46,7 +48,9 @@ def _openai_second_turn() -> None:
 
 
 def _openai_responses() -> None:
-    import_module("openai").OpenAI().responses.create(model=MODEL, temperature=0, store=False, input=QUESTION)
+    import_module("openai").OpenAI().responses.create(
+        model=MODEL, temperature=0, store=False, input=QUESTION
+    )
 
 
 def _openai_embeddings() -> None:
@@ -55,7 +59,9 @@ def _openai_embeddings() -> None:
 
 def _anthropic() -> None:
     client = import_module("anthropic").Anthropic()
-    client.messages.create(model="claude", max_tokens=64, messages=SAID, extra_body={"temperature": 0})
+    client.messages.create(
+        model="claude", max_tokens=64, messages=SAID, extra_body={"temperature": 0}
+    )
 
 
 def _litellm() -> None:
@@ -68,11 +74,15 @@ def _langchain_openai() -> None:
 
 def _llama_index() -> None:
     base = os.environ["OPENAI_BASE_URL"]
-    import_module("llama_index.llms.openai").OpenAI(model=MODEL, temperature=0, api_base=base).complete(QUESTION)
+    import_module("llama_index.llms.openai").OpenAI(
+        model=MODEL, temperature=0, api_base=base
+    ).complete(QUESTION)
 
 
 def _pydantic_ai() -> None:
-    agent = import_module("pydantic_ai").Agent(f"openai-chat:{MODEL}", model_settings={"temperature": 0})
+    agent = import_module("pydantic_ai").Agent(
+        f"openai-chat:{MODEL}", model_settings={"temperature": 0}
+    )
     agent.run_sync(QUESTION)
 
 
@@ -85,7 +95,9 @@ def _openai_agents() -> None:
     agents = import_module("agents")
     model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=agents.AsyncOpenAI())
     settings = agents.ModelSettings(temperature=0)
-    asyncio.run(agents.Runner.run(agents.Agent(name="a", model=model, model_settings=settings), QUESTION))
+    asyncio.run(
+        agents.Runner.run(agents.Agent(name="a", model=model, model_settings=settings), QUESTION)
+    )
 
 
 CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
@@ -106,7 +118,9 @@ CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
 
 def ask(url: str) -> None:
     """Let every client that is there ask, and print a line of JSON for each."""
-    os.environ.update(OPENAI_BASE_URL=f"{url}/v1", ANTHROPIC_BASE_URL=url, OPENAI_AGENTS_DISABLE_TRACING="1")
+    os.environ.update(
+        OPENAI_BASE_URL=f"{url}/v1", ANTHROPIC_BASE_URL=url, OPENAI_AGENTS_DISABLE_TRACING="1"
+    )
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     for package, what, call in CLIENTS:
         try:
@@ -130,7 +144,9 @@ def figures(url: str) -> dict[str, int]:
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()  # noqa: S310
 
     def total(pattern: str) -> int:
-        return int(sum(float(value) for value in re.findall(rf"^{pattern}.* (\S+)$", text, re.MULTILINE)))
+        return int(
+            sum(float(value) for value in re.findall(rf"^{pattern}.* (\S+)$", text, re.MULTILINE))
+        )
 
     return {
         "requests": total("semkv_requests_total"),
@@ -140,7 +156,9 @@ def figures(url: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--clients-python", default=sys.executable)
     parser.add_argument("--ask", metavar="URL", help="be the clients of a gateway that runs")

@@ -65,9 +65,15 @@ class Clients:
 
     async def ask(self, session: aiohttp.ClientSession, url: str, text: str, streamed: bool) -> str:
         """``X-Semkv`` of an answer that came in full and is right; else empty."""
-        body = {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": text}]}
+        body = {
+            "model": "scripted",
+            "temperature": 0,
+            "messages": [{"role": "user", "content": text}],
+        }
         try:
-            async with session.post(f"{url}/v1/chat/completions", json={**body, "stream": streamed}) as answer:
+            async with session.post(
+                f"{url}/v1/chat/completions", json={**body, "stream": streamed}
+            ) as answer:
                 raw = (await answer.read()).decode()
         except (aiohttp.ClientError, TimeoutError):
             self.seen["broken off"] += 1
@@ -86,10 +92,13 @@ class Clients:
         until = time.monotonic() + seconds
 
         async def client(number: int) -> None:
-            chance, asked = random.Random(f"{name} {number}"), 0  # noqa: S311
+            chance = random.Random(f"{name} {number}")  # noqa: S311
+            asked = 0
             while time.monotonic() < until:
                 asked += 1
-                text = f"{name}: client {number} asks for number {asked}. " + "x" * chance.choice(SIZES)
+                text = f"{name}: client {number} asks for number {asked}. " + "x" * chance.choice(
+                    SIZES
+                )
                 streamed = chance.random() < 0.5
                 if self.had and chance.random() < 0.5:
                     text, streamed = chance.choice(list(self.had.items()))
@@ -103,7 +112,9 @@ class Clients:
         async with sessions() as session:
             await asyncio.gather(*(client(number) for number in range(CLIENTS)))
 
-    async def under(self, fault: Callable[[], object], urls: list[str], name: str, after: float = 0) -> None:
+    async def under(
+        self, fault: Callable[[], object], urls: list[str], name: str, after: float = 0
+    ) -> None:
         """Load, with a fault (which may block) in the midst of it, and ``after`` more seconds of load."""
         load = asyncio.create_task(self.load(urls, name, LOAD_S + after))
         await asyncio.sleep(LOAD_S * random.uniform(0.3, 0.9))  # noqa: S311
@@ -125,19 +136,29 @@ class Clients:
 
         async with sessions() as session:
             await asyncio.gather(*(one(place, *pair) for place, pair in enumerate(kept)))
-        return {"part": part, **self.seen, "wrong": self.seen["wrong"], "asked again": len(kept), "lost": lost}
+        return {
+            "part": part,
+            **self.seen,
+            "wrong": self.seen["wrong"],
+            "asked again": len(kept),
+            "lost": lost,
+        }
 
 
 def sessions() -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=120)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout
+    )
 
 
 def said(raw: str, streamed: bool) -> str:
     if not streamed:
         return str(json.loads(raw)["choices"][0]["message"]["content"])
     events = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-    return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    return "".join(
+        choice["delta"].get("content") or "" for event in events for choice in event["choices"]
+    )
 
 
 class Upstream:
@@ -152,7 +173,9 @@ class Upstream:
 
 
 @contextmanager
-def serving(folder: Path, upstream: Upstream, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def serving(
+    folder: Path, upstream: Upstream, *flags: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     port = free_port()
     command = gateway(folder, port, upstream.url, *PATIENT, *flags)
     with process(command, f"http://127.0.0.1:{port}/healthz", SEMKV_SECRET="x" * 16) as running:
@@ -173,7 +196,10 @@ def worker_rounds(folder: Path, up: Upstream, rounds: int) -> Iterator[Row]:
 
         def workers() -> list[int]:
             command = ["pgrep", "-P", str(running.pid), "-f", "spawn_main"]
-            return [int(word) for word in subprocess.run(command, capture_output=True, text=True).stdout.split()]
+            return [
+                int(word)
+                for word in subprocess.run(command, capture_output=True, text=True).stdout.split()
+            ]
 
         def kill_one() -> None:
             os.kill(random.choice(workers()), signal.SIGKILL)  # noqa: S311
@@ -192,7 +218,10 @@ def redis_rounds(folder: Path, up: Upstream, rounds: int) -> Iterator[Row]:
     with ExitStack() as stack:
         redis = RedisServer(folder, durable=True)
         stack.callback(redis.kill)
-        homes = [stack.enter_context(serving(folder / name, up, "--store", redis.url)) for name in ("one", "two")]
+        homes = [
+            stack.enter_context(serving(folder / name, up, "--store", redis.url))
+            for name in ("one", "two")
+        ]
         urls = [url for url, _ in homes]
         for number in range(rounds):
             fault, clients = FAULTS[number % len(FAULTS)], Clients()
@@ -242,7 +271,9 @@ FAULTS: tuple[Fault, ...] = (kill, freeze, full, emptied)
 
 def streams(folder: Path, up: Upstream, _: int) -> Iterator[Row]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))  # as a shell has it; the gateway inherits it
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (1_024, hard)
+    )  # as a shell has it; the gateway inherits it
     with up(), serving(folder, up, "--no-semantic") as (url, _):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for kind in ("misses", "hits"):
@@ -251,19 +282,29 @@ def streams(folder: Path, up: Upstream, _: int) -> Iterator[Row]:
             async def ask_all(every: Clients = clients) -> list[str]:
                 texts = [f"[events=20] [gap=0.1] stream {number}" for number in range(STREAMS)]
                 async with sessions() as session:
-                    return await asyncio.gather(*(every.ask(session, url, text, True) for text in texts))
+                    return await asyncio.gather(
+                        *(every.ask(session, url, text, True) for text in texts)
+                    )
 
             found = asyncio.run(ask_all())
             hits = sum(each.startswith("hit") for each in found)
             whole = sum(bool(each) for each in found)
-            yield {"part": f"streams, {kind}", "whole": whole, "hits": hits, "lost": STREAMS - whole, **clients.seen}
+            yield {
+                "part": f"streams, {kind}",
+                "whole": whole,
+                "hits": hits,
+                "lost": STREAMS - whole,
+                **clients.seen,
+            }
 
 
 PARTS = {"kill": kill_rounds, "workers": worker_rounds, "redis": redis_rounds, "streams": streams}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=20, help="of each part but the streams")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -277,7 +318,9 @@ def main() -> None:
                 if args.out:
                     write_json(args.out, {"machine": before, "rounds": rows})
     lost, wrong = (sum(row.get(name, 0) for row in rows) for name in ("lost", "wrong"))
-    print(f"{len(rows)} rounds: {sum(row.get('asked again', 0) for row in rows):,} answers, {lost} lost, {wrong} wrong")
+    print(
+        f"{len(rows)} rounds: {sum(row.get('asked again', 0) for row in rows):,} answers, {lost} lost, {wrong} wrong"
+    )
     sys.exit(bool(lost or wrong))
 
 

@@ -40,7 +40,16 @@ from pathlib import Path
 from typing import Any
 
 from common import folder_bytes, options_of, run_child, write_json
-from models import COMMON, FAMILIES, LOAD_FORMAT, SHAPE, draw_picture, register_loader, write_family, write_shape
+from models import (
+    COMMON,
+    FAMILIES,
+    LOAD_FORMAT,
+    SHAPE,
+    draw_picture,
+    register_loader,
+    write_family,
+    write_shape,
+)
 
 from semkv.config import get_preset
 
@@ -51,7 +60,13 @@ QUESTIONS = (
     "Which shape is closest to the bottom of the picture?",
     "Are there more circles than squares in the picture?",
 )
-EXACT = {"first": "cold", "fusion": "cold", "loaded": "hot", "restarted": "hot", "sibling_loaded": "sibling_hot"}
+EXACT = {
+    "first": "cold",
+    "fusion": "cold",
+    "loaded": "hot",
+    "restarted": "hot",
+    "sibling_loaded": "sibling_hot",
+}
 CLOSE = (
     ("hot", "cold"), ("warm", "hot"), ("loaded", "warm"), ("loaded", "cold"), ("restarted", "warm"),
     ("restarted", "cold"), ("sibling_loaded", "sibling_cold"),
@@ -88,7 +103,9 @@ class Runner:
 
         register()  # installed, vLLM finds the connectors by itself
         register_loader()
-        self.spec, self.text, cpu = spec, spec["name"] in FAMILIES, current_platform.is_cpu()
+        self.spec = spec
+        self.text = spec["name"] in FAMILIES
+        cpu = current_platform.is_cpu()
         model = Path(spec["model"])
         if spec["made"] and not (model / "config.json").exists():
             model.mkdir(exist_ok=True)
@@ -107,7 +124,9 @@ class Runner:
             )  # fmt: skip
             if not self.text:
                 arguments["ec_transfer_config"] = ECTransferConfig(
-                    ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
+                    ec_connector="SemECConnector",
+                    ec_role="ec_both",
+                    ec_connector_extra_config=extra,
                 )
         if self.text:
             arguments |= {
@@ -119,7 +138,11 @@ class Runner:
             positions = json.loads((model / "config.json").read_text()).get("text_config", {})
             arguments["max_model_len"] = min(8192, positions.get("max_position_embeddings", 8192))
             arguments["limit_mm_per_prompt"] = {"image": 1, "video": 0}
-            room = {"kv_cache_memory_bytes": 1 << 30, "block_size": 32} if cpu else {"gpu_memory_utilization": 0.6}
+            room = (
+                {"kv_cache_memory_bytes": 1 << 30, "block_size": 32}
+                if cpu
+                else {"gpu_memory_utilization": 0.6}
+            )
             arguments |= room
         self.llm: Any = LLM(
             str(model), dtype="bfloat16", tensor_parallel_size=spec["ranks"], enable_prefix_caching=True,
@@ -137,7 +160,12 @@ class Runner:
             for group in config.kv_cache_groups
         ]
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        return {"vllm": vllm.__version__, "torch": torch.__version__, "device": device, "groups": kinds}
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": device,
+            "groups": kinds,
+        }
 
     def ask(self, sample: int, sibling: bool, skip_kv: bool) -> Answer:
         from vllm import SamplingParams
@@ -156,12 +184,16 @@ class Runner:
                 {"type": "image_pil", "image_pil": draw_picture(sample, *PICTURE)},
                 {"type": "text", "text": QUESTIONS[(sample + sibling) % len(QUESTIONS)]},
             ]
-            (output,) = self.llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+            (output,) = self.llm.chat(
+                [{"role": "user", "content": content}], params, use_tqdm=False
+            )
         outcome = read_outcome(output)
         return {
             "prompt_tokens": len(output.prompt_token_ids),
             "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs],
+            "logprobs": [
+                {str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs
+            ],
             "cached_tokens": outcome.cached_tokens,
             "loaded_tokens": outcome.loaded_tokens,
             "sources": dict(outcome.sources),
@@ -179,7 +211,8 @@ class Runner:
 
     def settle(self, folder: Path) -> None:
         """Until the files have not grown for a while: this LLM steps only while it has requests, so this steps it."""
-        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 60
+        core = self.llm.llm_engine.engine_core.engine_core
+        deadline = time.monotonic() + 60
         size = -1
         while size != (size := folder_bytes(folder)) and time.monotonic() < deadline:
             for _ in range(50):
@@ -240,12 +273,16 @@ def run_here(spec: dict[str, Any]) -> dict[str, Any]:
 
 def compare(a: list[Answer], b: list[Answer]) -> dict[str, Any]:
     """Tokens one by one; log-probabilities as far as the tokens agree."""
-    different, largest, exact = [], 0.0, 0
+    different = []
+    largest = 0.0
+    exact = 0
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         pairs = zip(x["tokens"], y["tokens"], strict=True)
         same = next((n for n, (s, t) in enumerate(pairs) if s != t), len(x["tokens"]))
         if same < len(x["tokens"]):
-            different.append({"sample": i, "first_difference": same, "a": x["tokens"], "b": y["tokens"]})
+            different.append(
+                {"sample": i, "first_difference": same, "a": x["tokens"], "b": y["tokens"]}
+            )
         # The step at which the tokens part still had the same input.
         for p, q in list(zip(x["logprobs"], y["logprobs"], strict=True))[: same + 1]:
             largest = max([largest, *(abs(p[t] - q[t]) for t in p.keys() & q.keys())])
@@ -267,7 +304,11 @@ def judge(passes: Passes, *, exact: bool) -> dict[str, Any]:
             have the tokens of a computed one, and one sample must load.
     """
     wanted = [*EXACT.items(), *CLOSE]
-    pairs = {f"{a} vs {b}": compare(passes[a], passes[b]) for a, b in wanted if a in passes and b in passes}
+    pairs = {
+        f"{a} vs {b}": compare(passes[a], passes[b])
+        for a, b in wanted
+        if a in passes and b in passes
+    }
 
     def lost(pair: str) -> int:
         return int(pairs[pair]["samples"] - pairs[pair]["same_tokens"]) if pair in pairs else 0
@@ -279,19 +320,31 @@ def judge(passes: Passes, *, exact: bool) -> dict[str, Any]:
         wrong += [f"{name}: {c['bit_exact']} of {c['samples']} bit-exact" for name, c in found.items()
                   if c["bit_exact"] < c["samples"]]  # fmt: skip
         # Another shape may turn a near-tie: no worse than vLLM's own prefix cache does.
-        wrong += [f"{name} vs cold: other tokens" for name in COMPUTED if lost(f"{name} vs cold") > lost("hot vs cold")]
         wrong += [
-            f"fusion, sample {i}: not loaded" for i, r in enumerate(passes.get("fusion", [])) if r["fusion_loaded"] != 1
+            f"{name} vs cold: other tokens"
+            for name in COMPUTED
+            if lost(f"{name} vs cold") > lost("hot vs cold")
+        ]
+        wrong += [
+            f"fusion, sample {i}: not loaded"
+            for i, r in enumerate(passes.get("fusion", []))
+            if r["fusion_loaded"] != 1
         ]
     for name, computed in COMPUTED.items():
         known = [f"{name} vs {other}" for other in computed if f"{name} vs {other}" in pairs]
         if not exact and known and all(lost(pair) for pair in known):
-            wrong.append(f"{name}: other tokens than computed ones and than vLLM's own prefix cache")
+            wrong.append(
+                f"{name}: other tokens than computed ones and than vLLM's own prefix cache"
+            )
     for name in ("loaded", "restarted", "sibling_loaded") if exact else COMPUTED:
         loaded = [bool(r["loaded_tokens"]) for r in passes.get(name, [])]
         if loaded and not (all(loaded) if exact else any(loaded)):
             wrong.append(f"{name}: nothing was loaded for {loaded.count(False)} of {len(loaded)}")
-    return {"wrong": wrong, "compared": pairs, "counts": {name: count(results) for name, results in passes.items()}}
+    return {
+        "wrong": wrong,
+        "compared": pairs,
+        "counts": {name: count(results) for name, results in passes.items()},
+    }
 
 
 def count(results: list[Answer]) -> dict[str, Any]:
@@ -300,7 +353,10 @@ def count(results: list[Answer]) -> dict[str, Any]:
     for result in results:
         sources.update(result["sources"])
     totals = {key: sum(int(r[key] or 0) for r in results) for key in keys}
-    return totals | {"kv_hits": sum(bool(r["loaded_tokens"]) for r in results), "sources": dict(sources)}
+    return totals | {
+        "kv_hits": sum(bool(r["loaded_tokens"]) for r in results),
+        "sources": dict(sources),
+    }
 
 
 # ------------------------------------------------------------------ the calling process
@@ -309,18 +365,26 @@ def count(results: list[Answer]) -> dict[str, Any]:
 def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """A model's report; an engine that fails leaves its error, and what was compared until then."""
     made, start = name in FAMILIES or name == SHAPE, time.monotonic()
-    report: dict[str, Any] = {"model": name, "weights": "drawn" if made else "real", "ranks": options.ranks}
+    report: dict[str, Any] = {
+        "model": name,
+        "weights": "drawn" if made else "real",
+        "ranks": options.ranks,
+    }
     passes: dict[str, list[Answer]] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         keep = ("samples", "ranks", "engine_args", "tiny")
         spec = {key: getattr(options, key) for key in keep} | {"name": name, "made": made}
-        spec["model"] = f"{folder}/model" if made else name if Path(name).is_dir() else get_preset(name).model
+        spec["model"] = (
+            f"{folder}/model" if made else name if Path(name).is_dir() else get_preset(name).model
+        )
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `flush` goes to the ranks' processes
         }
         if name not in FAMILIES:
-            environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the same model runner with and without connectors
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = (
+                "0"  # the same model runner with and without connectors
+            )
         for role in ("plain", "connected", "restarted"):
             own = {"role": role, "cache_dir": "" if role == "plain" else f"{folder}/cache"}
             log = options.logs / f"identity-{Path(name).name}.log"
@@ -359,9 +423,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at once")
     parser.add_argument("--limit", type=float, default=1800, help="seconds of one engine")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
-    parser.add_argument("--tiny", action="store_true", help="text prompts of a quarter of the length, for a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="text prompts of a quarter of the length, for a CPU"
+    )
     options = options_of(parser, lambda spec, answer: answer(run_here(spec)))
-    names = [n for name in options.models.split(",") for n in (FAMILIES if name == "families" else [name])]
+    names = [
+        n
+        for name in options.models.split(",")
+        for n in (FAMILIES if name == "families" else [name])
+    ]
     reports = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for done in as_completed([pool.submit(run_model, name, options) for name in names]):

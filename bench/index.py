@@ -70,7 +70,8 @@ def draw(centers: np.ndarray, count: int, file: Path) -> np.ndarray:
 
 def nearest(rows: np.ndarray, queries: np.ndarray) -> np.ndarray:
     """The number of the nearest row to each query, by brute force."""
-    best, number = np.full(len(queries), -2.0, np.float32), np.zeros(len(queries), np.int64)
+    best = np.full(len(queries), -2.0, np.float32)
+    number = np.zeros(len(queries), np.int64)
     for start in range(0, len(rows), PAGE):
         cosines = queries @ rows[start : start + PAGE].T
         top = cosines.argmax(1)
@@ -103,24 +104,37 @@ def times(act: Callable[[Any], object], values: Iterable[Any]) -> dict[str, floa
 
 def settle(index: VectorIndex) -> None:
     """Wait until nothing is being built: the one worker has done what was asked of it before."""
-    while index._worker.submit(int).result() or any(part.building for part in list(index._partitions.values())):
+    while index._worker.submit(int).result() or any(
+        part.building for part in list(index._partitions.values())
+    ):
         pass
 
 
 def measured(rows: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
-    truth, index = nearest(rows, queries), VectorIndex(queries.shape[1])
+    truth = nearest(rows, queries)
+    index = VectorIndex(queries.shape[1])
 
     def searched(which: Any = slice(None)) -> dict[str, float]:
         found: list[int] = []
-        row = times(lambda query: found.append(int(index.search("p", query, 1)[0].item)), queries[which])
+        row = times(
+            lambda query: found.append(int(index.search("p", query, 1)[0].item)), queries[which]
+        )
         return row | {"recall_at_1": round(float(np.mean(np.array(found) == truth[which])), 4)}
 
     before, start = resident(), time.perf_counter()
     for first in range(0, len(rows), PAGE):
-        index.extend(Row(str(first + i), "p", vector) for i, vector in enumerate(rows[first : first + PAGE]))
-    row: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2), "search_before_graph": searched()}
+        index.extend(
+            Row(str(first + i), "p", vector) for i, vector in enumerate(rows[first : first + PAGE])
+        )
+    row: dict[str, Any] = {
+        "load_s": round(time.perf_counter() - start, 2),
+        "search_before_graph": searched(),
+    }
     settle(index)
-    row |= {"graph_ready_s": round(time.perf_counter() - start, 1), "processor_s": round(time.process_time(), 1)}
+    row |= {
+        "graph_ready_s": round(time.perf_counter() - start, 1),
+        "processor_s": round(time.process_time(), 1),
+    }
     row["bytes_per_entry"] = round((resident() - before) / len(rows))
     row["search"] = searched()
     fresh = [Row(f"-{i + 1}", "p", vector) for i, vector in enumerate(queries)]
@@ -146,7 +160,9 @@ def measured(rows: np.ndarray, queries: np.ndarray) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[20_000, 100_000, 500_000])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "CENTERS"), help=argparse.SUPPRESS)
@@ -168,7 +184,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", str(size), str(file)]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             found.append({"entries": size, **json.loads(done.stdout)})
-    write_json(options.out, {"machine": machine("faiss-cpu", "numpy"), "queries": QUERIES, "measured": found})
+    write_json(
+        options.out,
+        {"machine": machine("faiss-cpu", "numpy"), "queries": QUERIES, "measured": found},
+    )
 
 
 if __name__ == "__main__":

@@ -82,10 +82,15 @@ NAMES = ("none", "idle", "offload", "offload-again", "tiering", "semkv", "semkv-
 DECODE = {"size": 512, "count": 16, "tokens": 128}
 SHORT = 8  # a prompt lacks so many tokens: a full last block would be loaded where vLLM's own cache leaves it out
 HITS = 3  # of one prompt in host memory
-WARM, DECODING, FILLED = 1000, 2000, 3000  # repeats whose prompts no other measurement has
+# repeats whose prompts no other measurement has
+WARM = 1000
+DECODING = 2000
+FILLED = 3000
 START_LIMIT_S, LIMIT_S = 300, 180  # of a start and of one command
 QUIET_S = 0.5  # a store whose files have not grown for so long has ended
-READ_BYTES, READ_S = 4 << 20, 4.0  # of one plain reading; for one rate
+# of one plain reading; for one rate
+READ_BYTES = 4 << 20
+READ_S = 4.0
 SLOWEST = 10  # requests of a chat that are told one by one
 
 
@@ -105,7 +110,11 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
         return None
     if name == "idle":
         module = "semkv_vllm.kv"
-        return {"kv_connector": "IdleConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+        return {
+            "kv_connector": "IdleConnector",
+            "kv_connector_module_path": module,
+            "kv_role": "kv_both",
+        }
     if name == "semkv":
         extra: dict[str, Any] = {
             "host_bytes": host,
@@ -114,11 +123,19 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
             "max_bytes": disk,
             "report_loads": True,
         }
-        return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return {
+            "kv_connector": "SemKVConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
     extra = {"cpu_bytes_to_use": host}
     if name == "tiering":
         extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 # ------------------------------------------------------------------ the engine's process
@@ -153,12 +170,16 @@ class Server:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         start = time.perf_counter()
-        self.folder, self.asked = folder, 0
+        self.folder = folder
+        self.asked = 0
         config = arguments.pop("kv_transfer_config")
         arguments["kv_transfer_config"] = KVTransferConfig(**config) if config else None
         engine_args = AsyncEngineArgs(**arguments)
-        self.llm: Any = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.OPENAI_API_SERVER)
-        scheduler, cache = self.llm.vllm_config.scheduler_config, self.llm.vllm_config.cache_config
+        self.llm: Any = AsyncLLM.from_engine_args(
+            engine_args, usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        scheduler = self.llm.vllm_config.scheduler_config
+        cache = self.llm.vllm_config.cache_config
         self.facts = {
             "vllm": vllm.__version__,
             "torch": sys.modules["torch"].__version__,
@@ -175,11 +196,17 @@ class Server:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+            max_tokens=tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
         )
         self.asked += 1
         found = Request(time.perf_counter(), len(prompt))
-        async for output in self.llm.generate({"prompt_token_ids": prompt}, params, str(self.asked)):
+        async for output in self.llm.generate(
+            {"prompt_token_ids": prompt}, params, str(self.asked)
+        ):
             if output.outputs[0].token_ids:
                 found.last = time.perf_counter()
                 found.first = found.first or found.last
@@ -195,7 +222,8 @@ class Server:
         rng = np.random.default_rng([size, count, repeat])
         prompts = [rng.integers(10, 150_000, size - SHORT).tolist() for _ in range(count)]
         found = await asyncio.gather(*(self.request(prompt, tokens) for prompt in prompts))
-        start, first = min(each.start for each in found), max(each.first for each in found)
+        start = min(each.start for each in found)
+        first = max(each.first for each in found)
         row = {
             "ms": round((first - start) * 1e3, 2),
             "ttft_ms": round(statistics.median(each.ttft_ms for each in found), 2),
@@ -285,14 +313,18 @@ def texts(load: Mapping[str, Any]) -> tuple[list[list[int]], list[list[list[int]
     system = tokens(load["system"])
     low, high = load["document"]
     documents = [system + tokens(int(rng.integers(low, high + 1))) for _ in range(load["users"])]
-    return documents, [[tokens(load["question"]) for _ in range(load["rounds"])] for _ in range(load["users"])]
+    return documents, [
+        [tokens(load["question"]) for _ in range(load["rounds"])] for _ in range(load["users"])
+    ]
 
 
 def summary(found: Mapping[tuple[int, int], Request], wall_s: float) -> dict[str, Any]:
     """One chat's figures, from its requests by user and round."""
-    every, numbers = list(found.values()), sorted({number for _, number in found})
+    every = list(found.values())
+    numbers = sorted({number for _, number in found})
     text = json.dumps([[*key, found[key].tokens] for key in sorted(found)])
-    began, slowest = min(each.start for each in every), sorted(found, key=lambda key: -found[key].ttft_ms)[:SLOWEST]
+    began = min(each.start for each in every)
+    slowest = sorted(found, key=lambda key: -found[key].ttft_ms)[:SLOWEST]
     return {
         "later_ms": percentiles(each.ttft_ms for (_, number), each in found.items() if number),
         "rounds_ms": [percentiles(each.ttft_ms for (_, n), each in found.items() if n == number) for number in numbers],
@@ -316,7 +348,10 @@ def sources(found: Iterable[Request]) -> dict[str, int]:
     """Our connector's reports, added up: loaded tokens, and the same by source."""
     total: dict[str, int] = {}
     for each in found:
-        for key, value in {"loaded": each.report.get("loaded_tokens"), **each.report.get("sources", {})}.items():
+        for key, value in {
+            "loaded": each.report.get("loaded_tokens"),
+            **each.report.get("sources", {}),
+        }.items():
             total[key] = total.get(key, 0) + int(value or 0)
     return total
 
@@ -325,7 +360,10 @@ def percentiles(values: Iterable[float], digits: int = 2) -> dict[str, float]:
     """p50, p95, p99 (nearest rank) and the mean."""
     ordered = sorted(values)
     found = {f"p{p}": ordered[-(-p * len(ordered) // 100) - 1] for p in (50, 95, 99)}
-    return {name: round(value, digits) for name, value in (found | {"mean": statistics.fmean(ordered)}).items()}
+    return {
+        name: round(value, digits)
+        for name, value in (found | {"mean": statistics.fmean(ordered)}).items()
+    }
 
 
 # ------------------------------------------------------------------ the calling process
@@ -335,11 +373,28 @@ class Run:
     """The engines that are up, and the rows so far."""
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
-        self.options, self.root, self.up = options, root, dict[str, Child]()
-        keep = ("kv_gib", "host_gib", "disk_gib", "tp", "shape", "engine_args", "repeats", "rounds_of_chats")
-        self.load = (TINY_LOAD if options.tiny else LOAD) | {"users": options.users, "rate": options.rate}
+        self.options = options
+        self.root = root
+        self.up = dict[str, Child]()
+        keep = (
+            "kv_gib",
+            "host_gib",
+            "disk_gib",
+            "tp",
+            "shape",
+            "engine_args",
+            "repeats",
+            "rounds_of_chats",
+        )
+        self.load = (TINY_LOAD if options.tiny else LOAD) | {
+            "users": options.users,
+            "rate": options.rate,
+        }
         self.load |= {"document": options.document} if options.document else {}
-        self.result: dict[str, Any] = {"settings": {key: getattr(options, key) for key in keep}, "load": self.load}
+        self.result: dict[str, Any] = {
+            "settings": {key: getattr(options, key) for key in keep},
+            "load": self.load,
+        }
         self.result |= {"machine": machine("vllm", "torch"), "engines": {}, "hits": [], "chats": []}
 
     def cells(self) -> Iterator[dict[str, int]]:
@@ -362,7 +417,10 @@ class Run:
 
     def start(self, names: Sequence[str]) -> None:
         """Start engines at once; where they have to compile, the first before the others, which find its work."""
-        cache = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "torch_compile_cache"
+        cache = (
+            Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
+            / "torch_compile_cache"
+        )
         alone = "enforce_eager" not in self.options.engine_args and not cache.exists()
         for some in [names[:1], names[1:]] if alone else [names]:
             for name in some:
@@ -371,11 +429,15 @@ class Run:
                 self.guard(name, self.warm)
 
     def make(self, name: str) -> Child:
-        options, folder, model = self.options, self.root / base(name), self.root / "model"
+        options = self.options
+        folder = self.root / base(name)
+        model = self.root / "model"
         folder.mkdir(mode=0o700, exist_ok=True)
         model.mkdir(exist_ok=True)  # one for all engines: stores tell models apart by their folder
         (model / "config.json").write_text(json.dumps(options.shape))
-        kv, host, disk = (int(gib * 2**30) for gib in (options.kv_gib, options.host_gib, options.disk_gib))
+        kv, host, disk = (
+            int(gib * 2**30) for gib in (options.kv_gib, options.host_gib, options.disk_gib)
+        )
         arguments = {
             "model": str(model), "load_format": "dummy", "skip_tokenizer_init": True, "seed": 0,
             "max_model_len": options.max_model_len, "tensor_parallel_size": options.tp,
@@ -402,7 +464,10 @@ class Run:
     def ask(self, name: str, level: str, **cell: int) -> dict[str, Any]:
         row = {"engine": name, "level": level, **cell, **self.up[name].ask("ask", LIMIT_S, **cell)}
         self.result["hits"].append(row)
-        print(f"{name} {level} {cell}: {row['ms']} ms, cached {row['cached']} {row['sources']}", flush=True)
+        print(
+            f"{name} {level} {cell}: {row['ms']} ms, cached {row['cached']} {row['sources']}",
+            flush=True,
+        )
         return row
 
     def hits(self, name: str, **cell: int) -> None:
@@ -430,8 +495,11 @@ class Run:
 
     def disk(self, name: str) -> None:
         """Each prompt once: then it is in host memory."""
-        folder, facts = self.root / base(name), self.result["engines"][name]
-        facts["disk_gb_s"] = {f"{threads} threads": read_rate(folder, threads) for threads in (1, 8)}
+        folder = self.root / base(name)
+        facts = self.result["engines"][name]
+        facts["disk_gb_s"] = {
+            f"{threads} threads": read_rate(folder, threads) for threads in (1, 8)
+        }
         facts["folder_bytes"] = folder_bytes(folder)
         for cell in self.cells():
             drop_pages(folder)
@@ -472,11 +540,15 @@ class Run:
 
 def read_rate(folder: Path, threads: int) -> float:
     """GB/s of plain reads of the folder's files with O_DIRECT, none of them in the page cache."""
-    parts = [(path, at) for path in files_of(folder) for at in range(0, path.stat().st_size, READ_BYTES)]
+    parts = [
+        (path, at) for path in files_of(folder) for at in range(0, path.stat().st_size, READ_BYTES)
+    ]
     deadline = time.perf_counter() + READ_S
 
     def read(mine: Iterable[tuple[Path, int]]) -> int:
-        memory, total = mmap.mmap(-1, READ_BYTES), 0  # aligned to pages
+        # aligned to pages
+        memory = mmap.mmap(-1, READ_BYTES)
+        total = 0
         for path, at in mine:
             if time.perf_counter() > deadline:
                 break
@@ -504,20 +576,28 @@ def table(result: Mapping[str, Any]) -> str:
     cells: dict[str, dict[str, list[float]]] = {}
     for row in result["hits"]:
         cell = cells.setdefault(f"{row['count']} x {row['size']}", {})
-        values = {row["level"]: row["ms"]} if row["level"] != "decode" else {"decode": row["decoded_per_s"]}
+        values = (
+            {row["level"]: row["ms"]}
+            if row["level"] != "decode"
+            else {"decode": row["decoded_per_s"]}
+        )
         values |= {"GB/s": row["gb_s"]} if "gb_s" in row else {}
         for key, value in values.items():
             cell.setdefault(f"{row['engine']} {key}", []).append(value)
     columns = list(dict.fromkeys(key for cell in cells.values() for key in cell))
     text = [head("requests x tokens", *columns)]
     for name, cell in cells.items():
-        text.append("| " + " | ".join([name, *(spread(cell.get(key, [])) for key in columns)]) + " |")
+        text.append(
+            "| " + " | ".join([name, *(spread(cell.get(key, [])) for key in columns)]) + " |"
+        )
     text += ["", head(*CHAT_COLUMNS), *map(chat_line, result["chats"])]
     for run in sorted({row["run"] for row in result["chats"]}):
         given = {row["digest"] for row in result["chats"] if row["run"] == run}
         text.append(f"answers of run {run}: {'equal' if len(given) == 1 else 'not equal'}")
     for name, facts in result["engines"].items():
-        text += [f"{name}: plain reads give {facts['disk_gb_s']} GB/s"] if "disk_gb_s" in facts else []
+        text += (
+            [f"{name}: plain reads give {facts['disk_gb_s']} GB/s"] if "disk_gb_s" in facts else []
+        )
         text += [f"{name}: {facts['error'].splitlines()[0]}"] if "error" in facts else []
     return "\n".join(text)
 
@@ -539,7 +619,11 @@ def head(*columns: str) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.5g} ({min(values):.5g} to {max(values):.5g})" if values else "-"
+    return (
+        f"{statistics.median(values):.5g} ({min(values):.5g} to {max(values):.5g})"
+        if values
+        else "-"
+    )
 
 
 def main() -> None:
@@ -550,18 +634,28 @@ def main() -> None:
     parser.add_argument("--engines", default="none,offload,semkv,semkv-disk", help="see above")
     parser.add_argument("--lengths", type=numbers, default=[512, 8192], help="tokens")
     parser.add_argument("--many", type=int, default=16, help="requests at once")
-    parser.add_argument("--repeats", type=int, default=3, help=f"of each length, every one with {HITS} hits")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help=f"of each length, every one with {HITS} hits"
+    )
     parser.add_argument("--rounds-of-chats", type=int, default=2)
     parser.add_argument("--users", type=int, default=48)
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second")
     parser.add_argument("--document", type=numbers, help="shortest and longest, tokens (6000,9000)")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
-    parser.add_argument("--kv-gib", type=float, default=8.0, help="KV memory of an engine, on all GPUs together")
-    parser.add_argument("--host-gib", type=float, default=40.0, help="of an engine; all are up at the same time")
+    parser.add_argument(
+        "--kv-gib", type=float, default=8.0, help="KV memory of an engine, on all GPUs together"
+    )
+    parser.add_argument(
+        "--host-gib", type=float, default=40.0, help="of an engine; all are up at the same time"
+    )
     parser.add_argument("--disk-gib", type=float, default=40.0, help="the most that semkv keeps")
-    parser.add_argument("--scratch", default=tempfile.gettempdir(), help="where the folders of the stores go")
+    parser.add_argument(
+        "--scratch", default=tempfile.gettempdir(), help="where the folders of the stores go"
+    )
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to see that all of it runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model on a CPU, to see that all of it runs"
+    )
     parser.add_argument("--table", type=Path, help="print the table of a result instead")
     parser.set_defaults(max_model_len=16384)
     options = options_of(parser, obey)

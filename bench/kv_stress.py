@@ -26,10 +26,19 @@ from random_load import RandomLoad
 
 LIMIT_S = 36000
 SMALL = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
-TIGHT = {"longest": 300, "blocks": 24, "args": {"max_model_len": 640, "max_num_batched_tokens": 512}}
+TIGHT = {
+    "longest": 300,
+    "blocks": 24,
+    "args": {"max_model_len": 640, "max_num_batched_tokens": 512},
+}
 STATES = {"longest": 600, "blocks": 40, "args": HYBRID}
 DECODE = {"settings": {"capture_decode": True}}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 2,
+}
 
 # name: its share of the answers, the family, the fields of `RandomLoad`
 LOADS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -50,28 +59,41 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
     _, family, fields = LOADS[spec["name"]]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model = tiny_models.make(family, Path(folder) / family)
-        load = RandomLoad(str(model), f"{folder}/cache", answers=spec["answers"], seed=spec["seed"], **fields)
+        load = RandomLoad(
+            str(model), f"{folder}/cache", answers=spec["answers"], seed=spec["seed"], **fields
+        )
         answer(load.run())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--answers", type=int, default=2000, help="how many answers are compared, over all loads")
+    parser.add_argument(
+        "--answers", type=int, default=2000, help="how many answers are compared, over all loads"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(LOADS), help=f"loads, of {', '.join(LOADS)}")
     options = options_of(parser, one)
     names = options.only.split(",")
     if unknown := set(names) - set(LOADS):
         parser.error(f"unknown loads: {', '.join(sorted(unknown))}")
-    shares, total, loads = sum(LOADS[name][0] for name in names), Counter[str](), {}
+    shares = sum(LOADS[name][0] for name in names)
+    total = Counter[str]()
+    loads = {}
     for name in names:
-        spec = {"name": name, "answers": -(-options.answers * LOADS[name][0] // shares), "seed": options.seed}
+        spec = {
+            "name": name,
+            "answers": -(-options.answers * LOADS[name][0] // shares),
+            "seed": options.seed,
+        }
         log = options.logs / f"kv-stress-{name}.log"
         found = loads[name] = run_child(name, spec, log, LIMIT_S, {})
         total.update({key: value for key, value in found.items() if isinstance(value, int)})
         total["bad loads"] += bool(found.get("wrong")) or found.get("left") != NOTHING
         print(name, found, flush=True)
-        write_json(options.out, {"machine": machine("vllm", "torch"), "seed": options.seed, **total, "loads": loads})
+        write_json(
+            options.out,
+            {"machine": machine("vllm", "torch"), "seed": options.seed, **total, "loads": loads},
+        )
     sys.exit(1 if total["bad loads"] else 0)
 
 

@@ -94,7 +94,11 @@ def write_shape(directory: Path) -> None:
         "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
     }  # fmt: skip
     config = tiny_models.qwen3_vl_config(directory, text, vision, (65536, MOST_PIXELS), TEMPLATE)
-    more = {"tie_word_embeddings": True, "dtype": "bfloat16", "architectures": ["Qwen3VLForConditionalGeneration"]}
+    more = {
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+    }
     config.update(more)
     config.save_pretrained(directory)
 
@@ -108,8 +112,14 @@ def draw_picture(seed: int, width: int, height: int) -> Any:
     picture = Image.fromarray(rng.integers(0, 90, (height, width, 3), dtype=np.uint8))
     pen = ImageDraw.Draw(picture)
     for _ in range(6):
-        x, y = int(rng.integers(0, width * 3 // 4)), int(rng.integers(0, height * 3 // 4))
-        box = [x, y, x + int(rng.integers(width // 10, width // 4)), y + int(rng.integers(height // 10, height // 4))]
+        x = int(rng.integers(0, width * 3 // 4))
+        y = int(rng.integers(0, height * 3 // 4))
+        box = [
+            x,
+            y,
+            x + int(rng.integers(width // 10, width // 4)),
+            y + int(rng.integers(height // 10, height // 4)),
+        ]
         color = tuple(int(c) for c in rng.integers(0, 256, 3))
         (pen.ellipse if rng.random() < 0.5 else pen.rectangle)(box, fill=color)
     return picture

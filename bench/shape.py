@@ -62,7 +62,16 @@ _LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
 }  # fmt: skip
-_BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert, ast.match_case)
+_BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.Assert,
+    ast.match_case,
+)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 
@@ -111,7 +120,9 @@ def tokens_and_lines(text: str) -> tuple[int, int]:
     inside = 0  # literals with values in them that are open
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in _LAYOUT or (token.type == tokenize.STRING and token.start in documentation):
+        if token.type in _LAYOUT or (
+            token.type == tokenize.STRING and token.start in documentation
+        ):
             continue
         lines.update(range(token.start[0], token.end[0] + 1))
         kind = tokenize.tok_name[token.type]
@@ -159,7 +170,9 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 def hard_functions(code: Code) -> list[str]:
     functions = [node for node in ast.walk(code.tree) if isinstance(node, _FUNCTIONS)]
     complexity = {node: 1 + branches(own_nodes(node)) for node in functions}
-    return [code.at(node, f"{node.name}: {found}") for node, found in complexity.items() if found > HARD]
+    return [
+        code.at(node, f"{node.name}: {found}") for node, found in complexity.items() if found > HARD
+    ]
 
 
 def by_position(code: Code, classes: set[str]) -> list[str]:
@@ -190,8 +203,14 @@ def private_names(code: Code, own: set[str]) -> list[str]:
             names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
-            names = [argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "getattr",
+            "setattr",
+            "hasattr",
+        ):
+            names = [
+                argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)
+            ]
         for name in names:
             private = isinstance(name, str) and name.startswith("_") and not name.startswith("__")
             if private and name not in own | _OF_NAMED_TUPLES:
@@ -217,22 +236,34 @@ def upwards(code: Code, rows: dict[str, int]) -> list[str]:
     """Imports of a part in a higher row, and paths that lead into one."""
     if "semkv" not in code.path.parts:
         return []
-    own = code.path.parts[len(code.path.parts) - code.path.parts[::-1].index("semkv")].removesuffix(".py")
+    own = code.path.parts[len(code.path.parts) - code.path.parts[::-1].index("semkv")].removesuffix(
+        ".py"
+    )
     if own == "__init__":  # whose names are imported when they are asked for
         return []
     found = []
     for node in ast.walk(code.tree):
         named: set[str] = set()
         if isinstance(node, ast.Import):
-            named = {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("semkv.")}
+            named = {
+                alias.name.split(".")[1] for alias in node.names if alias.name.startswith("semkv.")
+            }
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "semkv":
             below = (node.module or "").split(".")[1:2]
             named = set(below) or {alias.name for alias in node.names}
         elif isinstance(node, ast.stmt) and not isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
             inner = [*ast.walk(node)]
             if any(isinstance(each, ast.Name) and each.id == "__file__" for each in inner):
-                named = {each.value for each in inner if isinstance(each, ast.Constant) and isinstance(each.value, str)}
-        found += [code.at(node, part) for part in sorted(named) if rows.get(part, -1) > rows.get(own, len(rows))]
+                named = {
+                    each.value
+                    for each in inner
+                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
+                }
+        found += [
+            code.at(node, part)
+            for part in sorted(named)
+            if rows.get(part, -1) > rows.get(own, len(rows))
+        ]
     return found
 
 
@@ -241,7 +272,11 @@ def rows() -> dict[str, int]:
     tree = Code.read(ROOT / "tests" / "test_imports.py").tree
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ROWS":
-            return {part: number for number, row in enumerate(ast.literal_eval(node.value)) for part in row.split()}
+            return {
+                part: number
+                for number, row in enumerate(ast.literal_eval(node.value))
+                for part in row.split()
+            }
     raise SystemExit("tests/test_imports.py has no ROWS any more: say here where parts belong")
 
 
@@ -276,14 +311,20 @@ def measure() -> Shape:
     _of_code(shape, files[LAB], "lab: ")
     own = own_names(product)
     parts = rows()
-    shape.count("private names of others", [place for code in product for place in private_names(code, own)])
+    shape.count(
+        "private names of others", [place for code in product for place in private_names(code, own)]
+    )
     shape.count("imports upwards", [place for code in product for place in upwards(code, parts)])
     carrying = [code for code in product if any(code.path.match(pattern) for pattern in MISS)]
     shape.count("record types", [place for code in carrying for place in records(code)])
-    sizes = {name: sum(tokens_and_lines(code.text)[0] for code in codes) for name, codes in files.items()}
+    sizes = {
+        name: sum(tokens_and_lines(code.text)[0] for code in codes) for name, codes in files.items()
+    }
     largest = max(sizes, key=lambda name: sizes[name])
     shape.figures["tokens of the largest distribution"] = sizes[largest]
-    shape.places["tokens of the largest distribution"] = [f"{name}: {size:,}" for name, size in sizes.items()]
+    shape.places["tokens of the largest distribution"] = [
+        f"{name}: {size:,}" for name, size in sizes.items()
+    ]
     return shape
 
 
@@ -294,11 +335,21 @@ def _of_code(shape: Shape, codes: list[Code], prefix: str) -> None:
     found = sum(branches(ast.walk(code.tree)) for code in codes)
     shape.figures[f"{prefix}tokens a code line"] = round(sum(own for own, _ in counted) / lines, 2)
     shape.figures[f"{prefix}branches a code line"] = round(found / lines, 2)
-    classes = {node.name for code in codes for node in ast.walk(code.tree) if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name
+        for code in codes
+        for node in ast.walk(code.tree)
+        if isinstance(node, ast.ClassDef)
+    }
     hard = [place for code in codes for place in hard_functions(code)]
     shape.count(f"{prefix}functions above complexity {HARD}", hard)
-    shape.count(f"{prefix}calls by position", [place for code in codes for place in by_position(code, classes)])
-    shape.count(f"{prefix}wide assignments", [place for code in codes for place in wide_assignments(code)])
+    shape.count(
+        f"{prefix}calls by position",
+        [place for code in codes for place in by_position(code, classes)],
+    )
+    shape.count(
+        f"{prefix}wide assignments", [place for code in codes for place in wide_assignments(code)]
+    )
 
 
 def limits() -> dict[str, float]:
@@ -334,9 +385,13 @@ def with_table(page: str, made: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--places", action="store_true", help="also say where each thing is")
-    parser.add_argument("--write", action="store_true", help="write the limits and the table of the page")
+    parser.add_argument(
+        "--write", action="store_true", help="write the limits and the table of the page"
+    )
     arguments = parser.parse_args()
     shape = measure()
     figures = {name: shape.figures[name] for name in BEFORE_AND_AIM}
@@ -349,7 +404,9 @@ def main() -> None:
             if figures.get(name, 0) > most:
                 print(f"worse: {name}: {shown(figures[name])}, and the limit was {shown(most)}")
         LIMITS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(figures)), encoding="utf-8")
+        PAGE.write_text(
+            with_table(PAGE.read_text(encoding="utf-8"), table(figures)), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

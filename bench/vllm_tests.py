@@ -88,7 +88,8 @@ def exchange_ours() -> None:
 
         def __init__(self, config: Any, role: Any, kv_cache_config: Any) -> None:
             MADE["connectors"] += 1
-            theirs, build = config.kv_transfer_config.kv_connector_extra_config, offloading.build_offloading_config
+            theirs = config.kv_transfer_config.kv_connector_extra_config
+            build = offloading.build_offloading_config
 
             def merged(own_config: Any, own_cache: Any) -> Any:
                 extra = own_config.kv_transfer_config.kv_connector_extra_config
@@ -116,14 +117,18 @@ def exchange_ours() -> None:
     class Spec(SemKVSpec):
         def __init__(self, config: Any) -> None:
             MADE["specs"] += 1
-            super().__init__(dataclasses.replace(config, extra_config={**config.extra_config, "semkv": shared()}))
+            super().__init__(
+                dataclasses.replace(config, extra_config={**config.extra_config, "semkv": shared()})
+            )
 
     Need.unmet = lambda *_: None  # type: ignore[method-assign]  # vLLM's tests have room for a few blocks
     Connector.__name__ = Connector.__qualname__ = "OffloadingConnector"
     offloading.OffloadingConnector = Connector
     tiering_manager.TieringOffloadingManager = Manager
     tiering_spec.TieringOffloadingSpec = Spec
-    importlib.import_module(UTILS).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
+    importlib.import_module(
+        UTILS
+    ).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
 
 
 def pytest_sessionfinish() -> None:
@@ -144,7 +149,9 @@ def tests_alone(source: Path, folder: Path) -> Path:
     root = folder / "alone"
     for path in sorted((source / "tests").rglob("*.py")):
         name = path.relative_to(source)
-        if name.parts[1] in ("v1", "__init__.py", "utils.py") and name != Path("tests/v1/conftest.py"):
+        if name.parts[1] in ("v1", "__init__.py", "utils.py") and name != Path(
+            "tests/v1/conftest.py"
+        ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(path.read_bytes())
     (root / "pytest.ini").write_text("[pytest]\naddopts =\n")
@@ -161,9 +168,21 @@ def run(root: Path, model: Path, *, ours: bool, tests: list[str]) -> dict[str, t
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     environment |= {"SEMKV_TESTS_OURS": "1"} if ours else {}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_tests", "-p", "no:cacheprovider", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "vllm_tests",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+    ]
     command += ["--timeout=600", f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     if not report.exists():
         raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
     return outcomes(report)
@@ -173,14 +192,26 @@ def outcomes(report: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for case in ET.parse(report).iter("testcase"):  # noqa: S314
         name = f"{case.get('file') or case.get('classname')}::{case.get('name')}"
-        bad = next((case.find(kind) for kind in ("failure", "error", "skipped") if case.find(kind) is not None), None)
+        bad = next(
+            (
+                case.find(kind)
+                for kind in ("failure", "error", "skipped")
+                if case.find(kind) is not None
+            ),
+            None,
+        )
         kind = "passed" if bad is None else "skipped" if bad.tag == "skipped" else "failed"
-        found[name] = (kind, "" if bad is None else (bad.get("message") or bad.text or "").strip()[:300])
+        found[name] = (
+            kind,
+            "" if bad is None else (bad.get("message") or bad.text or "").strip()[:300],
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, help="a folder that holds vLLM's folder tests/")
     parser.add_argument("tests", nargs="*", default=list(TESTS), help="paths of tests in it")
     args = parser.parse_args()
@@ -192,18 +223,26 @@ def main() -> None:
         root = tests_alone(args.source, folder)
         model = tiny_models.make("opt", folder / "opt")
         config = json.loads((model / "config.json").read_text())
-        config["max_position_embeddings"] = 2048  # as facebook/opt-125m; no test of these loads the weights
+        config["max_position_embeddings"] = (
+            2048  # as facebook/opt-125m; no test of these loads the weights
+        )
         (model / "config.json").write_text(json.dumps(config))
         theirs, ours = (run(root, model, ours=flag, tests=args.tests) for flag in (False, True))
         made = json.loads((root / "made.json").read_text())
     for name, found in (("theirs", theirs), ("ours", ours)):
         print(f"{name:7}", dict(sorted(Counter(kind for kind, _ in found.values()).items())))
-    for reason, number in Counter(why for kind, why in theirs.values() if kind == "skipped").most_common(10):
+    for reason, number in Counter(
+        why for kind, why in theirs.values() if kind == "skipped"
+    ).most_common(10):
         print(f"skipped {number} times: {reason}")
     for name, (kind, why) in theirs.items():
         if kind == "failed":
             print(f"FAILS WITHOUT US {name}: {why}")
-    new = {n: found for n, found in ours.items() if found[0] == "failed" and theirs.get(n, ("", ""))[0] != "failed"}
+    new = {
+        n: found
+        for n, found in ours.items()
+        if found[0] == "failed" and theirs.get(n, ("", ""))[0] != "failed"
+    }
     for name, (_, why) in new.items():
         print(f"FAILS WITH OURS {name}: {why}")
     missing = [name for name, (kind, _) in theirs.items() if kind == "passed" and name not in ours]

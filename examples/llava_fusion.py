@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from semkv import EnginePrompt, EngineResult, FusionEngine, MediaSegment, Status, TextSegment, model_fingerprint
+from semkv import (
+    EnginePrompt,
+    EngineResult,
+    FusionEngine,
+    MediaSegment,
+    Status,
+    TextSegment,
+    model_fingerprint,
+)
 from semkv.engines import load_image
 from semkv_lab.settings import RunSettings
 from semkv_stores.digests import weights_digest
@@ -22,8 +30,12 @@ class LlavaEngine:
 
     def __init__(self, model: str) -> None:
         self._processor = AutoProcessor.from_pretrained(model)
-        self._model = LlavaForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
-        self._fingerprint = model_fingerprint({"engine": "llava", "weights": weights_digest(model), "dtype": "float32"})
+        self._model = LlavaForConditionalGeneration.from_pretrained(
+            model, dtype=torch.float32
+        ).eval()
+        self._fingerprint = model_fingerprint(
+            {"engine": "llava", "weights": weights_digest(model), "dtype": "float32"}
+        )
         self._injected: dict[str, torch.Tensor] = {}
         self._computed: dict[str, torch.Tensor] = {}
 
@@ -47,13 +59,22 @@ class LlavaEngine:
         self._computed.clear()
         media = [segment for segment in prompt.segments if isinstance(segment, MediaSegment)]
         texts = [segment.text for segment in prompt.segments if isinstance(segment, TextSegment)]
-        text, images = "<image>" * len(media) + "\n".join(texts), [load_image(item) for item in media]
+        text, images = (
+            "<image>" * len(media) + "\n".join(texts),
+            [load_image(item) for item in media],
+        )
         inputs = self._processor(text=text, images=images or None, return_tensors="pt")
         with torch.inference_mode():
             embeds = self._model.get_input_embeddings()(inputs.input_ids)
             if media:
-                features = [self._features(item, inputs.pixel_values[[i]]) for i, item in enumerate(media)]
-                places = (inputs.input_ids == self._model.config.image_token_id).unsqueeze(-1).expand_as(embeds)
+                features = [
+                    self._features(item, inputs.pixel_values[[i]]) for i, item in enumerate(media)
+                ]
+                places = (
+                    (inputs.input_ids == self._model.config.image_token_id)
+                    .unsqueeze(-1)
+                    .expand_as(embeds)
+                )
                 embeds = embeds.masked_scatter(places, torch.cat(features))
             answer = self._model.generate(
                 inputs_embeds=embeds, attention_mask=inputs.attention_mask, max_new_tokens=prompt.max_tokens,

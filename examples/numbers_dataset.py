@@ -14,7 +14,12 @@ WORDINGS = ("What is {a} plus {b}?", "what is  {a} plus {b}?", "How much is {a} 
 def load(options: DatasetOptions) -> list[Sample]:
     """Sums of small numbers, each asked in three wordings."""
     return [
-        Sample(f"{a}+{b}-{number}", wording.format(a=a, b=b), answer=str(a + b), variant=f"wording {number}")
+        Sample(
+            f"{a}+{b}-{number}",
+            wording.format(a=a, b=b),
+            answer=str(a + b),
+            variant=f"wording {number}",
+        )
         for a in range(2, 9)
         for b in range(2, 9)
         for number, wording in enumerate(WORDINGS)

@@ -28,7 +28,9 @@ class TransformersEngine:
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
         start = time.perf_counter()
-        text = "\n".join(segment.text for segment in prompt.segments if isinstance(segment, TextSegment))
+        text = "\n".join(
+            segment.text for segment in prompt.segments if isinstance(segment, TextSegment)
+        )
         ids = self._tokenizer(text).input_ids
         before, kv = self._kept.pop(prompt.tenant, ([], DynamicCache()))
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))

@@ -37,7 +37,9 @@ def open_store(root: Path, bounds: Bounds | None = None, writer: str = "") -> Bl
     return BlockStore(root, "kv", bounds or Bounds(), writer)
 
 
-def save(store: BlockStore, first: int, count: int = 1, namespace: str = "ns", **options: Any) -> str | None:
+def save(
+    store: BlockStore, first: int, count: int = 1, namespace: str = "ns", **options: Any
+) -> str | None:
     rows = [value(i) for i in range(first, first + count)]
     return store.write(namespace, LAYOUT, keys(first, count), rows, **options)
 
@@ -45,10 +47,16 @@ def save(store: BlockStore, first: int, count: int = 1, namespace: str = "ns", *
 def served(store: BlockStore, blocks: Sequence[int], namespace: str = "ns") -> list[int]:
     """Which blocks are found and read, each of them checked."""
     wanted = [key(i) for i in blocks]
-    found = [(i, k, ref) for i, k, ref in zip(blocks, wanted, store.find(namespace, wanted), strict=True) if ref]
+    found = [
+        (i, k, ref)
+        for i, k, ref in zip(blocks, wanted, store.find(namespace, wanted), strict=True)
+        if ref
+    ]
     memory = room(len(found), ROW)
     memory[:] = 0
-    good = store.read(LAYOUT, namespace, [k for _, k, _ in found], [ref for *_, ref in found], list(memory))
+    good = store.read(
+        LAYOUT, namespace, [k for _, k, _ in found], [ref for *_, ref in found], list(memory)
+    )
     for (i, *_), row, is_good in zip(found, memory, good, strict=True):
         assert not is_good or np.array_equal(row, value(i)), f"block {i}"
     return [i for (i, *_), is_good in zip(found, good, strict=True) if is_good]
@@ -113,5 +121,7 @@ def rewrite(path: Path, **fields: Any) -> None:
     document = json.loads(raw[8 : 8 + length])
     text, tensor = json.dumps(header(path) | fields), fields.pop("tensor", document["blocks"])
     checksum = block_file._head_checksum(text, tensor)
-    head = json.dumps({"__metadata__": {"semkv": text, "checksum": checksum}, "blocks": tensor}).encode()
+    head = json.dumps(
+        {"__metadata__": {"semkv": text, "checksum": checksum}, "blocks": tensor}
+    ).encode()
     path.write_bytes(struct.pack("<Q", len(head)) + head + raw[8 + length :])

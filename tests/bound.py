@@ -24,7 +24,11 @@ class Bound:
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_run, **options
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_the_run,
+            **options,
         )
 
     @property

@@ -36,7 +36,9 @@ class BrokenConnector(IdleConnector):
 
     # the scheduler's half
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         marked = request.prompt_token_ids[0] == MARK and request.request_id not in self.promised
         return (PROMISED if ARMED and marked and not num_computed_tokens else 0), False
 

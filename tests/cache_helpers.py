@@ -12,7 +12,16 @@ import numpy as np
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.keys import media_id
-from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, ReuseReport, Role, Segment, TextSegment
+from semkv.types import (
+    EmbeddingLayer,
+    MediaSegment,
+    Namespace,
+    Request,
+    ReuseReport,
+    Role,
+    Segment,
+    TextSegment,
+)
 from semkv_guards.folding import normalise
 
 DIM = 64
@@ -87,11 +96,17 @@ class WrittenHook:
 class Bench:
     """A cache in a folder, with images made from their names."""
 
-    def __init__(self, root: Path, *, index: Callable[[int], Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, root: Path, *, index: Callable[[int], Any] | None = None, **settings: Any
+    ) -> None:
         self.root, self.index = root, index
         self.images = root / "images"
         self.images.mkdir(parents=True, exist_ok=True)
-        self.settings = {"embedding_layers": LAYERS, "embedding_hook": "cache_helpers:WrittenHook", **settings}
+        self.settings = {
+            "embedding_layers": LAYERS,
+            "embedding_hook": "cache_helpers:WrittenHook",
+            **settings,
+        }
         self.hook, self.encoder = WrittenHook(), WrittenEncoder()
         self.number = 0
         self.cache = self.open()
@@ -99,7 +114,9 @@ class Bench:
     def open(self) -> SemanticCache:
         # The texts here are stand-ins such as "color~0.9": guards on real sentences have tests of their own.
         config = CacheConfig(self.root / "cache", **{"guards": False, **self.settings})
-        self.cache = SemanticCache(config, hook=self.hook, text_encoder=self.encoder, index=self.index)
+        self.cache = SemanticCache(
+            config, hook=self.hook, text_encoder=self.encoder, index=self.index
+        )
         return self.cache
 
     def reopen(self, **settings: Any) -> None:
@@ -125,20 +142,27 @@ class Bench:
     ) -> Request:
         segments: list[Segment] = [TextSegment(system, Role.SYSTEM)] if system else []
         segments += [self.image(i) for i in ([image] if isinstance(image, str) else image)]
-        segments += [TextSegment(c, Role.CONTEXT) for c in ([context] if isinstance(context, str) else context)]
+        segments += [
+            TextSegment(c, Role.CONTEXT)
+            for c in ([context] if isinstance(context, str) else context)
+        ]
         if question is not None:
             segments.append(TextSegment(question))
         self.number += 1
         return Request(str(self.number), Namespace(tenant, "model"), tuple(segments), chunk)
 
-    def ask(self, question: str | None, image: str | Sequence[str] = (), **rest: Any) -> ReuseReport:
+    def ask(
+        self, question: str | None, image: str | Sequence[str] = (), **rest: Any
+    ) -> ReuseReport:
         """Look a request up and record it, as a run does; the engine's answer names what it saw."""
         response = rest.pop("response", None)
         report = self.cache.try_reuse(self.request(question, image, **rest))
         self.entry = self.cache.add_observation(report, response or seen(report.plan.segments))
         return report
 
-    def look(self, question: str | None, image: str | Sequence[str] = (), **rest: Any) -> ReuseReport:
+    def look(
+        self, question: str | None, image: str | Sequence[str] = (), **rest: Any
+    ) -> ReuseReport:
         return self.cache.try_reuse(self.request(question, image, **rest))
 
 

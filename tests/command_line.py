@@ -47,7 +47,9 @@ def invoke(arguments: Sequence[str], *, columns: int = 200) -> Result:
 
 def write_questions(path: Path, *questions: str) -> Path:
     """A data set for ``semkv run``."""
-    rows = ({"id": f"{i}", "question": question, "answer": "x"} for i, question in enumerate(questions))
+    rows = (
+        {"id": f"{i}", "question": question, "answer": "x"} for i, question in enumerate(questions)
+    )
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 

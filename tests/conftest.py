@@ -25,12 +25,18 @@ for _name, _value in vllm_forks.ENVIRONMENT.items():
 
 # An example or an answer may take any time, and a run draws what every other run draws; HYPOTHESIS_PROFILE=random looks
 # further.
-hypothesis.settings.register_profile("random", hypothesis.settings.get_profile("ci"), derandomize=False)
+hypothesis.settings.register_profile(
+    "random", hypothesis.settings.get_profile("ci"), derandomize=False
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-_patient = inspect.signature(httpx.get).parameters["timeout"].default  # 5 seconds for every request without its own
+_patient = (
+    inspect.signature(httpx.get).parameters["timeout"].default
+)  # 5 seconds for every request without its own
 _patient.connect = _patient.read = _patient.write = _patient.pool = 300.0
 # A request without a client of its own makes one, and with it a TLS context: 20 ms of processor time, each.
-httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
+httpx._transports.default.create_ssl_context = functools.cache(
+    httpx._transports.default.create_ssl_context
+)
 
 vllm_forks.prepare()  # one for all workers
 vllm_forks.be_plain()
@@ -76,7 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("engine"):
-                item.add_marker(pytest.mark.skip(reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+                )
 
 
 def pytest_collection_finish() -> None:

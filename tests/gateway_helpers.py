@@ -56,7 +56,9 @@ class Served:
             timeout_graceful_shutdown=2,
         )  # fmt: skip
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True
+        )
 
     def __enter__(self) -> Served:
         self.thread.start()
@@ -79,7 +81,12 @@ class Started:
     """
 
     def __init__(
-        self, upstream: str, folder: Path, *flags: str, files: tuple[int, int] | None = None, **environment: str
+        self,
+        upstream: str,
+        folder: Path,
+        *flags: str,
+        files: tuple[int, int] | None = None,
+        **environment: str,
     ) -> None:
         self.log = folder / "log"
         command = [sys.executable, "-m", "semkv", "serve", "--port=0", f"--upstream={upstream}"]
@@ -94,9 +101,13 @@ class Started:
             )
 
     def __enter__(self) -> Started:
-        wait_until(lambda: "startup complete" in self.log.read_text() or self._process.poll() is not None)
+        wait_until(
+            lambda: "startup complete" in self.log.read_text() or self._process.poll() is not None
+        )
         (self.url,) = re.findall(r"http://[\d.:]+(?=: upstream)", self.log.read_text())
-        wait_until(lambda: self._listens() or self._process.poll() is not None)  # it says so a moment before it does
+        wait_until(
+            lambda: self._listens() or self._process.poll() is not None
+        )  # it says so a moment before it does
         return self
 
     def _listens(self) -> bool:
@@ -129,12 +140,27 @@ class Pair:
     """A gateway in front of a scripted upstream, or of another application."""
 
     def __init__(
-        self, folder: Path, *, environment: dict[str, str] | None = None, upstream: Any = None, **settings: Any
+        self,
+        folder: Path,
+        *,
+        environment: dict[str, str] | None = None,
+        upstream: Any = None,
+        **settings: Any,
     ) -> None:
         self.upstream = upstream or Scripted()
         self.behind = Served(self.upstream)
-        given = {"semantic": False, "cache_dir": folder, "upstream": self.behind.url, **PATIENT, **settings}
-        variables = {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET} if environment is None else environment
+        given = {
+            "semantic": False,
+            "cache_dir": folder,
+            "upstream": self.behind.url,
+            **PATIENT,
+            **settings,
+        }
+        variables = (
+            {"SEMKV_ADMIN_KEY": ADMIN, "SEMKV_SECRET": SECRET}
+            if environment is None
+            else environment
+        )
         self.app: App = app_of(ServerSettings(**given), variables)
         self.front = Served(self.app)
         self._pool = ThreadPoolExecutor(100)
@@ -153,10 +179,14 @@ class Pair:
         return self.front.url
 
     def client(self, key: str = "key", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, **more
+        )
 
     def post(self, text: Any, *, headers: Any = None, **more: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120)
+        return httpx.post(
+            f"{self.url}/v1/chat/completions", json=chat(text, **more), headers=headers, timeout=120
+        )
 
     def soon(self, text: Any, **more: Any) -> Future[httpx.Response]:
         """The same in a thread of its own."""
@@ -185,14 +215,21 @@ class Pair:
         gateway, upstream = self.app.gateway, self.upstream
         upstream.script, upstream.hold_at = {}, 0
         upstream.gate.set()
-        wait_until(lambda: not gateway.background and not gateway.flights.running and not len(gateway.pending))
+        wait_until(
+            lambda: (
+                not gateway.background and not gateway.flights.running and not len(gateway.pending)
+            )
+        )
         wait_until(lambda: gateway.flights.held_bytes == 0)  # the last reader leaves after the end
         assert self.metric("semkv_faults_total") == 0
         upstream.calls.clear()
 
     def metric(self, name: str) -> float:
         """The sum over a metric's labels, or of those labels that ``name`` has, as Prometheus writes them."""
-        lines = [line.rsplit(" ", 1) for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()]
+        lines = [
+            line.rsplit(" ", 1)
+            for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        ]
         return sum(float(value) for said, value in lines if name in (said, said.split("{")[0]))
 
     def admin(self, path: str, body: Any = None, key: str = ADMIN) -> httpx.Response:
@@ -203,7 +240,12 @@ class Pair:
 
 
 def chat(text: Any, **more: Any) -> dict[str, Any]:
-    return {"model": "scripted", "temperature": 0, "messages": [{"role": "user", "content": text}], **more}
+    return {
+        "model": "scripted",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": text}],
+        **more,
+    }
 
 
 def wait_until(ready: Any, seconds: float = 300.0) -> None:
@@ -255,7 +297,9 @@ def said(answer: httpx.Response) -> str:
     """The text of an answer, streamed or not."""
     if not answer.text.startswith("data:"):
         return str(answer.json()["choices"][0]["message"]["content"])
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     return "".join(c["delta"].get("content") or "" for e in events for c in e.get("choices", ()))
 
 
@@ -295,8 +339,14 @@ class Held:
         after: they have done their work before they wait.
     """
 
-    def __init__(self, target: Any, name: str, which: Callable[[Any], bool] = bool, *, after: bool = False) -> None:
-        self._patch, self.go, self.waiting = pytest.MonkeyPatch(), threading.Event(), threading.Event()
+    def __init__(
+        self, target: Any, name: str, which: Callable[[Any], bool] = bool, *, after: bool = False
+    ) -> None:
+        self._patch, self.go, self.waiting = (
+            pytest.MonkeyPatch(),
+            threading.Event(),
+            threading.Event(),
+        )
         work = getattr(target, name)
 
         def slow(first: Any, *args: Any, **more: Any) -> Any:

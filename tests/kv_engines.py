@@ -16,7 +16,16 @@ from typing import Any, Self
 
 import tiny_models
 import vllm_forks
-from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, report, token_ids
+from semkv_lab.local_engine import (
+    BLOCK,
+    Answer,
+    LocalEngine,
+    answered,
+    differs,
+    prompt,
+    report,
+    token_ids,
+)
 from semkv_vllm import ConnectorOutcome, disk_process, read_outcome
 
 __all__ = ["BLOCK", "Answer", "answered", "differs", "prompt", "report", "token_ids"]  # for tests
@@ -51,8 +60,12 @@ def command(function: Callable[..., Any], *args: Any) -> list[str]:
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:
     """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
-    done = subprocess.run(command(function, *args), capture_output=True, text=True, errors="replace")
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    done = subprocess.run(
+        command(function, *args), capture_output=True, text=True, errors="replace"
+    )
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    )
     return json.loads(done.stdout.rpartition("RESULT ")[2].splitlines()[0])
 
 
@@ -79,7 +92,11 @@ def connector(cache_dir: Path | str, **extra: Any) -> dict[str, Any]:
         "report_loads": True,
         **extra,
     }
-    return {"kv_connector": "SemKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    return {
+        "kv_connector": "SemKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
 
 
 def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -97,7 +114,9 @@ class Engine(LocalEngine):
 
     def __init__(self, model: Path | str, kv: dict[str, Any] | None = None, **args: Any) -> None:
         split_mamba_steps()
-        disk_process._SILENT_S = 1800.0  # on a busy machine a process may be silent for long, and lives
+        disk_process._SILENT_S = (
+            1800.0  # on a busy machine a process may be silent for long, and lives
+        )
         self.family = Path(model).name
         vllm_forks.quicken()
         super().__init__(model, kv, **args)
@@ -121,12 +140,18 @@ class Engine(LocalEngine):
     @property
     def page(self) -> int:
         """How many tokens a block of the coarsest KV cache group holds: prompts are loaded in multiples of it."""
-        return max(g.kv_cache_spec.block_size for g in self.scheduler.kv_cache_config.kv_cache_groups)
+        return max(
+            g.kv_cache_spec.block_size for g in self.scheduler.kv_cache_config.kv_cache_groups
+        )
 
     def connectors(self) -> list[Any]:
         """The connectors that offload, below a MultiConnector too."""
         top = self.scheduler.connector
-        return [c for c in getattr(top, "_connectors", [top]) if getattr(c, "connector_scheduler", None) is not None]
+        return [
+            c
+            for c in getattr(top, "_connectors", [top])
+            if getattr(c, "connector_scheduler", None) is not None
+        ]
 
     def forget(self, *, keep_host: bool = False) -> None:
         """Drop vLLM's own copies and those in host memory, unless these are to stay: only the disk remains."""
@@ -168,7 +193,9 @@ class CachedEngine(Engine):
         kv: settings of the KV connector.
     """
 
-    def __init__(self, model: Path, cache_dir: Path, kv: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self, model: Path, cache_dir: Path, kv: dict[str, Any] | None = None, **args: Any
+    ) -> None:
         self.cache_dir = cache_dir
         if model.name != "opt":
             args["limit_mm_per_prompt"] = {"image": 1, "video": 0}
@@ -177,15 +204,21 @@ class CachedEngine(Engine):
 
     def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
         # Some 100 tokens after the picture, whatever the tokenizer's luck.
-        asked: dict[str, Any] = {"prompt": tiny_models.PROMPTS[self.family] + text + " is there a dog 0123456789" * 7}
+        asked: dict[str, Any] = {
+            "prompt": tiny_models.PROMPTS[self.family] + text + " is there a dog 0123456789" * 7
+        }
         if self.family != "opt":
             asked["multi_modal_data"] = {"image": tiny_models.picture(picture)}
         return asked | ({"cache_salt": salt} if salt is not None else {})
 
-    def run(self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8) -> list[Any]:
+    def run(
+        self, *prompts: dict[str, Any], extra: dict[str, Any] | None = None, tokens: int = 8
+    ) -> list[Any]:
         return self.outputs(prompts, tokens, extra_args=extra, logprobs=None)
 
-    def one(self, prompt: dict[str, Any], extra: dict[str, Any] | None = None) -> tuple[list[int], ConnectorOutcome]:
+    def one(
+        self, prompt: dict[str, Any], extra: dict[str, Any] | None = None
+    ) -> tuple[list[int], ConnectorOutcome]:
         (output,) = self.run(prompt, extra=extra)
         return answer(output), read_outcome(output)
 
@@ -195,12 +228,16 @@ class CachedEngine(Engine):
         self.forget(keep_host=keep_host)
         return tokens
 
-    def from_disk(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+    def from_disk(
+        self, prompt: dict[str, Any], **fields: Any
+    ) -> tuple[list[int], ConnectorOutcome]:
         """As `one`, with nothing in vLLM's caches and in host memory."""
         self.forget()
         return self.one(prompt, **fields)
 
-    def from_host(self, prompt: dict[str, Any], **fields: Any) -> tuple[list[int], ConnectorOutcome]:
+    def from_host(
+        self, prompt: dict[str, Any], **fields: Any
+    ) -> tuple[list[int], ConnectorOutcome]:
         """As `one`, with nothing in vLLM's caches."""
         self.forget(keep_host=True)
         return self.one(prompt, **fields)
@@ -221,7 +258,9 @@ def encoder_connector(cache_dir: Path | str) -> Any:
     from vllm.config import ECTransferConfig
 
     extra = {"cache_dir": str(cache_dir), "report_loads": True}
-    return ECTransferConfig(ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra)
+    return ECTransferConfig(
+        ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
+    )
 
 
 def answer(output: Any) -> list[int]:
@@ -258,6 +297,8 @@ def split_mamba_steps() -> None:
 
     def get_kv_cache_spec(self: Any, *args: Any, **fields: Any) -> Any:
         spec = asked(self, *args, **fields)
-        return spec and replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+        return spec and replace(
+            spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None
+        )
 
     MambaMixer2.get_kv_cache_spec = get_kv_cache_spec

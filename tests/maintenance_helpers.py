@@ -56,8 +56,12 @@ def make_used(tmp_path: Path) -> Path:
         media = MediaSegment(digest_of(picture), picture, tenant)
         for i in range(3):
             segments = (media, TextSegment(f"question {i}"))
-            report = cache.try_reuse(Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0)))
-            cache.add_observation(report, "yes", metadata={"model": "a-model"} if tenant == "bob" else None)
+            report = cache.try_reuse(
+                Request(f"{tenant}{i}", namespace, segments, tags=("t",) * (i > 0))
+            )
+            cache.add_observation(
+                report, "yes", metadata={"model": "a-model"} if tenant == "bob" else None
+            )
     cache.close()
     for i in range(2):
         store_kv(root, i)
@@ -81,13 +85,19 @@ def block_files(root: Path, store: str) -> list[Path]:
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")}
+    return {
+        str(p.relative_to(root)): p.read_bytes() if p.is_file() else b"" for p in root.rglob("*")
+    }
 
 
 def left(root: Path) -> list[str]:
     """The files that are there, but for those in which an empty store consists."""
     stays = ("index.sqlite", "catalog.sqlite", ".lock", "-wal", "-shm")
-    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file() and not p.name.endswith(stays))
+    return sorted(
+        str(p.relative_to(root))
+        for p in root.rglob("*")
+        if p.is_file() and not p.name.endswith(stays)
+    )
 
 
 def files_with(folder: Path, *needles: bytes) -> list[str]:

@@ -14,7 +14,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kv_engines import BLOCK, Answer, Engine, answered, command, connector, differs, prompt, token_ids
+from kv_engines import (
+    BLOCK,
+    Answer,
+    Engine,
+    answered,
+    command,
+    connector,
+    differs,
+    prompt,
+    token_ids,
+)
 from semkv.stores.maintenance import purge_directory
 
 TOKENS = 24
@@ -57,7 +67,9 @@ class RandomLoad:
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.wrong: list[Any] = []
-        self.seen: dict[str | None, set[bytes]] = {}  # by tenant: beginnings that anybody of it has asked
+        self.seen: dict[
+            str | None, set[bytes]
+        ] = {}  # by tenant: beginnings that anybody of it has asked
         self.live: dict[str, tuple[int, str | None, int]] = {}
         self.prompts = self.trunks(prompts, longest)
         self.engine = Engine(model, **(args or {}))
@@ -106,7 +118,12 @@ class RandomLoad:
             (answer,) = self.engine.ask([self.made(longest)], TOKENS)
         self.counts["loaded at last"] = answer["loaded"]
         self.engine.close()
-        return {"wrong": self.wrong[:5], "left": left, "preemptions": len(self.preempted), **self.counts}
+        return {
+            "wrong": self.wrong[:5],
+            "left": left,
+            "preemptions": len(self.preempted),
+            **self.counts,
+        }
 
     def one_round(self) -> None:
         """Some requests at once, stepped to their end."""
@@ -148,7 +165,9 @@ class RandomLoad:
     def loadable(self, which: int, salt: str | None) -> int:
         """How many tokens of a prompt can have been stored for a tenant before this request."""
         known, asked = self.seen.setdefault(salt, set()), self.prompts[which]
-        found = next((n for n, one in enumerate(beginnings(asked)) if one not in known), len(asked) // BLOCK)
+        found = next(
+            (n for n, one in enumerate(beginnings(asked)) if one not in known), len(asked) // BLOCK
+        )
         # An answer's tokens may be stored too, and come back when they stand in a later prompt.
         known.update(beginnings(asked + self.references[which]["tokens"]))
         return found * BLOCK
@@ -163,7 +182,9 @@ class RandomLoad:
         # A request that was preempted finds its own blocks; another engine beside this one asks without a salt.
         preempted = any(output.request_id in name for name in self.preempted)
         if reused > loadable and not preempted and not (salt is None and self.kills):
-            self.wrong.append((output.request_id, f"{reused} tokens reused for {salt}, which had {loadable}"))
+            self.wrong.append(
+                (output.request_id, f"{reused} tokens reused for {salt}, which had {loadable}")
+            )
 
     def compare(self, name: str, answer: Answer, reference: Answer) -> None:
         if reason := differs(answer, reference):

@@ -30,7 +30,15 @@ class RedisServer:
         pytest.importorskip("redis", reason="needs redis: pip install 'semkv[redis]'")
         self.port = free_port()
         keep = ("--appendonly", "yes", "--appendfsync", "no") if durable else ("--appendonly", "no")
-        self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        self._command = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(folder),
+        ]
         self._command += ["--save", "", *keep]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -42,7 +50,9 @@ class RedisServer:
     def start(self) -> None:
         import redis
 
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         client = redis.Redis(port=self.port, socket_timeout=60.0)
         while not _answers(client):
             assert self._process.poll() is None, "redis-server did not start"

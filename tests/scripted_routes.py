@@ -31,12 +31,33 @@ def _items(text: str, said: Said) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if "think" in said:
         thought = {"type": "reasoning_text", "text": "Let me think."}
-        items.append({"id": "rs_1", "type": "reasoning", "summary": [], "content": [thought], "status": "completed"})
+        items.append(
+            {
+                "id": "rs_1",
+                "type": "reasoning",
+                "summary": [],
+                "content": [thought],
+                "status": "completed",
+            }
+        )
     if "tool" in said:
-        call = {"name": "look", "arguments": json.dumps({"text": text}), "call_id": f"call_{time.time_ns()}"}
+        call = {
+            "name": "look",
+            "arguments": json.dumps({"text": text}),
+            "call_id": f"call_{time.time_ns()}",
+        }
         return [*items, {"id": "fc_1", "type": "function_call", "status": "completed", **call}]
     part = {"type": "output_text", "text": text_of(text, said), "annotations": [], "logprobs": []}
-    return [*items, {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [part]}]
+    return [
+        *items,
+        {
+            "id": "msg_1",
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [part],
+        },
+    ]
 
 
 def response(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
@@ -59,11 +80,16 @@ def response_events(body: dict[str, Any], text: str, said: Said) -> Iterator[dic
         return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
     for kind in ("created", "in_progress"):
-        yield event(kind, response={**whole, "status": "in_progress", "output": [], "usage": None, "error": None})
+        yield event(
+            kind,
+            response={**whole, "status": "in_progress", "output": [], "usage": None, "error": None},
+        )
     for index, item in enumerate(whole["output"]):
         at, calls = {"item_id": item["id"], "output_index": index}, item["type"] == "function_call"
         empty = {"arguments": ""} if calls else {"content": []}
-        yield event("output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
+        yield event(
+            "output_item.added", output_index=index, item={**item, "status": "in_progress", **empty}
+        )
         if calls:
             kind, content = "function_call_arguments", item["arguments"]
         else:
@@ -82,7 +108,14 @@ def message(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
     if "think" in said:
         content.append({"type": "thinking", "thinking": "Let me think.", "signature": "signed"})
     if "tool" in said:
-        content.append({"type": "tool_use", "id": f"toolu_{time.time_ns()}", "name": "look", "input": {"text": text}})
+        content.append(
+            {
+                "type": "tool_use",
+                "id": f"toolu_{time.time_ns()}",
+                "name": "look",
+                "input": {"text": text},
+            }
+        )
     else:
         content.append({"type": "text", "text": text_of(text, said)})
     early = {"length": "max_tokens", "cancel": "pause_turn", "fail": "refusal", "tool": "tool_use"}
@@ -97,7 +130,10 @@ def message(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
 def message_events(body: dict[str, Any], text: str, said: Said) -> Iterator[dict[str, Any]]:
     whole = message(body, text, said)
     usage = {"input_tokens": 7, "output_tokens": 0}
-    yield {"type": "message_start", "message": {**whole, "content": [], "stop_reason": None, "usage": usage}}
+    yield {
+        "type": "message_start",
+        "message": {**whole, "content": [], "stop_reason": None, "usage": usage},
+    }
     for index, block in enumerate(whole["content"]):
         kind, field, delta = {
             "text": ("text", "text", "text_delta"),
@@ -105,14 +141,26 @@ def message_events(body: dict[str, Any], text: str, said: Said) -> Iterator[dict
             "tool_use": ("input", "partial_json", "input_json_delta"),
         }[block["type"]]
         empty: Any = {} if kind == "input" else ""
-        yield {"type": "content_block_start", "index": index, "content_block": {**block, kind: empty}}
+        yield {
+            "type": "content_block_start",
+            "index": index,
+            "content_block": {**block, kind: empty},
+        }
         yield {"type": "ping"}
         said_whole = json.dumps(block[kind]) if kind == "input" else block[kind]
         for piece in _pieces(said_whole, int(said.get("events", 3))):
-            yield {"type": "content_block_delta", "index": index, "delta": {"type": delta, field: piece}}
+            yield {
+                "type": "content_block_delta",
+                "index": index,
+                "delta": {"type": delta, field: piece},
+            }
         yield {"type": "content_block_stop", "index": index}
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    yield {"type": "message_delta", "delta": end, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {
+        "type": "message_delta",
+        "delta": end,
+        "usage": {"output_tokens": whole["usage"]["output_tokens"]},
+    }
     yield {"type": "message_stop"}
 
 
@@ -130,20 +178,42 @@ def embeddings(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
         for i, one in enumerate(_several(body["input"]))
     ]
     usage = {"prompt_tokens": 7, "total_tokens": 7}
-    return {"id": f"embd-{time.time_ns()}", "object": "list", "model": body.get("model"), "data": data, "usage": usage}
+    return {
+        "id": f"embd-{time.time_ns()}",
+        "object": "list",
+        "model": body.get("model"),
+        "data": data,
+        "usage": usage,
+    }
 
 
 def rerank(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
     """The longest document first."""
     ranked = sorted(enumerate(_several(body["documents"])), key=lambda one: -len(one[1]))
-    found = [{"index": i, "document": {"text": one}, "relevance_score": float(len(one))} for i, one in ranked]
-    return {"id": f"score-{time.time_ns()}", "model": body.get("model"), "results": found, "usage": {"total_tokens": 7}}
+    found = [
+        {"index": i, "document": {"text": one}, "relevance_score": float(len(one))}
+        for i, one in ranked
+    ]
+    return {
+        "id": f"score-{time.time_ns()}",
+        "model": body.get("model"),
+        "results": found,
+        "usage": {"total_tokens": 7},
+    }
 
 
 def score(body: dict[str, Any], text: str, said: Said) -> dict[str, Any]:
     others = _several(body.get("text_2") or body.get("documents"))
-    data = [{"index": i, "object": "score", "score": float(len(one))} for i, one in enumerate(others)]
-    return {"id": f"score-{time.time_ns()}", "object": "list", "model": body.get("model"), "data": data, "usage": {}}
+    data = [
+        {"index": i, "object": "score", "score": float(len(one))} for i, one in enumerate(others)
+    ]
+    return {
+        "id": f"score-{time.time_ns()}",
+        "object": "list",
+        "model": body.get("model"),
+        "data": data,
+        "usage": {},
+    }
 
 
 Whole = Callable[[dict[str, Any], str, Said], dict[str, Any]]

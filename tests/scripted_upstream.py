@@ -63,7 +63,9 @@ class Scripted:
         if path == "/health":
             await self._json(send, 200, {})
         elif path == "/v1/models":
-            await self._json(send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]})
+            await self._json(
+                send, 200, {"object": "list", "data": [{"id": "scripted", "object": "model"}]}
+            )
         else:
             await self._answer(scope, body, receive, send)
 
@@ -79,7 +81,10 @@ class Scripted:
 
     async def _json(self, send: Any, status: int, value: Any) -> None:
         body = json.dumps(value).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -95,7 +100,11 @@ class Scripted:
             streams = stream is not None and body.get("stream")
             content = list(stream(body, text, said)) if streams else whole(body, text, said)
         except Exception:
-            await self._json(send, 400, {"error": {"message": "no request", "type": "BadRequestError", "code": 400}})
+            await self._json(
+                send,
+                400,
+                {"error": {"message": "no request", "type": "BadRequestError", "code": 400}},
+            )
             return
         self._note(scope, body)
         self.running += 1
@@ -122,7 +131,9 @@ class Scripted:
         if "status" in said:
             status = int(said["status"])
             message = f"scripted {said.get('says', '')}".rstrip()
-            await self._json(send, status, {"error": {"message": message, "type": "Scripted", "code": status}})
+            await self._json(
+                send, status, {"error": {"message": message, "type": "Scripted", "code": status}}
+            )
         elif isinstance(content, list):
             await self._stream(content, said, send)
         else:
@@ -133,7 +144,9 @@ class Scripted:
             await asyncio.sleep(0.01)
 
     async def _stream(self, content: list[Any], said: dict[str, str], send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]}
+        )
         for number, chunk in enumerate(content):
             if number == self.hold_at:
                 await self._opened()
@@ -184,11 +197,17 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 def answer(body: dict[str, Any], text: str, said: dict[str, str]) -> dict[str, Any]:
     out = text_of(text, said)
-    top: dict[str, Any] = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted")}
+    top: dict[str, Any] = {
+        "id": f"id-{time.time_ns()}",
+        "created": CREATED,
+        "model": body.get("model", "scripted"),
+    }
     choices: list[dict[str, Any]] = []
     for index in range(body.get("n") or 1):
         if "messages" not in body:
-            choices.append({"index": index, "text": out, "logprobs": None, "finish_reason": _finish(said)})
+            choices.append(
+                {"index": index, "text": out, "logprobs": None, "finish_reason": _finish(said)}
+            )
             continue
         message: dict[str, Any] = {"role": "assistant", "content": out}
         if "think" in said:
@@ -196,32 +215,55 @@ def answer(body: dict[str, Any], text: str, said: dict[str, str]) -> dict[str, A
         if "tool" in said:
             message |= {"content": None, "tool_calls": _calls(text)}
         logprobs = _logprobs(out) if body.get("logprobs") else None
-        choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish(said)})
+        choices.append(
+            {
+                "index": index,
+                "message": message,
+                "logprobs": logprobs,
+                "finish_reason": _finish(said),
+            }
+        )
     kind = "chat.completion" if "messages" in body else "text_completion"
     return {**top, "object": kind, "choices": choices, "usage": _usage(out)}
 
 
 def _logprobs(text: str) -> dict[str, Any]:
-    return {"content": [{"token": c, "logprob": -0.5, "bytes": [*c.encode()], "top_logprobs": []} for c in text]}
+    return {
+        "content": [
+            {"token": c, "logprob": -0.5, "bytes": [*c.encode()], "top_logprobs": []} for c in text
+        ]
+    }
 
 
 def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[dict[str, Any]]:
     out = text_of(text, said)
     chat = "messages" in body
     kind = "chat.completion.chunk" if chat else "text_completion"
-    top = {"id": f"id-{time.time_ns()}", "created": CREATED, "model": body.get("model", "scripted"), "object": kind}
+    top = {
+        "id": f"id-{time.time_ns()}",
+        "created": CREATED,
+        "model": body.get("model", "scripted"),
+        "object": kind,
+    }
     parts = int(said.get("events", 3))
     size = -(-len(out) // parts)
     numbers = range(body.get("n") or 1)
 
-    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+    def chunk(
+        index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
         fields = {"delta": delta} if chat else {"text": delta.get("content", "")}
-        return {**top, "choices": [{"index": index, **fields, "logprobs": logprobs, "finish_reason": finish}]}
+        return {
+            **top,
+            "choices": [{"index": index, **fields, "logprobs": logprobs, "finish_reason": finish}],
+        }
 
     if chat:
         yield from (chunk(i, {"role": "assistant", "content": ""}) for i in numbers)
     if "think" in said:
-        yield from (chunk(i, {"reasoning": piece}) for piece in ("Let me", " think.") for i in numbers)
+        yield from (
+            chunk(i, {"reasoning": piece}) for piece in ("Let me", " think.") for i in numbers
+        )
     if "tool" in said:
         for i in numbers:
             for at, call in enumerate(_calls(text)):
@@ -229,7 +271,9 @@ def chunks(body: dict[str, Any], text: str, said: dict[str, str]) -> Iterator[di
                 yield chunk(i, {"tool_calls": [{"index": at, **head}]})
                 for start in range(0, len(call["function"]["arguments"]), 5):
                     piece = call["function"]["arguments"][start : start + 5]
-                    yield chunk(i, {"tool_calls": [{"index": at, "function": {"arguments": piece}}]})
+                    yield chunk(
+                        i, {"tool_calls": [{"index": at, "function": {"arguments": piece}}]}
+                    )
     else:
         for start in range(0, len(out), size):
             piece = out[start : start + size]

@@ -15,7 +15,11 @@ DOCUMENTS = ["x", "yy", "zzz"]
 
 
 def chat(*messages: dict[str, Any], finish: Any = "stop") -> dict[str, Any]:
-    return {"choices": [{"index": i, "message": m, "finish_reason": finish} for i, m in enumerate(messages)]}
+    return {
+        "choices": [
+            {"index": i, "message": m, "finish_reason": finish} for i, m in enumerate(messages)
+        ]
+    }
 
 
 def called(**function: Any) -> dict[str, Any]:
@@ -57,8 +61,16 @@ COMPLETE: list[tuple[str, Any, dict[str, Any]]] = [
     ("/v1/chat/completions", chat({"content": None, "refusal": "no"}), {}),
     ("/v1/chat/completions", chat(called(), finish="tool_calls"), {}),
     ("/v1/chat/completions", chat(called()), {}),
-    ("/v1/completions", {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}, {"prompt": [1, 2, 3]}),
-    ("/v1/completions", {"choices": [{"text": "x", "finish_reason": "stop"}] * 2}, {"prompt": ["a", "b"]}),
+    (
+        "/v1/completions",
+        {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]},
+        {"prompt": [1, 2, 3]},
+    ),
+    (
+        "/v1/completions",
+        {"choices": [{"text": "x", "finish_reason": "stop"}] * 2},
+        {"prompt": ["a", "b"]},
+    ),
     ("/v1/responses", response(item("reasoning"), item("message", content=[TEXT])), {}),
     ("/v1/responses", response(item("function_call", name="read", arguments="{}")), {}),
     ("/v1/responses", response(item("custom_tool_call", name="read", input="x")), {}),
@@ -73,7 +85,11 @@ COMPLETE: list[tuple[str, Any, dict[str, Any]]] = [
     ("/rerank", {"results": ranked(1, 2)}, {"documents": DOCUMENTS, "top_n": 2}),
     ("/rerank", {"results": ranked(1, 2, 3)}, {"documents": DOCUMENTS, "top_n": 9}),
     ("/v1/rerank", ranked(1, 2, 3, name="score"), {"texts": DOCUMENTS}),
-    ("/v2/rerank", {"data": ranked(1, 2, 3)}, {"documents": [{"text": text} for text in DOCUMENTS]}),
+    (
+        "/v2/rerank",
+        {"data": ranked(1, 2, 3)},
+        {"documents": [{"text": text} for text in DOCUMENTS]},
+    ),
 ]
 INCOMPLETE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/v1/chat/completions", chat({"content": "x"}), {"n": 2}, "not as many as asked"),
@@ -144,15 +160,26 @@ def events(*chunks: dict[str, Any]) -> bytes:
 
 
 def test_a_stream_of_messages_is_put_together_to_be_judged() -> None:
-    start = {"type": "message_start", "message": {**message(stop=None), "usage": {"input_tokens": 1}}}
+    start = {
+        "type": "message_start",
+        "message": {**message(stop=None), "usage": {"input_tokens": 1}},
+    }
     block = {"type": "content_block_start", "index": 0, "content_block": {**use({}), "id": "a"}}
     pieces = [
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": piece}}
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "input_json_delta", "partial_json": piece},
+        }
         for piece in ('{"a"', ": 1}")
     ]
     stop = {"type": "content_block_stop", "index": 0}
     end = [
-        {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 2}},
+        {
+            "type": "message_delta",
+            "delta": {"stop_reason": "tool_use"},
+            "usage": {"output_tokens": 2},
+        },
         {"type": "message_stop"},
     ]
     refusal = ROUTES["/v1/messages"].refusal

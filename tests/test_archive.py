@@ -25,7 +25,11 @@ def test_an_imported_cache_answers_at_another_gateway(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     call("import", str(file), "--cache-dir", str(tmp_path / "new"))
     with Pair(tmp_path / "new", semantic=True, environment=own_secret) as new:
-        assert new.post("How tall is the Eiffel tower in Paris?").headers["x-semkv"].startswith("hit tier=exact")
+        assert (
+            new.post("How tall is the Eiffel tower in Paris?")
+            .headers["x-semkv"]
+            .startswith("hit tier=exact")
+        )
         near = new.post("how tall is the  Eiffel tower in Paris?")
         assert near.headers["x-semkv"].startswith("hit tier=text:normalised")
 
@@ -34,7 +38,9 @@ def test_entries_and_pictures_go_along_and_what_cannot_go_is_said(tmp_path: Path
     used, new, file = make_used(tmp_path), tmp_path / "new", tmp_path / "cache.tar"
     empty = tmp_path / "empty"
     assert "nothing to export" in refused("export", str(file), "--cache-dir", str(empty))
-    assert "No such file or directory" in refused("export", str(tmp_path / "no" / "x.tar"), "--cache-dir", str(used))
+    assert "No such file or directory" in refused(
+        "export", str(tmp_path / "no" / "x.tar"), "--cache-dir", str(used)
+    )
     call("export", str(file), "--cache-dir", str(used))
     assert "is there already" in refused("export", str(file), "--cache-dir", str(used))
     assert "is not empty" in refused("import", str(file), "--cache-dir", str(used))
@@ -63,8 +69,16 @@ SPARSE = {"major": "1", "minor": "0", "name": "media/ab/x", "realsize": str(1 <<
     ("said", "mode", "about"),
     [
         *(("is nothing that export writes", "w", {"name": name}) for name in NAMES),
-        ("is nothing that export writes", "w", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
-        ("is nothing", "w", {"pax_headers": {f"GNU.sparse.{name}": value for name, value in SPARSE.items()}}),
+        (
+            "is nothing that export writes",
+            "w",
+            {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"},
+        ),
+        (
+            "is nothing",
+            "w",
+            {"pax_headers": {f"GNU.sparse.{name}": value for name, value in SPARSE.items()}},
+        ),
         ("null byte", "w", {"pax_headers": {"path": "media/ab/x\0y"}}),
         ("compressed", "w:gz", {}),  # a small one may fill a disk
     ],

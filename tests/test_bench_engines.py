@@ -50,9 +50,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("do", "limit", "why"), [("die", 60, "ended with status 7"), ("hang", 1, "no answer within 1 s")]
+    ("do", "limit", "why"),
+    [("die", 60, "ended with status 7"), ("hang", 1, "no answer within 1 s")],
 )
-def test_a_process_that_does_not_answer_is_stopped(start: Any, do: str, limit: float, why: str) -> None:
+def test_a_process_that_does_not_answer_is_stopped(
+    start: Any, do: str, limit: float, why: str
+) -> None:
     engine = start("good")
     engine.answer("start", 60)
     with pytest.raises(ChildError, match=f"good: {do}: .*{why}"):
@@ -66,7 +69,13 @@ def test_a_failed_engine_is_named_with_its_reason_and_the_others_go_on(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "kv.json"
-    fields = {**kv.TINY_OPTIONS, "tiny": True, "tp": 1, "shape": {}, "engine_args": {"enforce_eager": True}}
+    fields = {
+        **kv.TINY_OPTIONS,
+        "tiny": True,
+        "tp": 1,
+        "shape": {},
+        "engine_args": {"enforce_eager": True},
+    }
     run = kv.Run(argparse.Namespace(**fields, document=None, rounds_of_chats=1, out=out), tmp_path)
     monkeypatch.setattr(run, "make", start)
     run.start(["refuses", "good"])
@@ -74,14 +83,17 @@ def test_a_failed_engine_is_named_with_its_reason_and_the_others_go_on(
     assert list(run.up) == ["good"]
     run.close()
     found = json.loads(out.read_text())
-    assert found["engines"]["refuses"]["error"].startswith("refuses: start: ValueError: no such device\n")
+    assert found["engines"]["refuses"]["error"].startswith(
+        "refuses: start: ValueError: no such device\n"
+    )
     assert "Traceback" in found["engines"]["refuses"]["error"], "the log"
     assert kv.table(found).endswith("refuses: refuses: start: ValueError: no such device")
 
 
 def test_the_one_answer_of_a_process_or_why_there_is_none(start: Any, tmp_path: Path) -> None:
     found = [
-        run_child("once", {"engine": name, "answers": 2}, tmp_path / "log", 60, {}) for name in ("good", "refuses")
+        run_child("once", {"engine": name, "answers": 2}, tmp_path / "log", 60, {})
+        for name in ("good", "refuses")
     ]
     assert found[0] == {"start_s": 2}, "what was specified"
     assert found[1]["error"].startswith("once: run: ValueError: no such device")
@@ -90,7 +102,13 @@ def test_the_one_answer_of_a_process_or_why_there_is_none(start: Any, tmp_path: 
 def passed(*tokens: int, loaded: int = 0, logprob: float = -1.0) -> list[dict[str, Any]]:
     """A pass over one sample."""
     logprobs = [{str(token): logprob} for token in tokens]
-    fields = {"prompt_tokens": 9, "cached_tokens": loaded, "loaded_tokens": loaded, "sources": {}, "fusion_loaded": 1}
+    fields = {
+        "prompt_tokens": 9,
+        "cached_tokens": loaded,
+        "loaded_tokens": loaded,
+        "sources": {},
+        "fusion_loaded": 1,
+    }
     return [{"tokens": list(tokens), "logprobs": logprobs, **fields}]
 
 
@@ -115,7 +133,9 @@ def test_a_loaded_pass_has_the_tokens_of_a_computed_one() -> None:
 def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: Path) -> None:
     out, names = tmp_path / "found.json", ["SemKVConnector", "ExampleConnector"]
     command = [prepare() / "semkv", "bench", "connector", "--only", "salt", "--out", str(out)]
-    done = subprocess.run([*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *(f"--connector={name}" for name in names)], capture_output=True, text=True
+    )
     assert done.returncode == 1, done.stderr[-2000:]
     found = json.loads(out.read_text())["connectors"]
     assert [found[name]["salt"]["verdict"] for name in names] == ["pass", "fail"]
@@ -126,12 +146,17 @@ def test_a_connector_that_loads_across_salts_fails_and_ours_does_not(tmp_path: P
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("version", "why"),
-    [("", "lmcache is not installed: pip install lmcache"), ("0.5.6", conformance.NO_CPU["LMCacheConnectorV1"])],
+    [
+        ("", "lmcache is not installed: pip install lmcache"),
+        ("0.5.6", conformance.NO_CPU["LMCacheConnectorV1"]),
+    ],
 )
 def test_a_connector_that_cannot_run_here_is_named_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, version: str, why: str
 ) -> None:
-    platforms = pytest.importorskip("vllm.platforms", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'")
+    platforms = pytest.importorskip(
+        "vllm.platforms", reason="needs vLLM: pip install 'semkv[cpu]' or 'semkv[gpu]'"
+    )
     if version and not platforms.current_platform.is_cpu():
         pytest.skip("vLLM is not its CPU build")
     monkeypatch.setattr(conformance, "version", lambda name: version)

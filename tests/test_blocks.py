@@ -145,7 +145,12 @@ def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert store.write("ns", LAYOUT, [key(1)] * 2, [value(1)] * 2)
     assert totals(store)[1] == 1
-    for rows in ([value(2)], [value(2), value(3, 100)], [np.zeros((2, 2), np.uint8)] * 2, [np.zeros(3, np.int32)] * 2):
+    for rows in (
+        [value(2)],
+        [value(2), value(3, 100)],
+        [np.zeros((2, 2), np.uint8)] * 2,
+        [np.zeros(3, np.int32)] * 2,
+    ):
         with pytest.raises(ValueError, match=r"row|shorter"):
             store.write("ns", LAYOUT, keys(2, 2), rows)
     with pytest.raises(ConfigError, match="max_blocks"):
@@ -196,11 +201,18 @@ def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it
     ("name", "what"),
     [
         (".", "file"),
-        *itertools.product(["index.sqlite.lock", "index.sqlite", "index.sqlite-wal"], ["folder", "pipe"]),
-        *itertools.product(["index.sqlite.lock", "index.sqlite", "index.sqlite-wal", "extents"], ["theirs", "nowhere"]),
+        *itertools.product(
+            ["index.sqlite.lock", "index.sqlite", "index.sqlite-wal"], ["folder", "pipe"]
+        ),
+        *itertools.product(
+            ["index.sqlite.lock", "index.sqlite", "index.sqlite-wal", "extents"],
+            ["theirs", "nowhere"],
+        ),
     ],
 )
-def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path: Path, name: str, what: str) -> None:
+def test_what_is_no_regular_file_is_refused_and_left_alone(
+    tmp_path: Path, name: str, what: str
+) -> None:
     (tmp_path / "kv").mkdir(0o700)
     theirs, place = tmp_path / "theirs", tmp_path / "kv" / name
     theirs.write_text("precious")
@@ -261,7 +273,9 @@ def test_nobody_else_can_read_or_write_what_is_stored(tmp_path: Path) -> None:
         store = open_store(tmp_path / "cache" / "kv")
         save(store, 0)
         made = [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]
-        assert {f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm")} < {path.name for path in made}
+        assert {f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm")} < {
+            path.name for path in made
+        }
         assert {path.stat().st_mode & 0o777 for path in made} == {0o700, 0o600}
     finally:
         os.umask(before)
@@ -284,7 +298,9 @@ def test_unusable_directory_turns_the_store_off(caplog: pytest.LogCaptureFixture
     assert found(store, 0) == 0
     assert totals(store) == (0, 0, 0)
     assert store.last_purge() == 0
-    assert store.purges_after(store.last_purge())[0].owner is None  # nothing kept in memory is to be used
+    assert (
+        store.purges_after(store.last_purge())[0].owner is None
+    )  # nothing kept in memory is to be used
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -317,7 +333,9 @@ def test_a_full_disk_stops_writing_for_a_while_and_reads_go_on(
 # -- purge and disown -----------------------------------------------------------------------------------------------
 
 
-def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, other = open_store(tmp_path), open_store(tmp_path)
     start = other.last_purge()
     for i, (namespace, owner) in enumerate([("a", ""), ("a", "x"), ("b", "x"), ("b", "y")]):
@@ -441,7 +459,9 @@ def test_the_same_bytes_with_and_without_direct_reading(
         assert np.array_equal(target, rows)
     with safe_open(file, "np") as opened:  # the file is plain safetensors
         assert np.array_equal(opened.get_tensor("blocks"), rows)
-    assert row_bytes % PAGE or (file.stat().st_size - rows.nbytes) % PAGE == 0, "rows begin at a page"
+    assert row_bytes % PAGE or (file.stat().st_size - rows.nbytes) % PAGE == 0, (
+        "rows begin at a page"
+    )
     with monkeypatch.context() as patch:  # a disk that fails is a miss, and the file stays
         patch.setattr(block_file.os, "preadv", refuse(errno.EIO))
         assert not any(read(memory))

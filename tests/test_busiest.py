@@ -32,7 +32,11 @@ def test_whatever_comes_more_often_than_its_share_has_a_place(names: list[str], 
     for name in names:
         busiest.add(name, "hit")
     found = dict(busiest.view(most))
-    assert {name for name, count in Counter(names).items() if count > len(names) / most} <= found.keys()
+    assert {
+        name for name, count in Counter(names).items() if count > len(names) / most
+    } <= found.keys()
     assert sum(counts.total() for counts in found.values()) == len(names)
     assert len(found.keys() - {"others"}) <= most
-    assert all(counts.total() <= names.count(name) for name, counts in found.items() if name != "others")
+    assert all(
+        counts.total() <= names.count(name) for name, counts in found.items() if name != "others"
+    )

@@ -22,7 +22,9 @@ HOOKED = {"embedding_hook": "cache_helpers:WrittenHook"}
 IMAGES, LAYERED = {**HOOKED, "embedding_layers": LAYERS[:1]}, {**HOOKED, "embedding_layers": LAYERS}
 
 
-def of(question: str, image: str | tuple[str, ...] = (), system: str = SYSTEM, context: str = "") -> dict[str, Any]:
+def of(
+    question: str, image: str | tuple[str, ...] = (), system: str = SYSTEM, context: str = ""
+) -> dict[str, Any]:
     return {"question": question, "image": image, "system": system, "context": context or ()}
 
 
@@ -34,17 +36,36 @@ TABLE = [
     ({}, of("one", context=DOCUMENT), of("two", context=TYPED), "text:exact/context"),
     ({"semantic": True}, of("color"), of("color", system=SYSTEM.upper()), "text:exact"),
     *(
-        ({"semantic": True, "scope": s}, of("color"), of("color~0.95", system=SYSTEM.upper()), "text:semantic")
+        (
+            {"semantic": True, "scope": s},
+            of("color"),
+            of("color~0.95", system=SYSTEM.upper()),
+            "text:semantic",
+        )
         for s in Scope
     ),
-    (LAYERED, of("color", "car"), of("color~0.9", "car~0.95", system=SYSTEM.upper()), "embedding:prompt"),
-    (IMAGES, of("color", "car"), of("size", "car~0.95", system=SYSTEM.upper()), "embedding:vision/media"),
+    (
+        LAYERED,
+        of("color", "car"),
+        of("color~0.9", "car~0.95", system=SYSTEM.upper()),
+        "embedding:prompt",
+    ),
+    (
+        IMAGES,
+        of("color", "car"),
+        of("size", "car~0.95", system=SYSTEM.upper()),
+        "embedding:vision/media",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "recorded", "typed", "provenance"), TABLE)
 def test_the_same_bytes_alone_and_all_again_when_it_is_back(
-    tmp_path: Path, settings: dict[str, Any], recorded: dict[str, Any], typed: dict[str, Any], provenance: str
+    tmp_path: Path,
+    settings: dict[str, Any],
+    recorded: dict[str, Any],
+    typed: dict[str, Any],
+    provenance: str,
 ) -> None:
     bench = Bench(tmp_path, **{**PLAIN, **settings})
     bench.ask(**recorded)
@@ -87,14 +108,22 @@ def test_the_flag_reaches_the_gateways_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], header: str
 ) -> None:
     given: list[ServerSettings] = []
-    monkeypatch.setattr("semkv_gateway.serve.run_server", lambda settings, *_, **__: given.append(settings))
+    monkeypatch.setattr(
+        "semkv_gateway.serve.run_server", lambda settings, *_, **__: given.append(settings)
+    )
     monkeypatch.setattr("semkv_gateway.cache_client._LOOKUP_S", 120.0)  # a busy machine is no fault
     out = invoke(["serve", *flags])
     assert out.exit_code == 0, out.output
-    chosen = {name: getattr(given[0], name) for name in ("normalised", "similarity_threshold", "policy")}
+    chosen = {
+        name: getattr(given[0], name) for name in ("normalised", "similarity_threshold", "policy")
+    }
     with Pair(tmp_path, semantic=True, store_timeout=60.0, **chosen) as pair:
         assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("miss")
         wait_until(lambda: pair.entries == 1)
         assert pair.post("how  do I bake bread at home?").headers["x-semkv"].startswith(header)
-        assert pair.post("How do I bake bread at home?").headers["x-semkv"].startswith("hit tier=exact")
+        assert (
+            pair.post("How do I bake bread at home?")
+            .headers["x-semkv"]
+            .startswith("hit tier=exact")
+        )
         assert pair.metric("semkv_faults_total") == 0

@@ -108,9 +108,17 @@ TABLE = [
     ),
     Row(CAR, of("color~0.9", "car"), "embedding:prompt", "<car> | color", "miss hit hit skip"),
     # The weaker of the two decides.
-    Row(CAR, of("color~0.93", "car~0.95"), "embedding:prompt", "<car> | color", "miss hit hit skip"),
+    Row(
+        CAR, of("color~0.93", "car~0.95"), "embedding:prompt", "<car> | color", "miss hit hit skip"
+    ),
     Row(CAR, of("Color", "car~0.95"), "embedding:vision", "<car> | color"),
-    Row(CAR, of("shape", "car~0.95"), "embedding:vision/media", "<car> | shape", "miss hit miss skip"),
+    Row(
+        CAR,
+        of("shape", "car~0.95"),
+        "embedding:vision/media",
+        "<car> | shape",
+        "miss hit miss skip",
+    ),
     *(Row(CAR, of(q, "house"), statuses="miss miss miss miss") for q in ("color", "color~0.95")),
     Row(CAR, of("color", "missing"), statuses="miss skip miss miss"),  # a file that is not there
     # Text alone, and the text before an image.
@@ -125,10 +133,22 @@ TABLE = [
     Row(of("color", system="x"), of("color", context="x")),  # a role is part of a prompt
     Row(of("one", system="a long system prompt"), of("two", system="a long system prompt")),
     Row(SAID, of("shape", "car~0.95", system="other")),
-    Row(SAID, of("shape", "car~0.95", system="Sys"), "embedding:vision/media", "sys | <car> | shape"),
+    Row(
+        SAID, of("shape", "car~0.95", system="Sys"), "embedding:vision/media", "sys | <car> | shape"
+    ),
     # Several images: all similar, in their order.
-    Row(PAIR, of("differ~0.9", ["car~0.95", "house~0.96"]), "embedding:prompt", "<car> | <house> | differ"),
-    Row(PAIR, of("other", ["car", "house~0.95"]), "embedding:vision/media", "<car> | <house> | other"),
+    Row(
+        PAIR,
+        of("differ~0.9", ["car~0.95", "house~0.96"]),
+        "embedding:prompt",
+        "<car> | <house> | differ",
+    ),
+    Row(
+        PAIR,
+        of("other", ["car", "house~0.95"]),
+        "embedding:vision/media",
+        "<car> | <house> | other",
+    ),
     *(
         Row(PAIR, of("differ", images))
         for images in (["house", "car"], ["car", "tree"], ["car~0.99", "house~0.85"], "car")
@@ -142,20 +162,49 @@ TABLE = [
         "hit skip miss miss",
     ),
     Row(READ, of("two", context=NEARLY)),
-    Row(READ_BOTH, of("two", context=[LAST.upper(), NEARLY]), "text:normalised/context", f"{LAST} | {NEARLY} | two"),
+    Row(
+        READ_BOTH,
+        of("two", context=[LAST.upper(), NEARLY]),
+        "text:normalised/context",
+        f"{LAST} | {NEARLY} | two",
+    ),
     Row(of("one", "car", context=" "), of("two", "car", context=" ")),  # a blank one is none
     # Settings.
     Row(CAR, of("color~0.95", "car"), "text:semantic", "<car> | color", "miss hit", TEXTS),
-    *(Row(CAR, asked, settings=TEXTS) for asked in (of("color~0.85", "car"), of("color~0.95", "house"))),
+    *(
+        Row(CAR, asked, settings=TEXTS)
+        for asked in (of("color~0.85", "car"), of("color~0.95", "house"))
+    ),
     Row(CAR, of("shape", "car~0.95"), "embedding:vision", "<car> | color", settings=ANY),
-    Row(CAR, of("color~0.9", "house"), "embedding:prompt", "<car> | color", "miss miss hit skip", ANY),
+    Row(
+        CAR,
+        of("color~0.9", "house"),
+        "embedding:prompt",
+        "<car> | color",
+        "miss miss hit skip",
+        ANY,
+    ),
     Row(CAR, of("shape", "house"), settings=ANY),
-    Row(CAR, of("Color", "house"), "text:approximate", "<car> | color", settings={**TEXTS, **ALL_IMAGES}),
-    Row(CAR, of("color~0.95", "house"), "text:semantic", "<car> | color", settings={**TEXTS, **ALL_IMAGES}),
+    Row(
+        CAR,
+        of("Color", "house"),
+        "text:approximate",
+        "<car> | color",
+        settings={**TEXTS, **ALL_IMAGES},
+    ),
+    Row(
+        CAR,
+        of("color~0.95", "house"),
+        "text:semantic",
+        "<car> | color",
+        settings={**TEXTS, **ALL_IMAGES},
+    ),
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.provenance or 'miss'}, {row.asked['question']}")
+@pytest.mark.parametrize(
+    "row", TABLE, ids=lambda row: f"{row.provenance or 'miss'}, {row.asked['question']}"
+)
 def test_what_may_be_substituted(make: Make, row: Row) -> None:
     bench = make(**{"similarity_threshold": 0.9, **row.settings})
     bench.ask(**row.recorded)
@@ -174,14 +223,25 @@ def test_what_may_be_substituted(make: Make, row: Row) -> None:
     kinds = {"text:exact": Exactness.EXACT, "text:normalised": Exactness.NORMALISED}
     assert match.exactness is kinds.get(row.provenance.partition("/")[0], Exactness.APPROXIMATE)
     for image in report.plan.segments:
-        assert not isinstance(image, MediaSegment) or image.source.read_bytes() == f"bytes of {image.name}".encode()
+        assert (
+            not isinstance(image, MediaSegment)
+            or image.source.read_bytes() == f"bytes of {image.name}".encode()
+        )
 
 
 @pytest.mark.parametrize("policy", [PolicyName.FIXED, PolicyName.CALIBRATED])
-def test_another_image_does_not_bring_a_text_that_the_same_image_does_not(bench: Bench, policy: PolicyName) -> None:
+def test_another_image_does_not_bring_a_text_that_the_same_image_does_not(
+    bench: Bench, policy: PolicyName
+) -> None:
     weights = {**dict.fromkeys(FEATURES, 0.0), "cosine": -60.0}
-    Calibration("written", 56.5, weights, 0.05).save(bench.root / "calibration.json")  # the risk is .25 at .96
-    calibrated = {"policy": policy, "calibration": bench.root / "calibration.json", "embedding_hook": "prompt_vision"}
+    Calibration("written", 56.5, weights, 0.05).save(
+        bench.root / "calibration.json"
+    )  # the risk is .25 at .96
+    calibrated = {
+        "policy": policy,
+        "calibration": bench.root / "calibration.json",
+        "embedding_hook": "prompt_vision",
+    }
     served = policy is PolicyName.FIXED  # whose thresholds are .8 for the text and .9 for the image
     bench.reopen(**{} if served else calibrated)
     bench.ask("color", "car")
@@ -212,7 +272,9 @@ def test_every_text_layer_must_agree(make: Make) -> None:
     bench.ask("color", "car")
     bench.hook.other = "thing~0.95"
     report = bench.look("color~0.9", "car")
-    assert line(report).startswith("exact_text=miss, embedding:vision=hit, embedding:prompt=hit, embedding:other=hit")
+    assert line(report).startswith(
+        "exact_text=miss, embedding:vision=hit, embedding:prompt=hit, embedding:other=hit"
+    )
     bench.hook.other = "nothing of the kind"
     assert not bench.look("color~0.9", "car").hit
 
@@ -247,7 +309,9 @@ def test_each_tier_can_be_turned_off_and_so_can_all(make: Make) -> None:
     bench.reopen(mode=CacheMode.LIVE, exact=False, semantic=False, embedding_layers=())
     for _ in range(2):
         assert line(bench.ask("color", "car")) == "exact_text=skip, semantic_text=skip"
-    assert (bench.cache.stats().entries, bench.cache.stats().repeats) == (1, 1), "byte-equal: not a second entry"
+    assert (bench.cache.stats().entries, bench.cache.stats().repeats) == (1, 1), (
+        "byte-equal: not a second entry"
+    )
 
 
 def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) -> None:
@@ -259,7 +323,9 @@ def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) 
             return Decision(False, "never")
 
     helper = Bench(tmp_path)
-    cache = SemanticCache(helper.cache.config, hook=helper.hook, text_encoder=helper.encoder, decider=Never())
+    cache = SemanticCache(
+        helper.cache.config, hook=helper.hook, text_encoder=helper.encoder, decider=Never()
+    )
     helper.ask("color", "car")
     report = cache.try_reuse(helper.request("color~0.99", "car"))
     assert not report.hit
@@ -273,7 +339,14 @@ def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"match": MatchPolicy.ANY}, {"scope": Scope.ANY}, {"embedding_layers": ()}, {"exact": False}]
+    "options",
+    [
+        {},
+        {"match": MatchPolicy.ANY},
+        {"scope": Scope.ANY},
+        {"embedding_layers": ()},
+        {"exact": False},
+    ],
 )
 def test_tenants_share_nothing(make: Make, options: dict[str, Any]) -> None:
     bench = make(**options)
@@ -355,7 +428,11 @@ def test_another_process_and_a_restart_give_the_same_hits(bench: Bench) -> None:
     bench.reopen()
     assert found(bench.cache) == own
     bench.cache.invalidate(entry_id=bench.entry)
-    assert [hit for hit, *_ in found(other)] == [hit for hit, *_ in found(bench.cache)] == [False] * 4 + [True, False]
+    assert (
+        [hit for hit, *_ in found(other)]
+        == [hit for hit, *_ in found(bench.cache)]
+        == [False] * 4 + [True, False]
+    )
 
 
 def test_a_chunk_text_with_a_context_that_was_substituted_is_not_the_entrys(bench: Bench) -> None:
@@ -398,7 +475,9 @@ def test_a_text_beyond_the_window_never_matches_semantically(make: Make) -> None
 
 
 @pytest.mark.parametrize("damage", ["flip", "delete"])
-def test_a_donor_whose_image_is_gone_serves_only_those_who_bring_it(bench: Bench, damage: str) -> None:
+def test_a_donor_whose_image_is_gone_serves_only_those_who_bring_it(
+    bench: Bench, damage: str
+) -> None:
     bench.ask("color", "car")
     image = bench.image("car")
     file = bench.cache.media.path(image.media_id)
@@ -452,7 +531,9 @@ def test_a_vector_that_is_no_direction_is_a_counted_miss(
     bench: Bench, bad: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.ask("color", context=LAST)
-    assert not bench.cache.try_reuse(bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}).hit
+    assert not bench.cache.try_reuse(
+        bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}
+    ).hit
     monkeypatch.setattr(bench.encoder, "encode", lambda texts: np.tile(bad, (len(texts), 1)))
     assert not bench.look("else").hit
     assert bench.cache.stats().faults == {"hook": 1, "semantic_text": 1}
@@ -502,7 +583,9 @@ def test_odd_prompts_do_no_harm(bench: Bench) -> None:
         bench.ask(None, context="Only a context.")
     assert not bench.cache.stats().faults
     assert bench.look(None, "car").provenance == "text:exact"
-    request = Request("1", Namespace("", "model"), (TextSegment("color"), bench.image("car")))  # text first
+    request = Request(
+        "1", Namespace("", "model"), (TextSegment("color"), bench.image("car"))
+    )  # text first
     bench.cache.add_observation(bench.cache.try_reuse(request), "red")
     similar = Request("2", Namespace("", "model"), (TextSegment("color~0.9"), bench.image("car")))
     assert seen(bench.cache.try_reuse(similar).plan.segments) == "color | <car>"
@@ -510,14 +593,21 @@ def test_odd_prompts_do_no_harm(bench: Bench) -> None:
 
 def test_settings_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     def build(layer: EmbeddingLayer, hook: Any, name: str = "prompt") -> SemanticCache:
-        config = CacheConfig(tmp_path, embedding_layers=(layer,), embedding_hook=name, semantic=False)
+        config = CacheConfig(
+            tmp_path, embedding_layers=(layer,), embedding_hook=name, semantic=False
+        )
         return SemanticCache(config, hook=hook, text_encoder=WrittenEncoder())
 
-    with pytest.raises(ConfigError, match=r"'prompt:512' is not allowed; expected prompt:64, the dimension that hook"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'prompt:512' is not allowed; expected prompt:64, the dimension that hook",
+    ):
         build(EmbeddingLayer("prompt", 512), WrittenHook())
     with pytest.raises(ConfigError, match=r"'sound'.*a layer that hook"):
         build(EmbeddingLayer("sound", 64), WrittenHook())
-    silent = build(EmbeddingLayer("prompt", 8), lambda request: {"prompt": np.ones(4)}, "mine")  # declares nothing
+    silent = build(
+        EmbeddingLayer("prompt", 8), lambda request: {"prompt": np.ones(4)}, "mine"
+    )  # declares nothing
     with pytest.raises(ConfigError, match="prompt:4, the dimension that hook mine returns"):
         silent.try_reuse(Request("1", Namespace(), (TextSegment("x"),)))
 
@@ -537,17 +627,36 @@ def test_many_threads_may_ask(bench: Bench) -> None:
 # -- a property of every plan -----------------------------------------------------------------------------------------
 
 _words = st.sampled_from(["color", "Color", "color~0.9", "shape", "shape~0.85", " shape ", "size"])
-_images = st.sampled_from([(), ("car",), ("car~0.95",), ("house",), ("car", "house"), ("car~0.95", "house~0.95")])
-_contexts = st.sampled_from(
-    [(), (DOCUMENT + " last.",), (DOCUMENT.upper() + " LAST.",), (DOCUMENT + " last.~0.97",), ("Short.", "Other.")]
+_images = st.sampled_from(
+    [(), ("car",), ("car~0.95",), ("house",), ("car", "house"), ("car~0.95", "house~0.95")]
 )
-_prompts = st.lists(st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "Sys"])), min_size=2, max_size=12)
+_contexts = st.sampled_from(
+    [
+        (),
+        (DOCUMENT + " last.",),
+        (DOCUMENT.upper() + " LAST.",),
+        (DOCUMENT + " last.~0.97",),
+        ("Short.", "Other."),
+    ]
+)
+_prompts = st.lists(
+    st.tuples(_words, _images, _contexts, st.sampled_from(["", "sys", "Sys"])),
+    min_size=2,
+    max_size=12,
+)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(prompts=_prompts, match=st.sampled_from(MatchPolicy), scope=st.sampled_from(Scope), exact=st.booleans())
+@given(
+    prompts=_prompts,
+    match=st.sampled_from(MatchPolicy),
+    scope=st.sampled_from(Scope),
+    exact=st.booleans(),
+)
 def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
     tmp_path_factory: pytest.TempPathFactory,
     prompts: list[tuple[str, tuple[str, ...], tuple[str, ...], str]],
@@ -576,7 +685,9 @@ def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
             if plan.full:
                 assert report.donor_response == answers["|".join(keys)]
             for segment in plan.segments:
-                assert not isinstance(segment, MediaSegment) or (segment.source is not None and segment.source.exists())
+                assert not isinstance(segment, MediaSegment) or (
+                    segment.source is not None and segment.source.exists()
+                )
         answer = answers.setdefault("|".join(keys), f"answer {len(answers)}")
         assert bench.cache.add_observation(report, answer) is not None
     assert not bench.cache.stats().faults
@@ -639,7 +750,11 @@ class Cards:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
-        fixed = {"embedding_layers": (EmbeddingLayer("vision", 2, 0.9),), "embedding_hook": "own", "semantic": False}
+        fixed = {
+            "embedding_layers": (EmbeddingLayer("vision", 2, 0.9),),
+            "embedding_hook": "own",
+            "semantic": False,
+        }
         config = CacheConfig(folder / "cache", **fixed, **settings)
         self.cache = SemanticCache(config, hook=OneSpot(), text_encoder=WrittenEncoder())
         self.cache.add_observation(self.look(GATE), "37")
@@ -686,7 +801,9 @@ def test_an_image_that_is_gone_is_compared_with_nothing(tmp_path: Path) -> None:
     assert not cards.look(card("Gate 37", dx=3)).hit
 
 
-@pytest.mark.parametrize("settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}])
+@pytest.mark.parametrize(
+    "settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}]
+)
 def test_the_literal_reading_compares_no_pixels(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert Cards(tmp_path, **settings).look(card("Gate 31")).hit
 
@@ -695,5 +812,8 @@ def test_an_entry_that_is_shared_has_the_vectors_of_all_its_images(bench: Bench)
     record = bench.cache._matching.record(bench.look("color", ("car", "tree")), "red", (), {}, 1.0)
     again = bench.cache._matching.shared_record(*load(dump(record)))
     assert len(again.media_vectors) == 2
-    assert (again.media_vectors.keys(), again.vectors.keys()) == (record.media_vectors.keys(), record.vectors.keys())
+    assert (again.media_vectors.keys(), again.vectors.keys()) == (
+        record.media_vectors.keys(),
+        record.vectors.keys(),
+    )
     assert again.keys == record.keys

@@ -46,7 +46,9 @@ def chat(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def canonical(body: dict[str, Any], endpoint: str = CHAT, **more: Any) -> CanonicalRequest:
-    return canonicalise(body, Deployment(**{"endpoint": endpoint, "tenant": "t", "secret": SECRET, **more}))
+    return canonicalise(
+        body, Deployment(**{"endpoint": endpoint, "tenant": "t", "secret": SECRET, **more})
+    )
 
 
 # -- keys -----------------------------------------------------------------------------------------------------------
@@ -56,13 +58,26 @@ CHANGES: dict[str, Any] = {
     "model": "m-lora",
     "messages": [{"role": "user", "content": "What color is the bus?"}],
     "temperature": 0.5,
-    **dict.fromkeys(("seed", "n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "top_logprobs"), 2),
-    **dict.fromkeys(("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), 0.9),
+    **dict.fromkeys(
+        ("seed", "n", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "top_logprobs"),
+        2,
+    ),
+    **dict.fromkeys(
+        ("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"), 0.9
+    ),
     "stop": ["x"],
     "bad_words": ["x"],
-    **dict.fromkeys(("logprobs", "ignore_eos", "continue_final_message", "return_token_ids", "echo"), True),
     **dict.fromkeys(
-        ("skip_special_tokens", "parallel_tool_calls", "add_generation_prompt", "include_reasoning"), False
+        ("logprobs", "ignore_eos", "continue_final_message", "return_token_ids", "echo"), True
+    ),
+    **dict.fromkeys(
+        (
+            "skip_special_tokens",
+            "parallel_tool_calls",
+            "add_generation_prompt",
+            "include_reasoning",
+        ),
+        False,
     ),
     **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "a_field_of_next_year"), 5),
     **dict.fromkeys(("chat_template", "reasoning_effort", "cache_salt", "tool_choice"), "low"),
@@ -88,9 +103,15 @@ def test_every_field_that_changes_the_answer_changes_the_key() -> None:
 
 def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
     key = canonical(chat()).key
-    same: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "metadata": {"a": 1}}
+    same: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "metadata": {"a": 1},
+    }
     same |= {"store": True, "priority": 3, "temperature": -0.0}
-    same |= dict.fromkeys(("user", "request_id", "session_id", "prompt_cache_key", "safety_identifier"), "x")
+    same |= dict.fromkeys(
+        ("user", "request_id", "session_id", "prompt_cache_key", "safety_identifier"), "x"
+    )
     for name, value in same.items():
         assert canonical(chat(**{name: value})).key == key
     streamed = canonical(chat(**same))
@@ -99,7 +120,12 @@ def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
 
 
 def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
-    body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "temperature": 0}
+    body = {
+        "model": "m",
+        "prompt": "x",
+        "messages": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+    }
     ways: list[dict[str, Any]] = [{}, {"tenant": "u"}, {"version": "2"}, {"secret": b"other"}]
     ways += [{"endpoint": COMPLETIONS}, {"tenant": "", "version": "t"}]
     assert len({canonical(body, **way).key for way in ways}) == len(ways)
@@ -134,18 +160,37 @@ ROBIN = {"role": "assistant", "content": "A robin."}
 CALL = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": "{}"}}
 EPHEMERAL = {"type": "ephemeral"}
 SAME_MESSAGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *((ROBIN, {**ROBIN, name: None}) for name in ("refusal", "audio", "function_call", "reasoning", "of_next_year")),
-    *((ROBIN, {**ROBIN, name: []}) for name in ("annotations", "tool_calls", "reasoning_details", "thinking_blocks")),
+    *(
+        (ROBIN, {**ROBIN, name: None})
+        for name in ("refusal", "audio", "function_call", "reasoning", "of_next_year")
+    ),
+    *(
+        (ROBIN, {**ROBIN, name: []})
+        for name in ("annotations", "tool_calls", "reasoning_details", "thinking_blocks")
+    ),
     (ROBIN, {**ROBIN, "provider_specific_fields": {}}),
     (ROBIN, {**ROBIN, "cache_control": EPHEMERAL}),
     (ROBIN, {**ROBIN, "content": [{"type": "text", "text": "A robin."}]}),
-    (ROBIN, {**ROBIN, "content": [{"type": "text", "text": "A robin.", "cache_control": {**EPHEMERAL, "ttl": "1h"}}]}),
-    ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+    (
+        ROBIN,
+        {
+            **ROBIN,
+            "content": [
+                {"type": "text", "text": "A robin.", "cache_control": {**EPHEMERAL, "ttl": "1h"}}
+            ],
+        },
+    ),
+    (
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("one", "other"), SAME_MESSAGES)
-def test_a_message_that_a_client_sends_back_says_what_it_said(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_a_message_that_a_client_sends_back_says_what_it_said(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     first, second = said(one), said(other)
     assert first.key == second.key
     assert first.request is not None
@@ -160,7 +205,10 @@ def test_a_message_that_a_client_sends_back_says_what_it_said(one: dict[str, Any
 
 OTHER_MESSAGES: list[dict[str, Any]] = [
     ROBIN,
-    {**ROBIN, "annotations": [{"type": "url_citation", "url_citation": {"url": "https://example.org"}}]},
+    {
+        **ROBIN,
+        "annotations": [{"type": "url_citation", "url_citation": {"url": "https://example.org"}}],
+    },
     {**ROBIN, "reasoning_details": [{"type": "reasoning.encrypted", "data": "AAAA", "id": "rs_1"}]},
     {**ROBIN, "provider_specific_fields": {"a": 1}},
     {**ROBIN, "metadata": {"seen_at": "https://example.org"}},
@@ -202,7 +250,10 @@ def test_a_hint_is_one_only_where_it_stands_as_one() -> None:
     """In a schema it is the name of a value, and vLLM shows all of a tool to the model."""
     schema = {"type": "object", "properties": {"cache_control": EPHEMERAL}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    plain = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    plain = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
     ways: list[dict[str, Any]] = [{}, {"tools": [tool]}, {"tools": [plain]}]
     ways += [{"tools": [{**plain, "cache_control": EPHEMERAL}]}, {"cache_control": "none"}]
     assert len({said(ROBIN, **way).key for way in ways}) == len(ways)
@@ -211,20 +262,40 @@ def test_a_hint_is_one_only_where_it_stands_as_one() -> None:
 
 def test_what_a_body_says_by_null_or_by_a_default() -> None:
     key = canonical(chat()).key
-    for name in ("tools", "response_format", "stop", "seed", "logit_bias", "n", "frequency_penalty", "stream"):
+    for name in (
+        "tools",
+        "response_format",
+        "stop",
+        "seed",
+        "logit_bias",
+        "n",
+        "frequency_penalty",
+        "stream",
+    ):
         assert canonical(chat(**{name: None})).key == key
     for one in (1, 1.0):
         assert canonical(chat(n=one)).key == key
-    for other in ({"n": True}, {"max_tokens": None}, {"top_logprobs": None}, {"a_field_of_next_year": None}):
+    for other in (
+        {"n": True},
+        {"max_tokens": None},
+        {"top_logprobs": None},
+        {"a_field_of_next_year": None},
+    ):
         assert canonical(chat(**other)).key != key
 
 
 def test_a_data_url_is_read_as_vllm_reads_it() -> None:
     def asked(url: str, kind: str = "image_url") -> str:
-        return canonical(chat({"role": "user", "content": [{"type": kind, kind: {"url": url}}]})).key
+        return canonical(
+            chat({"role": "user", "content": [{"type": kind, kind: {"url": url}}]})
+        ).key
 
     code = base64.b64encode(image(1)).decode()
-    pictures = ("data:image/png;base64", "data:image/png;charset=utf-8;base64", "DATA:;name=a b;x=1;base64")
+    pictures = (
+        "data:image/png;base64",
+        "data:image/png;charset=utf-8;base64",
+        "DATA:;name=a b;x=1;base64",
+    )
     assert len({asked(f"{head},{code}") for head in pictures}) == 1
     spoken = ("data:audio/wav;base64", "data:audio/wav;codecs=1;base64", "data:audio/ogg;base64")
     assert len({asked(f"{head},AAAA", "audio_url") for head in spoken}) == 2
@@ -309,7 +380,15 @@ def test_what_cannot_be_keyed_is_refused_without_an_exception() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        *(b'{"a": 1, "a": 2}', b'{"x": [{"b": 1, "b": 1}]}', b'{"a": NaN}', b"[-Infinity]", b'"\\ud800"', b"{", b""),
+        *(
+            b'{"a": 1, "a": 2}',
+            b'{"x": [{"b": 1, "b": 1}]}',
+            b'{"a": NaN}',
+            b"[-Infinity]",
+            b'"\\ud800"',
+            b"{",
+            b"",
+        ),
         *(b"\xff\xfe\x00", b"[" * 100_000, b"1" * 5000),
     ],
 )
@@ -319,13 +398,18 @@ def test_json_that_readers_disagree_on_is_refused(raw: bytes) -> None:
 
 
 NAMES = st.sampled_from(["role", "content", "type", "text", "image_url", "url"]) | st.text()
-WILD = st.recursive(st.none() | st.floats() | st.text(), lambda v: st.lists(v) | st.dictionaries(NAMES, v))
+WILD = st.recursive(
+    st.none() | st.floats() | st.text(), lambda v: st.lists(v) | st.dictionaries(NAMES, v)
+)
 
 
 FIELD = st.sampled_from(["messages", "prompt", "input", "query", "system", "tools"])
 
 
-@given(st.binary(max_size=60) | st.dictionaries(FIELD, WILD).map(lambda v: json.dumps(v | {"store": False}).encode()))
+@given(
+    st.binary(max_size=60)
+    | st.dictionaries(FIELD, WILD).map(lambda v: json.dumps(v | {"store": False}).encode())
+)
 @settings(max_examples=100, deadline=None)
 def test_no_body_raises(raw: bytes) -> None:
     for endpoint in ROUTES:
@@ -346,8 +430,13 @@ def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:
 
 def test_which_requests_are_drawn_at_random() -> None:
     fixed = [{"temperature": 0}, {"temperature": 0.0}, {"temperature": 0.7, "seed": 0}]
-    drawn = [*({"temperature": value} for value in (0.7, None, False, "0")), {"temperature": 1, "seed": True}]
-    assert [canonical(chat(**fields)).sampled for fields in (*fixed, *drawn)] == [False] * 3 + [True] * 5
+    drawn = [
+        *({"temperature": value} for value in (0.7, None, False, "0")),
+        {"temperature": 1, "seed": True},
+    ]
+    assert [canonical(chat(**fields)).sampled for fields in (*fixed, *drawn)] == [False] * 3 + [
+        True
+    ] * 5
 
 
 # -- segments and plans -----------------------------------------------------------------------------------------------
@@ -358,7 +447,11 @@ TURNS = (
     {"role": "assistant", "content": "Hello", "tool_calls": []},
     {
         "role": "user",
-        "content": [picture(image(1)), {"type": "text", "text": "A page."}, {"type": "text", "text": "What?"}],
+        "content": [
+            picture(image(1)),
+            {"type": "text", "text": "A page."},
+            {"type": "text", "text": "What?"},
+        ],
     },
 )
 
@@ -366,7 +459,12 @@ TURNS = (
 def test_an_answer_that_shows_the_prompt_is_of_no_other() -> None:
     assert canonical(chat(*TURNS)).prompt == "A page.\nWhat?"
     assert canonical(chat(*TURNS)).request is not None
-    for shows in ({"echo": True}, {"prompt_logprobs": 0}, {"return_token_ids": True}, {"suffix": "x"}):
+    for shows in (
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"return_token_ids": True},
+        {"suffix": "x"},
+    ):
         assert canonical(chat(*TURNS, **shows)).request is None
 
 
@@ -380,9 +478,21 @@ def test_a_namespace_is_everything_but_texts_images_and_sampling() -> None:
     base, turns, named = space(), copy.deepcopy(TURNS), copy.deepcopy(TURNS)
     turns[0]["content"], turns[3]["content"][0] = "Be long.", picture(image(2))  # type: ignore[index]
     named[1]["name"] = "bob"
-    for same in ({"temperature": 0.3, "seed": 1}, {"max_tokens": 9}, {"stop": ["x"]}, {"stream": True}):
+    for same in (
+        {"temperature": 0.3, "seed": 1},
+        {"max_tokens": 9},
+        {"stop": ["x"]},
+        {"stream": True},
+    ):
         assert space(*turns, **same) == base
-    fields = ("model", "tools", "tool_choice", "response_format", "chat_template_kwargs", "cache_salt")
+    fields = (
+        "model",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "chat_template_kwargs",
+        "cache_salt",
+    )
     found = [space(**{name: CHANGES[name]}) for name in fields]
     found += [space(tenant="u"), space(version="2"), space(*TURNS[1:]), space(*named)]
     assert len({base, *found}) == len(found) + 1
@@ -396,7 +506,10 @@ def test_a_plan_gives_the_donors_request(tmp_path: Path) -> None:
     donor_request = donor.with_media(MediaStore(tmp_path))
     assert donor_request is not None
     assert mine.request is not None
-    planned, own = mine.with_plan(Plan(donor_request.segments, 6)), mine.with_plan(Plan(mine.request.segments))
+    planned, own = (
+        mine.with_plan(Plan(donor_request.segments, 6)),
+        mine.with_plan(Plan(mine.request.segments)),
+    )
     assert planned is not None
     assert own is not None
     assert (planned.key, planned.body()) == (donor.key, donor.body())

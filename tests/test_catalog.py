@@ -22,11 +22,17 @@ from semkv_stores.database import FORMAT
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")
 
 
-def record(name: str, *, namespace: Namespace = HERE, media: str = "m" * 64, created: float = 1.0) -> Record:
+def record(
+    name: str, *, namespace: Namespace = HERE, media: str = "m" * 64, created: float = 1.0
+) -> Record:
     entry = Entry(
         entry_id="",
         namespace=namespace,
-        segments=(TextSegment("sys", Role.SYSTEM), MediaSegment(media, None, "n1"), TextSegment(f"q {name} é")),
+        segments=(
+            TextSegment("sys", Role.SYSTEM),
+            MediaSegment(media, None, "n1"),
+            TextSegment(f"q {name} é"),
+        ),
         chunk_text=f"q {name}",
         response="yes",
         tags=(f"tag-{name}", "all"),
@@ -83,11 +89,15 @@ def hits_on_disk(path: Path) -> dict[str, int]:
         return dict(db.execute("SELECT entry_id, hits FROM entries"))
 
 
-def test_a_repeat_is_no_second_entry_and_hits_are_written_with_the_next_write(tmp_path: Path) -> None:
+def test_a_repeat_is_no_second_entry_and_hits_are_written_with_the_next_write(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "c.sqlite"
     catalog = Catalog(path)
     catalog.add(record("a", created=1.0))
-    again = replace(record("a", created=5.0), vectors={"text@2": np.full(2, 0.5**0.5, dtype=np.float32)})
+    again = replace(
+        record("a", created=5.0), vectors={"text@2": np.full(2, 0.5**0.5, dtype=np.float32)}
+    )
     assert not catalog.add(again)[0]
     assert len(catalog.vectors(["text@1", "text@2"], 0, 10)) == 2
     for i in range(3):
@@ -140,7 +150,9 @@ def test_invalidation_by_tag_entry_and_namespace(tmp_path: Path) -> None:
         catalog.invalidate()
 
 
-def test_removals_that_nobody_fetches_become_one_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removals_that_nobody_fetches_become_one_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(catalog_module, "_REMOVALS", 3)
     with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
         catalog.invalidate(tag="nobody hears of it")
@@ -178,7 +190,9 @@ def test_a_damaged_entry_is_deleted_and_hides_no_other(tmp_path: Path, harm: str
         db.execute(f"UPDATE entries SET {harm} WHERE entry_id=?", ids("a"))
     uses = catalog.by_namespace()
     assert sum(use.entries for use in uses) == 2
-    assert {(type(use.tenant), type(use.hits), type(use.oldest)) for use in uses} == {(str, int, float)}
+    assert {(type(use.tenant), type(use.hits), type(use.oldest)) for use in uses} == {
+        (str, int, float)
+    }
     assert [row.entry_id for row in catalog.vectors(["text@1"], 0, 10)] == [*ids("ab")]
     assert [row.entry_id for row in catalog.media_rows(0, 10)] == [*ids("ab")]
     with pytest.raises(CorruptValue, match=f"entry {id_of('a')}"):
@@ -189,6 +203,9 @@ def test_a_damaged_entry_is_deleted_and_hides_no_other(tmp_path: Path, harm: str
 
 def test_a_damaged_vector_is_none() -> None:
     good = np.full(4, 0.5, dtype=np.float32)
-    for data in (pack(good)[:12], *(pack(good * np.array([1, 1, 1, n], np.float32)) for n in (np.nan, np.inf, 2, 0.5))):
+    for data in (
+        pack(good)[:12],
+        *(pack(good * np.array([1, 1, 1, n], np.float32)) for n in (np.nan, np.inf, 2, 0.5)),
+    ):
         with pytest.raises(CorruptValue):
             unpack(data, 4)

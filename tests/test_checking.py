@@ -18,7 +18,16 @@ from semkv.errors import StoreError
 from semkv.stores.catalog import Catalog
 from semkv.tiers.checking import Checking, SameMeaning, same_text, wilson
 from semkv.tiers.policies import FEATURES, Calibration, Decision, FixedThreshold
-from semkv.types import CacheMode, Exactness, Match, Namespace, PolicyName, Request, ReuseReport, TextSegment
+from semkv.types import (
+    CacheMode,
+    Exactness,
+    Match,
+    Namespace,
+    PolicyName,
+    Request,
+    ReuseReport,
+    TextSegment,
+)
 
 
 def asking(text: str = "a") -> Request:
@@ -55,8 +64,16 @@ class At(WrittenEncoder):
         ("", " ", True),
         # Longer ones by cosine and guards.
         ("The cube in front is a red one.", "The cube in front is red, as you see.", True),
-        ("Yes, you can safely take both of them together.", "No, you cannot safely take both of them together.", False),
-        ("The usual dose for an adult is 50 mg a day.", "The usual dose for an adult is 500 mg a day.", False),
+        (
+            "Yes, you can safely take both of them together.",
+            "No, you cannot safely take both of them together.",
+            False,
+        ),
+        (
+            "The usual dose for an adult is 50 mg a day.",
+            "The usual dose for an adult is 500 mg a day.",
+            False,
+        ),
         ("word " * 30, "word " * 31, False),  # beyond the window
     ],
 )
@@ -67,7 +84,15 @@ def test_answers_are_compared_as_strings_or_by_meaning(first: str, second: str, 
 
 
 def checking(folder: Path, rate: float) -> Checking:
-    return Checking(rate, FixedThreshold(), same_text, pytest.fail, Catalog(folder / "catalog.sqlite"), "f", Tally())
+    return Checking(
+        rate,
+        FixedThreshold(),
+        same_text,
+        pytest.fail,
+        Catalog(folder / "catalog.sqlite"),
+        "f",
+        Tally(),
+    )
 
 
 def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> None:
@@ -76,7 +101,9 @@ def test_the_share_is_drawn_and_the_policy_may_ask_for_more(tmp_path: Path) -> N
     assert 320 < drawn < 480
     assert some.selected(some.open(asking(), APPROXIMATE, Decision(True, check=1.0)))
     assert not silent.selected(silent.open(asking(), APPROXIMATE, Decision(True, check=1.0)))
-    assert not always.selected(always.open(asking(), replace(APPROXIMATE, exactness=Exactness.EXACT)))
+    assert not always.selected(
+        always.open(asking(), replace(APPROXIMATE, exactness=Exactness.EXACT))
+    )
 
 
 def test_open_hits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +117,15 @@ def test_open_hits_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def plain(tmp_path: Path, **settings: Any) -> Bench:
-    return Bench(tmp_path, **{"embedding_layers": (), "embedding_hook": "none", "verify_rate": 1.0, **settings})
+    return Bench(
+        tmp_path,
+        **{"embedding_layers": (), "embedding_hook": "none", "verify_rate": 1.0, **settings},
+    )
 
 
-def test_checks_count_once_give_an_interval_and_keep_a_wrong_donor_from_its_text(tmp_path: Path) -> None:
+def test_checks_count_once_give_an_interval_and_keep_a_wrong_donor_from_its_text(
+    tmp_path: Path,
+) -> None:
     bench = plain(tmp_path)
     bench.ask("color")
     hits = [bench.look("color~0.95"), bench.look("color~0.96")]
@@ -134,7 +166,9 @@ def test_what_was_found_wrong_is_known_after_a_crash_and_to_other_processes(tmp_
     assert not bench.look("form~0.95").hit, "another process has heard of it"
 
 
-def test_a_policy_that_fails_ends_neither_a_request_nor_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_policy_that_fails_ends_neither_a_request_nor_the_cache(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     bench = plain(tmp_path)
     bench.ask("color")
     report = bench.look("color~0.95")
@@ -198,7 +232,9 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
         bench.ask(f"topic {number}", response="yes")
         answered(bench, bench.ask(f"topic {number}~0.97", response="yes"))
     stats = bench.cache.stats()
-    assert stats.hits.get("semantic_text", 0) > 30, "refused ones turned out right, so later ones are served"
+    assert stats.hits.get("semantic_text", 0) > 30, (
+        "refused ones turned out right, so later ones are served"
+    )
     assert stats.refused > 5
     bench.cache.close()
     kept = json.loads((tmp_path / "cache" / "policy.json").read_text())
@@ -210,14 +246,20 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
     for number in range(80):
         bench.ask(f"fresh {number}", response="yes")
         answered(bench, bench.ask(f"fresh {number}~0.97", response="yes"))
-    assert bench.cache.stats().hits.get("semantic_text", 0) > 5, "what was learned outlives the process"
+    assert bench.cache.stats().hits.get("semantic_text", 0) > 5, (
+        "what was learned outlives the process"
+    )
 
 
 @pytest.mark.parametrize("policy", PolicyName)
 def test_a_veto_is_final_whatever_was_learned(tmp_path: Path, policy: PolicyName) -> None:
     rosy = tmp_path / "rosy.json"
     Calibration("written", -9.0, dict.fromkeys(FEATURES, 0.0), 0.5).save(rosy)
-    learned = {} if policy is PolicyName.FIXED else {"policy": policy, "calibration": rosy, "max_error_rate": 0.5}
+    learned = (
+        {}
+        if policy is PolicyName.FIXED
+        else {"policy": policy, "calibration": rosy, "max_error_rate": 0.5}
+    )
     bench = plain(tmp_path, guards=True, **learned)
     for number in range(150):
         bench.ask(f"is lamp {number} on the left", chunk=f"lamp {number}", response="yes")
@@ -232,7 +274,9 @@ def test_a_veto_is_final_whatever_was_learned(tmp_path: Path, policy: PolicyName
 def test_a_damaged_memory_is_a_counted_fault(tmp_path: Path) -> None:
     bench = plain(tmp_path, policy=PolicyName.BOUNDED)
     bench.cache.close()
-    for number, content in enumerate(("{", '{"format": 2}', '{"format": 1, "fingerprint": "written", "hits": 3}')):
+    for number, content in enumerate(
+        ("{", '{"format": 2}', '{"format": 1, "fingerprint": "written", "hits": 3}')
+    ):
         (tmp_path / "cache" / "policy.json").write_text(content)
         bench.open()
         assert bench.cache.stats().faults == {"policy": 1}

@@ -29,13 +29,20 @@ FLAGS = (
 
 
 def semkv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command, environment = [sys.executable, "-m", "semkv", *arguments], {**os.environ, "COLUMNS": "160"}
+    command, environment = (
+        [sys.executable, "-m", "semkv", *arguments],
+        {**os.environ, "COLUMNS": "160"},
+    )
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    questions = ("What is the capital of France?", "what is the  capital of France?", "Who wrote Faust?")
+    questions = (
+        "What is the capital of France?",
+        "what is the  capital of France?",
+        "Who wrote Faust?",
+    )
     return write_questions(tmp_path / "prompts.jsonl", *questions)
 
 
@@ -58,13 +65,17 @@ def test_help_lists_every_flag() -> None:
 
 def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
     hidden = "import sys; sys.modules['semkv_lab'] = None; from semkv.cli import main; main()"
-    out = subprocess.run([sys.executable, "-c", hidden, "run", "--max-samples", "4"], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", hidden, "run", "--max-samples", "4"], capture_output=True, text=True
+    )
     assert (out.returncode, out.stdout) == (2, "")
     assert out.stderr == (
         "semkv: semkv run is part of semkv-lab, which is not installed: from the repository, "
         "pip install ./packages/lab\n"
     )
-    text = subprocess.run([sys.executable, "-c", hidden, "--help"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [sys.executable, "-c", hidden, "--help"], capture_output=True, text=True, check=True
+    ).stdout
     assert {"serve", "run", "demo", "sweep", "report", "eval-pairs"} <= {
         line.split()[1] for line in text.splitlines() if line.startswith("│ ")
     }
@@ -73,15 +84,26 @@ def test_without_the_lab_its_commands_say_how_to_get_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--preset gpt-9", "--preset: 'gpt-9' is not allowed; expected one of internvl3.5-2b, minigqa, opt-125m"),
-        ("--similarity-threshold 1.5", "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1"),
+        (
+            "--preset gpt-9",
+            "--preset: 'gpt-9' is not allowed; expected one of internvl3.5-2b, minigqa, opt-125m",
+        ),
+        (
+            "--similarity-threshold 1.5",
+            "--similarity-threshold: 1.5 is not allowed; expected a number from 0 to 1",
+        ),
         ("--cache-mode maybe", "expected 'off', 'dry-run' or 'live'"),
         ("--model /no/such/model", "model '/no/such/model' is not a directory"),
         # No data set is looked for before the model is there: this one would be a download.
-        ("--model nobody/no-such-model", "copy the cache here (HF_HOME), or give its directory with --model"),
+        (
+            "--model nobody/no-such-model",
+            "copy the cache here (HF_HOME), or give its directory with --model",
+        ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: str, expected: str) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, arguments: str, expected: str
+) -> None:
     usual = ["run", "--dataset", "gqa", "--disable-semantic-cache", "--cache-dir", str(tmp_path)]
     out = invoke([*usual, *arguments.split()])
     assert (out.exit_code, out.stdout) == (2, "")
@@ -102,7 +124,11 @@ def test_a_run_prints_and_writes(tmp_path: Path, prompts: Path) -> None:
         "[2] miss | latency=T | answer match=False | " + tiers.format("miss"),
     ]
     assert "saved beyond it" in out.stdout
-    assert [row["provenance"] for row in read_lines(tmp_path / "s.jsonl")] == ["", "text:normalised", ""]
+    assert [row["provenance"] for row in read_lines(tmp_path / "s.jsonl")] == [
+        "",
+        "text:normalised",
+        "",
+    ]
     summary = json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))
     assert summary["summary"]["hits"] == 1
     assert summary["settings"]["dataset"] == str(prompts)
@@ -135,7 +161,11 @@ def test_a_hook_of_the_users_own_and_its_dimension(tmp_path: Path, prompts: Path
         arguments = [*run_arguments(tmp_path, prompts), "--embedding-hook", f"{__name__}:{hook}"]
         return invoke([*arguments, "--embedding-layer", layer])
 
-    fits, wrong, unknown = run("Hook", "prompt:8:0.9"), run("Hook", "prompt:9:0.9"), run("Gone", "prompt:8")
+    fits, wrong, unknown = (
+        run("Hook", "prompt:8:0.9"),
+        run("Hook", "prompt:9:0.9"),
+        run("Gone", "prompt:8"),
+    )
     assert fits.exit_code == 0, fits.stderr
     assert "embedding:prompt=" in fits.stdout
     assert (wrong.exit_code, unknown.exit_code) == (2, 2)
@@ -144,7 +174,10 @@ def test_a_hook_of_the_users_own_and_its_dimension(tmp_path: Path, prompts: Path
 
 
 def test_ctrl_c_ends_with_a_summary(tmp_path: Path) -> None:
-    path, samples = write_questions(tmp_path / "many.jsonl", *map(str, range(100_000))), tmp_path / "s.jsonl"
+    path, samples = (
+        write_questions(tmp_path / "many.jsonl", *map(str, range(100_000))),
+        tmp_path / "s.jsonl",
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "semkv", *run_arguments(tmp_path, path), "--samples-out", str(samples), "--quiet"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=allow_ctrl_c,

@@ -40,7 +40,10 @@ WRONG: list[tuple[str, Any]] = [
     ("verify_rate", -0.1),
     ("image_roots", "/tmp"),
     ("embedding_layers", ["prompt"]),
-    *(("embedding_layers", [replace(PROMPT, **wrong)]) for wrong in ({"threshold": 1.7}, {"dim": 2.5}, {"name": ""})),
+    *(
+        ("embedding_layers", [replace(PROMPT, **wrong)])
+        for wrong in ({"threshold": 1.7}, {"dim": 2.5}, {"name": ""})
+    ),
 ]
 
 
@@ -54,15 +57,27 @@ def test_what_is_wrong_is_named(name: str, value: Any) -> None:
 def test_a_variable_is_a_flag() -> None:
     given = {"SEMKV_MODE": "off", "SEMKV_SECRET": SECRET, "SEMKV_TTL": " "}
     # What Kubernetes sets for Services named semkv and semkv-redis:
-    given |= {"SEMKV_PORT": "tcp://10.0.0.1:80", "SEMKV_PORT_80_TCP_ADDR": "10.0.0.1", "SEMKV_SERVICE_PORT_HTTP": "80"}
+    given |= {
+        "SEMKV_PORT": "tcp://10.0.0.1:80",
+        "SEMKV_PORT_80_TCP_ADDR": "10.0.0.1",
+        "SEMKV_SERVICE_PORT_HTTP": "80",
+    }
     given |= {"SEMKV_REDIS_SERVICE_HOST": "10.0.0.2", "SEMKV_REDIS_PORT": "tcp://10.0.0.2:6379"}
-    given |= {"SEMKV_HOST": "0.0.0.0", "SEMKV_WORKERS": "2"}  # of a gateway with the same environment
+    given |= {
+        "SEMKV_HOST": "0.0.0.0",
+        "SEMKV_WORKERS": "2",
+    }  # of a gateway with the same environment
     settings = parse(ServerSettings, ["--mode", "dry-run"], Environment(given))
     assert settings == ServerSettings(mode=CacheMode.DRY_RUN)
     assert parse(ServerSettings, [], Environment(given)) == ServerSettings(mode=CacheMode.OFF)
-    with pytest.raises(ConfigError, match=r"SEMKV_CACHE_MODE.*one name for --cache-mode, which SEMKV_MODE gives"):
+    with pytest.raises(
+        ConfigError, match=r"SEMKV_CACHE_MODE.*one name for --cache-mode, which SEMKV_MODE gives"
+    ):
         parse(ServerSettings, [], Environment({"SEMKV_MODE": "off", "SEMKV_CACHE_MODE": "live"}))
-    layers = {"SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512", "SEMKV_EMBEDDING_HOOK": "prompt_vision"}
+    layers = {
+        "SEMKV_EMBEDDING_LAYERS": "prompt:384:0.8, vision:512",
+        "SEMKV_EMBEDDING_HOOK": "prompt_vision",
+    }
     assert len(parse(CacheConfig, [], Environment(layers)).embedding_layers) == 2
 
 
@@ -87,13 +102,17 @@ def test_every_flag_of_the_command_may_be_a_variable(monkeypatch: pytest.MonkeyP
 def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:
     """The settings that ``semkv serve`` makes of its flags."""
     found: list[ServerSettings] = []
-    monkeypatch.setattr("semkv_gateway.serve.run_server", lambda settings, *_, **more: found.append(settings))
+    monkeypatch.setattr(
+        "semkv_gateway.serve.run_server", lambda settings, *_, **more: found.append(settings)
+    )
     assert invoke(["serve", *flags]).exit_code == 0
     return found[0]
 
 
 @pytest.mark.parametrize("value", [None, "", "~/answers", "answers"])
-def test_every_part_means_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_every_part_means_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SEMKV_CACHE_DIR", raising=False)
     if value is not None:
@@ -116,7 +135,9 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
         secret_of(ServerSettings(cache_dir=tmp_path, store="redis://localhost"), {})
 
 
-@pytest.mark.parametrize(("name", "value"), [("TTL", "soon"), ("SEMANTIC", "maybe"), ("MEMORY_MIB", "0")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("TTL", "soon"), ("SEMANTIC", "maybe"), ("MEMORY_MIB", "0")]
+)
 def test_a_wrong_variable_is_named(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"SEMKV_{name}: .*{value}"):
         parse(ServerSettings, [], Environment({f"SEMKV_{name}": value}))
@@ -131,12 +152,15 @@ class TestFile:
 
         return write
 
-    def test_the_example_of_the_page_loads(self, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_example_of_the_page_loads(
+        self, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         page = Path(__file__).parent.parent / "docs" / "operations.md"
         (text,) = re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         started: list[Any] = []
         monkeypatch.setattr(
-            "semkv_gateway.serve.run_server", lambda settings, *_, **more: started.append((settings, more))
+            "semkv_gateway.serve.run_server",
+            lambda settings, *_, **more: started.append((settings, more)),
         )
         assert invoke(["serve", "--config", write(text)]).output == ""
         ((settings, more),) = started
@@ -148,8 +172,12 @@ class TestFile:
             salt=False,
         )
 
-    def test_flags_override_variables_and_variables_the_file(self, write: Callable[[str], str]) -> None:
-        variables = {"SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rule = ["model:a=a"]\n')}
+    def test_flags_override_variables_and_variables_the_file(
+        self, write: Callable[[str], str]
+    ) -> None:
+        variables = {
+            "SEMKV_CONFIG": write('ttl = 1\nstale = 1\nstore-mib = 1\ntag-rule = ["model:a=a"]\n')
+        }
         variables |= {"SEMKV_STALE": "2", "SEMKV_TTL": "2"}
         found = parse(ServerSettings, ["--ttl=3"], Environment(variables))
         assert found == ServerSettings(ttl=3, stale=2, store_mib=1, tag_rules=("model:a=a",))
@@ -157,13 +185,22 @@ class TestFile:
     @pytest.mark.parametrize(
         ("text", "named"),
         [
-            ("secret = 'not to be told'", "gateway.toml: 'secret' is not allowed; expected one of "),
+            (
+                "secret = 'not to be told'",
+                "gateway.toml: 'secret' is not allowed; expected one of ",
+            ),
             ("[serve]\nttl = 1", "gateway.toml: 'serve' is not allowed; expected one of "),
             ("no-salt = true", "gateway.toml: 'no-salt' is not allowed; expected one of "),
             ("ttl = -1", "gateway.toml: ttl: -1.0 is not allowed; expected 0 or a positive number"),
             ("ttl = [1]", "gateway.toml: ttl: '[1]' is not allowed; expected a valid number"),
-            ("salt = 'maybe'", "gateway.toml: salt: 'maybe' is not allowed; expected a valid boolean"),
-            ("mode = 'dry'", "gateway.toml: mode: 'dry' is not allowed; expected 'off', 'dry-run' or 'live'"),
+            (
+                "salt = 'maybe'",
+                "gateway.toml: salt: 'maybe' is not allowed; expected a valid boolean",
+            ),
+            (
+                "mode = 'dry'",
+                "gateway.toml: mode: 'dry' is not allowed; expected 'off', 'dry-run' or 'live'",
+            ),
             (
                 "trusted-proxy = ['foo']",
                 "gateway.toml: trusted-proxy: 'foo' is not allowed; expected networks such as ",
@@ -172,17 +209,24 @@ class TestFile:
             ("ttl = ", "gateway.toml: not valid TOML (Invalid value"),
         ],
     )
-    def test_what_is_wrong_in_it_is_named(self, write: Callable[[str], str], text: str, named: str) -> None:
+    def test_what_is_wrong_in_it_is_named(
+        self, write: Callable[[str], str], text: str, named: str
+    ) -> None:
         said = invoke(["serve", "--config", write(text)])
         assert said.exit_code == 2
         assert named in said.stderr
         assert "not to be told" not in said.output
 
-    def test_a_value_given_elsewhere_is_not_the_files_fault(self, write: Callable[[str], str]) -> None:
+    def test_a_value_given_elsewhere_is_not_the_files_fault(
+        self, write: Callable[[str], str]
+    ) -> None:
         assert invoke(["serve", "--config", write("ttl = 1"), "--ttl=-1"]).stderr.startswith(
             "semkv: --ttl: -1.0 is not"
         )
-        assert "--config: '/nowhere' is not allowed" in invoke(["serve", "--config", "/nowhere"]).stderr
+        assert (
+            "--config: '/nowhere' is not allowed"
+            in invoke(["serve", "--config", "/nowhere"]).stderr
+        )
 
 
 anything = st.one_of(
@@ -191,7 +235,10 @@ anything = st.one_of(
 )  # fmt: skip
 
 
-@given(name=st.sampled_from(sorted(get_type_hints(CacheConfig))), value=anything | st.lists(anything, max_size=2))
+@given(
+    name=st.sampled_from(sorted(get_type_hints(CacheConfig))),
+    value=anything | st.lists(anything, max_size=2),
+)
 def test_every_value_is_taken_as_what_is_declared_or_refused(name: str, value: Any) -> None:
     try:
         config = CacheConfig(**{"cache_dir": Path(), "embedding_hook": "prompt", name: value})
@@ -223,7 +270,12 @@ def test_every_preset_resolves() -> None:
 
 
 def test_flags_override_the_preset() -> None:
-    flags: dict[str, Any] = {"model": "other/model", "trust_remote_code": False, "max_tokens": 3, "dataset": "jsonl"}
+    flags: dict[str, Any] = {
+        "model": "other/model",
+        "trust_remote_code": False,
+        "max_tokens": 3,
+        "dataset": "jsonl",
+    }
     cache: dict[str, Any] = {"embedding_layer": ("prompt:384:0.8",), "embedding_hook": "prompt"}
     cache |= {"similarity_threshold": 0.0, "enable_fusion_cache": False}
     settings = resolve(preset="internvl3.5-2b", **flags, **cache)
@@ -231,22 +283,38 @@ def test_flags_override_the_preset() -> None:
     assert settings.cache.embedding_layers == (PROMPT,)
     assert (settings.cache.similarity_threshold, settings.cache.fusion) == (0.0, False)
     assert settings.instruction == ""  # GQA's instruction belongs to GQA's questions
-    assert [layer.name for layer in resolve(embedding_hook="prompt").cache.embedding_layers] == ["prompt"]
+    assert [layer.name for layer in resolve(embedding_hook="prompt").cache.embedding_layers] == [
+        "prompt"
+    ]
     assert resolve(embedding_hook="none").cache.embedding_layers == ()
     twice = resolve({"embedding-layers": ["prompt:384"]}, embedding_layer=["vision:6912:0.9"])
-    assert twice.cache.embedding_layers == (EmbeddingLayer("vision", 6912, 0.9),), "of two names the last one counts"
+    assert twice.cache.embedding_layers == (EmbeddingLayer("vision", 6912, 0.9),), (
+        "of two names the last one counts"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "key", "expected"),
     [
-        ({"preset": "nope"}, "--preset", "internvl3.5-2b, minigqa, opt-125m, qwen2.5-vl-7b, qwen3-vl-2b"),
+        (
+            {"preset": "nope"},
+            "--preset",
+            "internvl3.5-2b, minigqa, opt-125m, qwen2.5-vl-7b, qwen3-vl-2b",
+        ),
         ({"dataset": "vqa"}, "--dataset", "gqa, jsonl, minigqa"),
-        ({"chunk_source": "words"}, "--chunk-source", "'question', 'semantic', 'group', 'combined' or 'full'"),
+        (
+            {"chunk_source": "words"},
+            "--chunk-source",
+            "'question', 'semantic', 'group', 'combined' or 'full'",
+        ),
         ({"engine": "tpu"}, "--engine", "labels, scripted, transformers, vllm"),
         ({"embedding_layer": ("prompt:384:7",)}, "--embedding-layer", "from 0 to 1"),
         ({"embedding_layer": ("a:3", "a:3")}, "--embedding-layer", "once"),
-        ({"preset": "opt-125m", "embedding_layer": ("prompt:384",)}, "--embedding-hook", "prompt_vision"),
+        (
+            {"preset": "opt-125m", "embedding_layer": ("prompt:384",)},
+            "--embedding-hook",
+            "prompt_vision",
+        ),
         ({"max_samples": "null"}, "--max-samples", "integer"),
         ({"max_cached_blocks": -1}, "--max-cached-blocks", "positive"),
         ({"dataset_root": Path("/no/such/place")}, "--dataset-root", "exists"),
@@ -254,7 +322,9 @@ def test_flags_override_the_preset() -> None:
         ({"tenant": ["a", "b"]}, "--tenant", "string"),
     ],
 )
-def test_a_wrong_value_names_flag_value_and_what_is_allowed(flags: dict[str, Any], key: str, expected: str) -> None:
+def test_a_wrong_value_names_flag_value_and_what_is_allowed(
+    flags: dict[str, Any], key: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(flags)
     assert caught.value.key == key

@@ -43,7 +43,11 @@ def classes() -> dict[str, set[str]]:
     for module in pkgutil.iter_modules(vllm.config.__path__):
         made = importlib.import_module(f"vllm.config.{module.name}")
         for name, kind in vars(made).items():
-            if inspect.isclass(kind) and dataclasses.is_dataclass(kind) and kind.__module__ == made.__name__:
+            if (
+                inspect.isclass(kind)
+                and dataclasses.is_dataclass(kind)
+                and kind.__module__ == made.__name__
+            ):
                 found[name] = {field.name for field in dataclasses.fields(kind)}
     return found
 
@@ -56,7 +60,9 @@ def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
         f"{kind}.{name}"
         for kind, names in classes().items()
         if kind not in elsewhere
-        for name in names - set(REVIEWED["counts"].get(kind, "").split()) - set(HARMLESS.get(kind, {}))
+        for name in names
+        - set(REVIEWED["counts"].get(kind, "").split())
+        - set(HARMLESS.get(kind, {}))
     }
     assert not new
 
@@ -64,10 +70,16 @@ def test_every_field_of_the_installed_vllm_was_reviewed() -> None:
 def test_every_harmless_name_is_one_and_has_a_reason() -> None:
     from vllm import envs
 
-    tables = {kind: names for kind, names in HARMLESS.items() if kind not in ("environment", "packages")}
+    tables = {
+        kind: names for kind, names in HARMLESS.items() if kind not in ("environment", "packages")
+    }
     named = {f"{kind}.{name}" for kind, names in tables.items() for name in names}
-    assert named - {f"{kind}.{name}" for kind, names in classes().items() for name in names} <= LATER
-    both = {f"{kind}.{name}" for kind, names in REVIEWED["counts"].items() for name in names.split()} & named
+    assert (
+        named - {f"{kind}.{name}" for kind, names in classes().items() for name in names} <= LATER
+    )
+    both = {
+        f"{kind}.{name}" for kind, names in REVIEWED["counts"].items() for name in names.split()
+    } & named
     assert not both, "harmless, and counted as not"
     variables = HARMLESS["environment"]
     assert {name for name in variables if name not in envs.environment_variables} == {
@@ -83,13 +95,16 @@ class Made:
 
 def test_a_field_that_nobody_reviewed_separates() -> None:
     assert ours.configuration(Made(1)) != ours.configuration(Made(2))
-    assert ours.configuration(Made({"b": 1, "a": {3, 1, 2}})) == ours.configuration(Made({"a": {2, 3, 1}, "b": 1}))
+    assert ours.configuration(Made({"b": 1, "a": {3, 1, 2}})) == ours.configuration(
+        Made({"a": {2, 3, 1}, "b": 1})
+    )
     different = ["1", 1, True, 1.0, [1], {"1"}, {1: 1}, b"1", "31", "", None, Made, Made(1)]
     assert len({json.dumps(plain(value)) for value in different}) == len(different)
 
 
 @pytest.mark.parametrize(
-    "value", [object(), lambda: 1, functools.partial(lambda: 1), types.SimpleNamespace(a=1), [object()]]
+    "value",
+    [object(), lambda: 1, functools.partial(lambda: 1), types.SimpleNamespace(a=1), [object()]],
 )
 def test_what_has_no_form_of_its_own_is_not_guessed(value: object) -> None:
     with pytest.raises(UnknownError, match=r"Made\.later"):
@@ -108,7 +123,13 @@ def test_the_content_of_a_file_counts(tmp_path: Path) -> None:
 
 def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment()
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_SERVICE_HOST", "VLLM_PORT_8000_TCP_ADDR", "TRITON_CACHE_DIR", "HOSTNAME"):
+    for name in (
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_SERVICE_HOST",
+        "VLLM_PORT_8000_TCP_ADDR",
+        "TRITON_CACHE_DIR",
+        "HOSTNAME",
+    ):
         monkeypatch.setenv(name, "another")
         assert environment() == before, name
     for name in (
@@ -133,7 +154,9 @@ def test_versions_of_what_vllm_needs_count(monkeypatch: pytest.MonkeyPatch) -> N
         assert ours.versions() != found
     monkeypatch.setattr(ours, "_installed", ours._installed.__wrapped__)
     version = ours.metadata.version
-    monkeypatch.setattr(ours.metadata, "version", lambda name: "9.9" if name == "pillow" else version(name))
+    monkeypatch.setattr(
+        ours.metadata, "version", lambda name: "9.9" if name == "pillow" else version(name)
+    )
     assert ours.versions() == found | {"pillow": "9.9"}
 
 
@@ -154,15 +177,23 @@ print("FACTS", json.dumps(facts, sort_keys=True))
 """
 
 
-def test_another_process_comes_to_the_same_facts(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_another_process_comes_to_the_same_facts(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     """In full: with no address, no number of a process and no order of a set in them."""
     said = []
     for seed, seqs in (("1", "8"), ("2", "32")):
         folder = tmp_path / seed
         folder.mkdir()
-        env = os.environ | {"PYTHONHASHSEED": seed, "VLLM_CACHE_ROOT": str(folder), "VLLM_PORT": f"2000{seed}"}
+        env = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "VLLM_CACHE_ROOT": str(folder),
+            "VLLM_PORT": f"2000{seed}",
+        }
         command = [sys.executable, "-c", _FACTS, str(checkpoint("llama")), str(tmp_path), seqs]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, cwd=folder, check=False
+        )
         lines = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
         assert lines, done.stderr[-2000:]
         said += lines
@@ -177,7 +208,12 @@ def _restarted(given_model: str, folder: str) -> None:
     settings: list[dict[str, Any]] = [
         {},
         {},
-        {"max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 27, "max_num_batched_tokens": 512, "seed": 7},
+        {
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 1 << 27,
+            "max_num_batched_tokens": 512,
+            "seed": 7,
+        },
         {"served_model_name": "another", "max_logprobs": 3, "disable_log_stats": True},
     ]
     answers = []
@@ -206,10 +242,20 @@ def loaded(model: Path | str, **fields: Any) -> tuple[Any, Any]:
     config = types.SimpleNamespace(
         to_json_string=lambda **_: "{}", _commit_hash=fields.pop("commit", None), auto_map=None
     )
-    load = types.SimpleNamespace(load_format=fields.pop("load_format", "auto"), download_dir=fields.pop("hub", None))
+    load = types.SimpleNamespace(
+        load_format=fields.pop("load_format", "auto"), download_dir=fields.pop("hub", None)
+    )
     config.auto_map = fields.pop("auto_map", None)
-    usual = {"model": str(model), "model_weights": "", "revision": None, "code_revision": None, "seed": 0}
-    made = types.SimpleNamespace(**(usual | {"trust_remote_code": True, "hf_config": config} | fields))
+    usual = {
+        "model": str(model),
+        "model_weights": "",
+        "revision": None,
+        "code_revision": None,
+        "seed": 0,
+    }
+    made = types.SimpleNamespace(
+        **(usual | {"trust_remote_code": True, "hf_config": config} | fields)
+    )
     return made, load
 
 
@@ -228,12 +274,19 @@ A, B = "a" * 40, "b" * 40
         ({"model": "someone/model", "commit": B}, "while the engine started"),
         ({"auto_map": {"AutoModel": "someone/code--modeling.Model"}}, "--code-revision"),
         (
-            {"model": "other/model", "commit": A, "code_revision": "main", "auto_map": {"AutoModel": "m.M"}},
+            {
+                "model": "other/model",
+                "commit": A,
+                "code_revision": "main",
+                "auto_map": {"AutoModel": "m.M"},
+            },
             "--code-revision",
         ),
     ],
 )
-def test_weights_that_cannot_be_told_are_not_guessed(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+def test_weights_that_cannot_be_told_are_not_guessed(
+    tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
     refs = tmp_path / "models--someone--model" / "refs"
@@ -246,14 +299,22 @@ def test_weights_that_cannot_be_told_are_not_guessed(tmp_path: Path, fields: dic
 
 def test_weights_that_are_known(tmp_path: Path) -> None:
     def name(**fields: Any) -> str:
-        return weights_identity(*loaded(**({"model": "someone/model", "hub": str(tmp_path)} | fields)), tmp_path, 9e9)
+        return weights_identity(
+            *loaded(**({"model": "someone/model", "hub": str(tmp_path)} | fields)), tmp_path, 9e9
+        )
 
     assert name(commit=A) == name(revision=A) != name(commit=B)
     assert name(commit=A, model="other/model") != name(commit=A)
-    assert name(load_format="dummy") == name(load_format="dummy", revision="main") != name(load_format="dummy", seed=1)
+    assert (
+        name(load_format="dummy")
+        == name(load_format="dummy", revision="main")
+        != name(load_format="dummy", seed=1)
+    )
 
 
-@pytest.mark.parametrize("how", ["written", "replaced", "added", "folder exchanged", "link turned", "linked file"])
+@pytest.mark.parametrize(
+    "how", ["written", "replaced", "added", "folder exchanged", "link turned", "linked file"]
+)
 def test_weights_that_are_younger_than_the_engine_are_not_known(tmp_path: Path, how: str) -> None:
     """The engine may have read what was there before, or half of it."""
     model, other = tmp_path / "model", tmp_path / "other"
@@ -292,7 +353,9 @@ def test_weights_that_are_younger_than_the_engine_are_not_known(tmp_path: Path, 
 def test_when_an_engine_began() -> None:
     """When its configuration was made, or the process, where vLLM does not say."""
     now = time.time()
-    assert begun(types.SimpleNamespace(instance_id=str(int((now - 5) * 1e9)))) == pytest.approx(now - 5, abs=0.01)
+    assert begun(types.SimpleNamespace(instance_id=str(int((now - 5) * 1e9)))) == pytest.approx(
+        now - 5, abs=0.01
+    )
     for name in ("ab12f", "12345", str(int((now + 3600) * 1e9))):
         assert begun(types.SimpleNamespace(instance_id=name)) < now
         assert begun(types.SimpleNamespace(instance_id=name)) > now - 30 * 86400

@@ -27,7 +27,14 @@ from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.fusion import FusionState, FusionStore
-from semkv_vllm import ConnectorOutcome, ECSettings, KVSettings, identity, read_outcome, read_settings
+from semkv_vllm import (
+    ConnectorOutcome,
+    ECSettings,
+    KVSettings,
+    identity,
+    read_outcome,
+    read_settings,
+)
 from semkv_vllm.media import Media
 from semkv_vllm.shared import BreakEven
 
@@ -38,9 +45,13 @@ def kv_params(**params: Any) -> dict[str, Any]:
     return {"kv_transfer_params": params}
 
 
-def disk(tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = None) -> ConnectorOutcome:
+def disk(
+    tokens: int, *, fusion: tuple[int, int] = (0, 0), cached: int | None = None
+) -> ConnectorOutcome:
     """What is reported of a request that loaded so many tokens, all of them from disk."""
-    return ConnectorOutcome(tokens, {"disk": tokens} if tokens else {}, *fusion, tokens if cached is None else cached)
+    return ConnectorOutcome(
+        tokens, {"disk": tokens} if tokens else {}, *fusion, tokens if cached is None else cached
+    )
 
 
 def flip(file: Path, at: int) -> None:
@@ -50,10 +61,14 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.fixture(scope="class")
-def engine(checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CachedEngine]:
+def engine(
+    checkpoint: tiny_models.Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CachedEngine]:
     """One LLaVA for most tests; prompts are longer than a step, so every prefill is chunked."""
     folder = tmp_path_factory.mktemp("cache")
-    with CachedEngine(checkpoint("llava"), folder, max_num_batched_tokens=128, max_num_seqs=8) as made:
+    with CachedEngine(
+        checkpoint("llava"), folder, max_num_batched_tokens=128, max_num_seqs=8
+    ) as made:
         yield made
 
 
@@ -81,7 +96,10 @@ class TestEngine:
         assert purge_from_here(engine.cache_dir, salts=["yours"], dry_run=True).counts["files"] == 0
         assert purge_from_here(engine.cache_dir, salts=["mine"], dry_run=True).counts["files"]
         limits = ({"max_load_tokens": 70}, 64), ({"kv_load_tiers": [{"medium": "CPU"}]}, 0)
-        for extra, expected in ((SKIP, 0), *((kv_params(**limit), loaded) for limit, loaded in limits)):
+        for extra, expected in (
+            (SKIP, 0),
+            *((kv_params(**limit), loaded) for limit, loaded in limits),
+        ):
             tokens, outcome = engine.from_disk(prompt, extra=extra)
             assert (tokens, outcome.loaded_tokens) == (cold, expected)
         assert engine.from_disk(prompt)[1].loaded_tokens > 64
@@ -121,8 +139,12 @@ class TestEngine:
             engine.one(engine.prompt("hears of it", picture=9), extra=SKIP)
         assert engine.from_host(prompt) == (cold, disk(0, fusion=(0, 1)))
 
-    @pytest.mark.parametrize(("damage", "counted"), [("flip", "corrupt"), ("swap", "corrupt"), ("gone", "missing")])
-    def test_damage_is_a_miss_with_the_same_answer(self, engine: CachedEngine, damage: str, counted: str) -> None:
+    @pytest.mark.parametrize(
+        ("damage", "counted"), [("flip", "corrupt"), ("swap", "corrupt"), ("gone", "missing")]
+    )
+    def test_damage_is_a_miss_with_the_same_answer(
+        self, engine: CachedEngine, damage: str, counted: str
+    ) -> None:
         engine.store(engine.prompt("another file", picture=19))
         before, prompt = engine.files(), engine.prompt(f"damage {damage}", picture=20)
         (cold,) = engine.run(prompt)
@@ -198,7 +220,9 @@ class TestEngine:
     def test_vllm_counts_host_hits_as_in_its_own_lookups(
         self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+            OffloadingConnectorStats,
+        )
 
         prompt, counted, seen = engine.prompt("counted", picture=22), Counter[str](), []
 
@@ -213,7 +237,9 @@ class TestEngine:
             assert engine.from_host(prompt)[1].sources.get("host")
             engine.settle()
             seen.append(dict(counted))
-            monkeypatch.setattr(type(engine.connector.manager), "held", lambda *_: (0, False))  # now by vLLM's way
+            monkeypatch.setattr(
+                type(engine.connector.manager), "held", lambda *_: (0, False)
+            )  # now by vLLM's way
         assert seen[0] == seen[1]
         assert min(seen[0].values()) >= 3, seen
 
@@ -244,9 +270,15 @@ class TestEngine:
         assert (again, outcome.loaded_tokens) == (cold, 0)
         assert engine.from_host(prompt)[1].sources.get("host")  # computed and stored anew
 
-    @pytest.mark.parametrize("why", ["/dev/shm cannot be used", "one step computes up to 128 tokens"])
+    @pytest.mark.parametrize(
+        "why", ["/dev/shm cannot be used", "one step computes up to 128 tokens"]
+    )
     def test_a_connector_that_has_too_little_memory_stays_idle(
-        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+        self,
+        engine: CachedEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        why: str,
     ) -> None:
         from semkv_vllm import kv
 
@@ -293,7 +325,9 @@ class TestEngine:
     ) -> None:
         prompt, connector = engine.prompt("nap", picture=27), engine.connector
         cold, _ = engine.one(prompt)
-        settings = KVSettings(connector.shared.settings.cache_dir, fixed_weights=True, report_loads=True)
+        settings = KVSettings(
+            connector.shared.settings.cache_dir, fixed_weights=True, report_loads=True
+        )
         monkeypatch.setattr(connector, "_settings", settings)
         for extra, loads, fusion in ((None, True, (0, 0)), (SKIP, False, (1, 0))):
             engine.forget(keep_host=True)
@@ -398,9 +432,13 @@ def _other_weights(model: Any) -> None:
 # ---------------------------------------------------------------------- other engines
 
 
-def test_a_prompt_larger_than_host_memory_is_answered(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_a_prompt_larger_than_host_memory_is_answered(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     """Its blocks on disk would push each other out of host memory for ever."""
-    row = 32 * 128 * 3 * 2 * 4  # a block of 32 tokens of three layers of width 128, keys and values, in float32
+    row = (
+        32 * 128 * 3 * 2 * 4
+    )  # a block of 32 tokens of three layers of width 128, keys and values, in float32
     kv = {"host_bytes": 14 * (row + 4096)}
     with CachedEngine(checkpoint("opt"), tmp_path) as large:
         (cold,) = large.run(large.prompt("long " * 120))
@@ -422,7 +460,9 @@ def test_kv_events_tell_what_is_on_the_disk(
     monkeypatch.setattr("semkv_vllm.tier._LOOK_S", 0.0)
     monkeypatch.setattr("semkv_vllm.tier._LOOKS", 1)
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    with CachedEngine(checkpoint("opt"), tmp_path, {"max_blocks": 4}, kv_events_config=events) as engine:
+    with CachedEngine(
+        checkpoint("opt"), tmp_path, {"max_blocks": 4}, kv_events_config=events
+    ) as engine:
         told, take = set[Any](), engine.connector.take_events
 
         def listen() -> list[Any]:
@@ -439,7 +479,9 @@ def test_kv_events_tell_what_is_on_the_disk(
             engine.store(engine.prompt(text))
             listen()
             count = "SELECT count(*) FROM blocks"
-            assert len(told) == engine.connector.shared.store._ask(lambda db: db.execute(count).fetchone()[0], None)
+            assert len(told) == engine.connector.shared.store._ask(
+                lambda db: db.execute(count).fetchone()[0], None
+            )
             return set(told)
 
         monkeypatch.setattr(engine.connector, "take_events", listen)
@@ -451,10 +493,15 @@ def test_kv_events_tell_what_is_on_the_disk(
         assert not second & third
 
 
-def test_another_tier_tells_weights_apart(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_another_tier_tells_weights_apart(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     """It goes by the model's name, which is the same for other weights in the same folder."""
     model, folders = shutil.copytree(checkpoint("opt"), tmp_path / "opt"), []
-    kv = {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}], "fixed_weights": True}
+    kv = {
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path / "fs")}],
+        "fixed_weights": True,
+    }
     for _ in range(2):
         with CachedEngine(model, tmp_path / "cache", kv) as engine:
             prompt = engine.prompt("elsewhere")
@@ -506,7 +553,10 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
         ec_transfer_config={"ec_connector": "SemECConnector", "ec_role": "ec_both",
                             "ec_connector_extra_config": {"report_loads": True}},
     )  # fmt: skip
-    prompt = {"prompt": "<s><image>" + " is there a dog" * 20, "multi_modal_data": {"image": tiny_models.picture()}}
+    prompt = {
+        "prompt": "<s><image>" + " is there a dog" * 20,
+        "multi_modal_data": {"image": tiny_models.picture()},
+    }
 
     def ask(extra: dict[str, Any] | None, enough: Callable[[Any], object]) -> list[Any]:
         """Blocks and encoder outputs are stored in the background: ask until what is wanted is found."""
@@ -524,13 +574,17 @@ def by_name(model: str, cache: str, name: str) -> dict[str, Any]:
         "warm": ask(None, lambda output: output.kv_transfer_params["semkv"]["loaded_tokens"]),
         "fused": ask(SKIP, lambda output: output.ec_transfer_params["semkv"]["loaded"]),
         "in process": hasattr(llm.llm_engine.engine_core, "engine_core"),
-        "shared": region_of(OURS + digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]).exists(),
+        "shared": region_of(
+            OURS + digest("engine", name, llm.llm_engine.vllm_config.instance_id, "1")[:24]
+        ).exists(),
     }
     llm.llm_engine.engine_core.shutdown()
     return found
 
 
-def test_by_name_alone_in_an_engine_process(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_by_name_alone_in_an_engine_process(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     name = uuid.uuid4().hex
     found = in_child(by_name, checkpoint("llava"), tmp_path / "cache", name)
     assert not found["in process"]
@@ -623,7 +677,10 @@ def test_settings_name_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="max_bytes"):
         read_settings(ECSettings, {"max_bytes": -1})
     ours, theirs = {"type": "semkv"}, {"type": "p2p", "port": 1}
-    for given, made in (((theirs,), [ours, theirs]), ((theirs, ours), [theirs, ours])):  # ours stands where it is put
+    for given, made in (
+        ((theirs,), [ours, theirs]),
+        ((theirs, ours), [theirs, ours]),
+    ):  # ours stands where it is put
         assert KVSettings(Path(), secondary_tiers=given, fixed_weights=True).tiers() == made
 
 
@@ -659,7 +716,12 @@ def test_encoder_outputs_that_wait_are_bounded_and_one_that_fails_stops_none(
 def test_weights_are_read_once_and_changes_are_seen_behind_a_link_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, elsewhere, notes, seen = tmp_path / "model", tmp_path / "elsewhere", tmp_path / "notes", set()
+    model, elsewhere, notes, seen = (
+        tmp_path / "model",
+        tmp_path / "elsewhere",
+        tmp_path / "notes",
+        set(),
+    )
     model.mkdir()
     elsewhere.mkdir()
     (model / "weights").symlink_to(elsewhere)
@@ -678,18 +740,27 @@ def test_outcome_of_other_engines() -> None:
     assert read_outcome(SimpleNamespace(num_cached_tokens=3)) == ConnectorOutcome(cached_tokens=3)
     odd = SimpleNamespace(kv_transfer_params={"semkv": [1]}, ec_transfer_params="x")
     assert read_outcome(odd) == ConnectorOutcome()
-    two = {"semkv": {"loaded_tokens": 0, "sources": {}}, "semkv-2": {"loaded_tokens": 64, "sources": {"disk": 64}}}
-    assert read_outcome(SimpleNamespace(kv_transfer_params=two)) == ConnectorOutcome(64, {"disk": 64})
+    two = {
+        "semkv": {"loaded_tokens": 0, "sources": {}},
+        "semkv-2": {"loaded_tokens": 64, "sources": {"disk": 64}},
+    }
+    assert read_outcome(SimpleNamespace(kv_transfer_params=two)) == ConnectorOutcome(
+        64, {"disk": 64}
+    )
 
 
-def media(name: str, salt: str | None, identifier: str = "cat.jpg", shown: str = "") -> SimpleNamespace:
+def media(
+    name: str, salt: str | None, identifier: str = "cat.jpg", shown: str = ""
+) -> SimpleNamespace:
     """A request with one media item of two positions, as vLLM's scheduler has it."""
     import torch
 
     position = SimpleNamespace(get_num_embeds=lambda: 2)
     pixels = torch.tensor(list((shown or identifier).encode()))
     data = {"pixels": SimpleNamespace(data=pixels)}
-    feature = SimpleNamespace(identifier=identifier, modality="image", mm_position=position, data=UserDict(data))
+    feature = SimpleNamespace(
+        identifier=identifier, modality="image", mm_position=position, data=UserDict(data)
+    )
     fields = {"cache_salt": salt, "lora_request": None, "ec_transfer_params": None}
     return SimpleNamespace(request_id=name, mm_features=[feature], **fields)
 
@@ -744,7 +815,9 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     workers: dict[str, ECWorker] = {}
     for name in ("one", "two"):
         blocks = BlockStore(tmp_path / "fusion", "fusion", writer=name)
-        identity.FOLLOWERS[name] = planned[name] = ECScheduler(blocks, "ns", tmp_path, Media(trusted=False))
+        identity.FOLLOWERS[name] = planned[name] = ECScheduler(
+            blocks, "ns", tmp_path, Media(trusted=False)
+        )
         workers[name] = ECWorker(blocks, "cpu", saves=True)
 
     def has(engine: str, item: str) -> bool:

@@ -17,7 +17,15 @@ from semkv import keys
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig, get_preset
 from semkv.engines import EnginePrompt
-from semkv.types import EmbeddingLayer, MatchPolicy, MediaSegment, Namespace, Request, Segment, TextSegment
+from semkv.types import (
+    EmbeddingLayer,
+    MatchPolicy,
+    MediaSegment,
+    Namespace,
+    Request,
+    Segment,
+    TextSegment,
+)
 from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
 from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 from vllm_forks import quicken
@@ -40,8 +48,15 @@ class Case:
 VISION = (EmbeddingLayer("vision", 6912, 0.0),)
 LOOSE = {"guards": False, "vision_encoder": MODEL, "embedding_hook": "vision", "exact": False}
 CASES = [
-    Case("text", {"guards": False, "similarity_threshold": 0.0}, own_image=True, own_question=False),
-    Case("image", {**LOOSE, "embedding_layers": VISION, "semantic": False}, own_image=False, own_question=True),
+    Case(
+        "text", {"guards": False, "similarity_threshold": 0.0}, own_image=True, own_question=False
+    ),
+    Case(
+        "image",
+        {**LOOSE, "embedding_layers": VISION, "semantic": False},
+        own_image=False,
+        own_question=True,
+    ),
     Case(
         "both",
         {**LOOSE, "embedding_layers": VISION, "semantic": False, "match": MatchPolicy.ANY},
@@ -79,7 +94,9 @@ def images(folder: Path) -> tuple[MediaSegment, MediaSegment]:
 
 
 @pytest.fixture(scope="module")
-def cold(images: tuple[MediaSegment, MediaSegment]) -> Iterator[dict[tuple[str, str], tuple[int, ...]]]:
+def cold(
+    images: tuple[MediaSegment, MediaSegment],
+) -> Iterator[dict[tuple[str, str], tuple[int, ...]]]:
     """What every prompt gives without any of our caches."""
     vllm = engine(None)
     questions = (DONOR_QUESTION, QUESTION)
@@ -89,7 +106,10 @@ def cold(images: tuple[MediaSegment, MediaSegment]) -> Iterator[dict[tuple[str, 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_exact_twin_gets_its_own_tokens(
-    case: Case, images: tuple[MediaSegment, MediaSegment], cold: dict[tuple[str, str], tuple[int, ...]], folder: Path
+    case: Case,
+    images: tuple[MediaSegment, MediaSegment],
+    cold: dict[tuple[str, str], tuple[int, ...]],
+    folder: Path,
 ) -> None:
     donor_image, other = images
     own_image = donor_image if case.own_image else other
@@ -97,14 +117,18 @@ def test_the_exact_twin_gets_its_own_tokens(
     store = folder / case.name
     vllm = engine(store)
     cache = SemanticCache(CacheConfig(store, **case.settings))  # type: ignore[arg-type]
-    first = cache.try_reuse(Request("donor", Namespace(), (donor_image, TextSegment(DONOR_QUESTION))))
+    first = cache.try_reuse(
+        Request("donor", Namespace(), (donor_image, TextSegment(DONOR_QUESTION)))
+    )
     donated = tokens(vllm, first.plan.segments)
     cache.add_observation(first, "blue")
 
     report = cache.try_reuse(Request("request", Namespace(), twin))
     asked = QUESTION if case.own_question else DONOR_QUESTION
     assert report.hit
-    assert [s.media_id for s in report.plan.segments if isinstance(s, MediaSegment)] == [donor_image.media_id]
+    assert [s.media_id for s in report.plan.segments if isinstance(s, MediaSegment)] == [
+        donor_image.media_id
+    ]
     assert [s.text for s in report.plan.segments if isinstance(s, TextSegment)] == [asked]
     answered = tokens(vllm, report.plan.segments)
     cache.add_observation(report, "whatever")
@@ -117,5 +141,7 @@ def test_the_exact_twin_gets_its_own_tokens(
 
     restarted = engine(store)
     assert tokens(restarted, twin) == cold[own_image.name, QUESTION]
-    assert tokens(restarted, first.plan.segments) == donated == cold[donor_image.name, DONOR_QUESTION]
+    assert (
+        tokens(restarted, first.plan.segments) == donated == cold[donor_image.name, DONOR_QUESTION]
+    )
     restarted.close()

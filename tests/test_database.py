@@ -38,7 +38,9 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
     (folder / CATALOG).chmod(0o644)
     with closing(Catalog(folder / CATALOG)) as catalog:
         catalog.add(record("b"))
-        assert modes(folder) == {0o600}, "a file of an older version gets the mode when it is opened"
+        assert modes(folder) == {0o600}, (
+            "a file of an older version gets the mode when it is opened"
+        )
 
 
 def test_who_has_a_purged_database_open_hears_of_it_and_goes_on(tmp_path: Path) -> None:
@@ -66,7 +68,10 @@ def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path:
     database = Database(tmp_path / "cache" / CATALOG, schema=CACHE)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     for _ in range(2):
-        with pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"), database.write():
+        with (
+            pytest.raises(sqlite3.OperationalError, match="cannot be opened anew"),
+            database.write(),
+        ):
             pass
     assert not (tmp_path / "cache").exists()
     (tmp_path / "elsewhere").rename(tmp_path / "cache")
@@ -125,7 +130,10 @@ def test_processes_that_open_at_once_have_one_database(tmp_path: Path, harm: str
     if harm == "damaged":
         path.write_bytes(b"garbage" * 1000)
     commands = [[sys.executable, "-c", OPENER, str(path), str(number)] for number in range(4)]
-    started = [subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands]
+    started = [
+        subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for c in commands
+    ]
     for process in started:
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
@@ -163,7 +171,9 @@ print("late", flush=True)
 
 def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -> None:
     path = tmp_path / CATALOG
-    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     kept = done.stdout.split()
     assert 10 < len(kept) < 1000
@@ -173,7 +183,9 @@ def test_a_full_disk_is_a_fault_and_loses_nothing_acknowledged(tmp_path: Path) -
         store.database.check()
 
 
-def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_name(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_put_aside_only_where_it_has_the_catalogs_name(
+    tmp_path: Path,
+) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes, of more than a header's hundred bytes" * 10)
     with pytest.raises(StoreError, match="is not a database"):

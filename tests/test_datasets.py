@@ -47,7 +47,10 @@ def jpeg(color: str) -> bytes:
 
 
 def write_lines(path: Path, *rows: object) -> Path:
-    lines = (r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows)
+    lines = (
+        r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode()
+        for r in rows
+    )
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
@@ -62,7 +65,12 @@ QUESTIONS = {
         "types": {"detailed": "categoryThis", "semantic": "cat", "structural": "query"},
         "entailed": ["05515938", "05515940"],
     },
-    "05515940": {"imageId": "2405723", "question": "Is it red?", "answer": "no", "groups": {"global": None}},
+    "05515940": {
+        "imageId": "2405723",
+        "question": "Is it red?",
+        "answer": "no",
+        "groups": {"global": None},
+    },
 }
 
 
@@ -81,7 +89,14 @@ def gqa_root(tmp_path: Path) -> Path:
 def test_jsonl_takes_all_fields(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.jpg").write_bytes(jpeg("blue"))
-    row = {"id": 7, "system": "s", "context": "c", "images": ["pictures/a.jpg"], "question": "q?", "answer": 4}
+    row = {
+        "id": 7,
+        "system": "s",
+        "context": "c",
+        "images": ["pictures/a.jpg"],
+        "question": "q?",
+        "answer": 4,
+    }
     path = write_lines(tmp_path / "prompts.jsonl", row, "", {"question": "alone"})
     first, second = load_samples("jsonl", options(tmp_path, root=path))
     image = ImageRef("pictures/a.jpg", tmp_path / "pictures" / "a.jpg")
@@ -111,7 +126,9 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     path = write_lines(tmp_path / "bad.jsonl", {"id": 1, "question": "fine"}, line)
     with pytest.raises(DatasetError) as caught:
         load_samples("jsonl", options(tmp_path, root=path))
-    assert str(caught.value).startswith((f"{path}, line 2: {message}", f"{path}, line 2, {message}"))
+    assert str(caught.value).startswith(
+        (f"{path}, line 2: {message}", f"{path}, line 2, {message}")
+    )
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "x/" * 3000])
@@ -134,7 +151,9 @@ def test_an_unknown_or_unreadable_data_set_is_named(tmp_path: Path) -> None:
 
 
 def test_shuffling_is_repeatable_and_cutting_comes_last(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "many.jsonl", *({"id": str(i), "question": f"q{i}"} for i in range(50)))
+    path = write_lines(
+        tmp_path / "many.jsonl", *({"id": str(i), "question": f"q{i}"} for i in range(50))
+    )
     samples = load_samples(str(path), options(tmp_path, shuffle_seed=1, max_samples=9))
     assert [s.sample_id for s in samples] == ["2", "15", "47", "9", "21", "29", "48", "5", "46"]
 
@@ -169,14 +188,20 @@ def test_parts_and_choices_of_the_official_archive(gqa_root: Path, tmp_path: Pat
     choices = {"3": {"valid": ["yes", "no"], "plausible": ["yes"]}}
     (gqa_root / "eval" / "train_choices.json").write_text(json.dumps(choices), encoding="utf-8")
     samples = load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
-    assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (("yes", "no"), ("yes",), ())
+    assert (samples[3].valid, samples[3].plausible, samples[4].valid) == (
+        ("yes", "no"),
+        ("yes",),
+        (),
+    )
     assert [s.question for s in samples] == [f"Is it {number}?" for number in range(11)]
     (parts / "train_all_questions_11.json").write_text(json.dumps(row), encoding="utf-8")
     with pytest.raises(DatasetError, match="1 ids stand for two samples, such as '10'"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="train_all_instructions"))
 
 
-@pytest.mark.parametrize(("choices", "why"), [({"valid": "red"}, "its choices: valid"), ([1], "its choices")])
+@pytest.mark.parametrize(
+    ("choices", "why"), [({"valid": "red"}, "its choices: valid"), ([1], "its choices")]
+)
 def test_odd_choices_are_named(gqa_root: Path, tmp_path: Path, choices: object, why: str) -> None:
     (gqa_root / "val_choices.json").write_text(json.dumps({"05515938": choices}), encoding="utf-8")
     with pytest.raises(DatasetError, match=f"question 05515938, {why}: Input should be"):
@@ -202,13 +227,17 @@ def test_an_image_name_is_never_a_path(gqa_root: Path) -> None:
 
 
 def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"testdev_balanced_questions\.json .* testdev_balanced_instructions"):
+    with pytest.raises(
+        DatasetError, match=r"testdev_balanced_questions\.json .* testdev_balanced_instructions"
+    ):
         load_samples("gqa", options(tmp_path, root=gqa_root, split="testdev"))
     with pytest.raises(ConfigError, match="<split>_balanced_instructions"):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_some"))
     rows = {"17": {"imageId": "1", "question": "Is it red?", "groups": {"global": ["x"]}}}
     (gqa_root / "val_all_questions.json").write_text(json.dumps(rows), encoding="utf-8")
-    with pytest.raises(DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "):
+    with pytest.raises(
+        DatasetError, match=r"val_all_questions\.json, question 17: groups.global: "
+    ):
         load_samples("gqa", options(tmp_path, root=gqa_root, config="val_all_instructions"))
 
 
@@ -216,8 +245,12 @@ def test_gqa_faults_are_named(gqa_root: Path, tmp_path: Path) -> None:
     ("row", "answer"), [('"answer": NaN', None), ('"answer": -Infinity', None), ('"answer": 1e999', None),
                         ('"answer": 2.5', "2.5")]
 )  # fmt: skip
-def test_a_number_that_is_none_is_no_answer(gqa_root: Path, tmp_path: Path, row: str, answer: str | None) -> None:
-    (gqa_root / "val_balanced_questions.json").write_text('{"1": {"question": "q?", ' + row + "}}", encoding="utf-8")
+def test_a_number_that_is_none_is_no_answer(
+    gqa_root: Path, tmp_path: Path, row: str, answer: str | None
+) -> None:
+    (gqa_root / "val_balanced_questions.json").write_text(
+        '{"1": {"question": "q?", ' + row + "}}", encoding="utf-8"
+    )
     (sample,) = load_samples("gqa", options(tmp_path, root=gqa_root))
     assert sample.answer == answer
 
@@ -227,16 +260,23 @@ def test_a_number_that_is_none_is_no_answer(gqa_root: Path, tmp_path: Path, row:
     [
         ('{"1": {"question": NaN}}', "question 1: question: Input should be a valid string"),
         ('{"1": {"question": "q?"}, "1": {"question": "r?"}}', "at 1: the name '1' comes twice"),
-        ('{"1": {"question": "q?", "answer": "a", "answer": "b"}}', "at 1.answer: the name 'answer' comes twice"),
+        (
+            '{"1": {"question": "q?", "answer": "a", "answer": "b"}}',
+            "at 1.answer: the name 'answer' comes twice",
+        ),
     ],
 )
-def test_gqa_that_can_be_read_in_two_ways_is_refused(gqa_root: Path, tmp_path: Path, text: str, said: str) -> None:
+def test_gqa_that_can_be_read_in_two_ways_is_refused(
+    gqa_root: Path, tmp_path: Path, text: str, said: str
+) -> None:
     (gqa_root / "val_balanced_questions.json").write_text(text, encoding="utf-8")
     with pytest.raises(DatasetError, match=re.escape(said)):
         load_samples("gqa", options(tmp_path, root=gqa_root))
 
 
-def test_advice_for_a_missing_picture_works(gqa_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_for_a_missing_picture_works(
+    gqa_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the message says is done, and the picture is found."""
     path = write_lines(tmp_path / "rows.jsonl", {"question": "q?", "image": "a/b.jpg"})
     flags = ["--engine", "labels", "--disable-semantic-cache", "--embedding-hook", "none", "--strict", "--quiet",
@@ -249,7 +289,9 @@ def test_advice_for_a_missing_picture_works(gqa_root: Path, tmp_path: Path, monk
 
     asked = ["run", "--dataset", "gqa", "--dataset-root", str(gqa_root), *flags]
     said = invoke(asked).stderr
-    name, places, variable = re.findall(r"there is no (\S+) or .* in (.*); (\S+) names another folder", said)[0]
+    name, places, variable = re.findall(
+        r"there is no (\S+) or .* in (.*); (\S+) names another folder", said
+    )[0]
     assert str(gqa_root / "images") in places.split(", ")
     monkeypatch.setenv(variable, str(tmp_path))
     (tmp_path / name).write_bytes(jpeg("red"))
@@ -268,7 +310,10 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"id": "2", "imageId": "n2", "question": "Is it blue?", "answer": "no", "semanticStr": "t",
          "groups": {"global": "color", "local": "l"}, "entailed": None},
     ]  # fmt: skip
-    pictures = [{"id": "n1", "image": {"bytes": jpeg("red"), "path": None}}, {"id": "../n2", "image": None}]
+    pictures = [
+        {"id": "n1", "image": {"bytes": jpeg("red"), "path": None}},
+        {"id": "../n2", "image": None},
+    ]
     for folder, table in (("val_balanced_instructions", rows), ("val_balanced_images", pictures)):
         (root / folder).mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(table), root / folder / "val-00000-of-00001.parquet")
@@ -293,14 +338,24 @@ def test_the_hugging_face_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
-    rows = [("red", "Is it red?", "Yes"), ("blue", "is it  red?", "No"), ("red", "Is  it red?", "Yes.")]
+    rows = [
+        ("red", "Is it red?", "Yes"),
+        ("blue", "is it  red?", "No"),
+        ("red", "Is  it red?", "Yes."),
+    ]
     rows.append(("a missing file", "Is it red?", "Yes"))
     for color in ("red", "blue"):
         (tmp_path / color).write_bytes(jpeg(color))
-    path = write_lines(tmp_path / "rows.jsonl", *({"image": i, "question": q, "answer": a} for i, q, a in rows))
+    path = write_lines(
+        tmp_path / "rows.jsonl", *({"image": i, "question": q, "answer": a} for i, q, a in rows)
+    )
     command = f"run --preset opt-125m --engine labels --dataset {path} --baseline --quiet --disable-semantic-cache"
     for scope, hits, right, wrong in (("media", 1, 1.0, 0.0), ("any", 2, 0.5, 1 / 3)):
-        flags = {"--scope": scope, "--cache-dir": tmp_path / scope, "--summary-out": tmp_path / "summary.json"}
+        flags = {
+            "--scope": scope,
+            "--cache-dir": tmp_path / scope,
+            "--summary-out": tmp_path / "summary.json",
+        }
         words = [f"{flag}={value}" for flag, value in flags.items()]
         assert invoke([*command.split(), *words]).exit_code == 0
         summary = json.loads((tmp_path / "summary.json").read_text())["summary"]
@@ -313,16 +368,23 @@ def test_a_hit_gets_the_donors_label(tmp_path: Path) -> None:
 
 def test_minigqa_text_asks_about_documents_that_return(tmp_path: Path) -> None:
     samples = load_samples("minigqa-text", DatasetOptions(tmp_path, max_samples=20))
-    assert samples == load_samples("minigqa-text", DatasetOptions(tmp_path, max_samples=20)), "the same each time"
+    assert samples == load_samples("minigqa-text", DatasetOptions(tmp_path, max_samples=20)), (
+        "the same each time"
+    )
     assert len({sample.sample_id for sample in samples}) == 20
     assert {sample.variant for sample in samples} > {"", "document:edited", "document:whitespace"}
-    assert all(sample.answer and sample.question and len(sample.context.split()) > 1200 for sample in samples)
+    assert all(
+        sample.answer and sample.question and len(sample.context.split()) > 1200
+        for sample in samples
+    )
     with pytest.raises(ConfigError, match="split"):
         load_samples("minigqa-text", DatasetOptions(tmp_path, split="test"))
 
 
 def test_minigqa_is_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
-    here, there = (load_samples("minigqa", DatasetOptions(tmp_path / d, max_samples=64)) for d in "ab")
+    here, there = (
+        load_samples("minigqa", DatasetOptions(tmp_path / d, max_samples=64)) for d in "ab"
+    )
     assert len(here) == 64
     for one, other in zip(here, there, strict=True):
         assert replace(one, images=()) == replace(other, images=())
@@ -339,12 +401,21 @@ def test_what_a_seed_gives_stays_as_it_is(tmp_path: Path) -> None:
     """The bundled model was trained on this data, and the tables in ``docs/results`` were made from it."""
     folder = generate(tmp_path, 30, seed=2, split="train")
     questions = (folder / "train_balanced_questions.json").read_bytes()
-    assert hashlib.sha256(questions).hexdigest() == "14360763e8580a6244ae62c3da26c6001ab278b924fa66c10c2b6b47689cc5ff"
-    pictures = b"".join(p.read_bytes() for p in sorted((folder / "images").iterdir()))
-    assert hashlib.sha256(pictures).hexdigest() == "ed40dff7567f3fa4b291974bf0c9f06e59c5fb30a8aa0a0e842cd583a4701a3c"
-    texts = "".join(make_document(Random(seed)).text for seed in range(20)) + json.dumps(returning(6, seed=4))
     assert (
-        hashlib.sha256(texts.encode()).hexdigest() == "9ab0579e40c18af7ea9f74b786f51e6d4512fa102791a5e9a337feae13366e4a"
+        hashlib.sha256(questions).hexdigest()
+        == "14360763e8580a6244ae62c3da26c6001ab278b924fa66c10c2b6b47689cc5ff"
+    )
+    pictures = b"".join(p.read_bytes() for p in sorted((folder / "images").iterdir()))
+    assert (
+        hashlib.sha256(pictures).hexdigest()
+        == "ed40dff7567f3fa4b291974bf0c9f06e59c5fb30a8aa0a0e842cd583a4701a3c"
+    )
+    texts = "".join(make_document(Random(seed)).text for seed in range(20)) + json.dumps(
+        returning(6, seed=4)
+    )
+    assert (
+        hashlib.sha256(texts.encode()).hexdigest()
+        == "9ab0579e40c18af7ea9f74b786f51e6d4512fa102791a5e9a337feae13366e4a"
     )
 
 
@@ -381,7 +452,9 @@ def test_a_request_has_its_segments_in_prompt_order(gqa_root: Path, tmp_path: Pa
 
 
 SAMPLES = [
-    Sample(f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),))
+    Sample(
+        f"{image}-{number}", f"question {number} on {image}", images=(ImageRef(f"i{image}", None),)
+    )
     for image in range(40)
     for number in range(5)
 ]
@@ -400,7 +473,9 @@ def test_in_order_is_the_data_sets_own_order_round_and_round() -> None:
     assert [r.sample_id for r in requests] == [
         "a", "a#2", "a#2#2", "a#3", "a#2#3", "a#2#2#2", "a#4", "a#2#4", "a#2#2#3",
     ]  # fmt: skip
-    assert [r.image_name for r in requests] == ["a", "a#2", "a#2#2"] * 3, "a repeat counts with its original"
+    assert [r.image_name for r in requests] == ["a", "a#2", "a#2#2"] * 3, (
+        "a repeat counts with its original"
+    )
 
 
 def test_zipf_asks_for_the_image_of_rank_r_in_proportion_to_r_to_the_minus_exponent() -> None:

@@ -38,7 +38,9 @@ def test_every_metric_of_dashboard_and_alerts_is_one_of_a_gateway(tmp_path: Path
         wait_until(lambda: pair.metric("semkv_hits_checked"))
         text = httpx.get(f"{pair.url}/semkv/metrics").text
     described = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-    known = described | {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+    known = described | {
+        line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")
+    }
     used = {name for query in queries() for name in METRIC.findall(query)}
     assert len(used) > 10
     assert "sourdough" not in text, "metrics show no prompts"
@@ -67,18 +69,31 @@ def test_the_unit_is_sound(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze: apt install systemd")
     unit = tmp_path / "semkv.service"
-    unit.write_text((DEPLOY / "semkv.service").read_text().replace("/opt/semkv/bin/semkv", "/bin/true"))
-    found = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    unit.write_text(
+        (DEPLOY / "semkv.service").read_text().replace("/opt/semkv/bin/semkv", "/bin/true")
+    )
+    found = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
 def test_the_image_builds() -> None:
     engines = [name for name in ("docker", "podman") if shutil.which(name)]
     works = [
-        name for name in engines if subprocess.run([name, "info"], capture_output=True, check=False).returncode == 0
+        name
+        for name in engines
+        if subprocess.run([name, "info"], capture_output=True, check=False).returncode == 0
     ]
     if not works:
         pytest.skip("needs a running container engine: docker or podman")
-    subprocess.run([works[0], "build", "-f", DEPLOY / "Containerfile", "-t", "semkv-test", ROOT], check=True)
-    said = subprocess.run([works[0], "run", "--rm", "semkv-test", "--help"], capture_output=True, text=True, check=True)
+    subprocess.run(
+        [works[0], "build", "-f", DEPLOY / "Containerfile", "-t", "semkv-test", ROOT], check=True
+    )
+    said = subprocess.run(
+        [works[0], "run", "--rm", "semkv-test", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "--upstream" in said.stdout

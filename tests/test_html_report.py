@@ -24,7 +24,9 @@ from vllm_forks import prepare
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 HOSTILE = '</script><script>alert("x")</script><img src=https://example.org/x.png onerror=alert(1)> `a|b` {{ 7 * 7 }}'
 ROW = {"name": "a", "status": "failed", "error": "no", "settings": {}}
 
@@ -33,18 +35,46 @@ ROW = {"name": "a", "status": "failed", "error": "no", "settings": {}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of three experiments, in which the data set's labels stand in for a model's answers; and a failed one."""
     folder = tmp_path_factory.mktemp("sweep")
-    defaults = {"engine": "labels", "max-samples": 60, "data-dir": str(folder / "data"), "baseline": True}
+    defaults = {
+        "engine": "labels",
+        "max-samples": 60,
+        "data-dir": str(folder / "data"),
+        "baseline": True,
+    }
     off = {"embedding-layer": [], "embedding-hook": "none", "disable-semantic-cache": True}
     experiments: list[dict[str, Any]] = [{"name": "exact-only", **off}]
     for vision in (0.9, 0.99):
         layers = {"embedding-layer": ["prompt:384:0.8", f"vision:6912:{vision}"]}
-        experiments.append({"name": f"layers-{vision:g}", **layers, "disable-guards": True, "match": "any"})
-    (folder / "spec.json").write_text(json.dumps({"defaults": defaults, "experiments": experiments}))
-    command = [prepare() / "semkv", "sweep", "--specs", folder / "spec.json", "--log-file", folder / "sweep.csv"]
-    done = subprocess.run([*command, "--samples-dir", folder / "samples"], capture_output=True, text=True)
+        experiments.append(
+            {"name": f"layers-{vision:g}", **layers, "disable-guards": True, "match": "any"}
+        )
+    (folder / "spec.json").write_text(
+        json.dumps({"defaults": defaults, "experiments": experiments})
+    )
+    command = [
+        prepare() / "semkv",
+        "sweep",
+        "--specs",
+        folder / "spec.json",
+        "--log-file",
+        folder / "sweep.csv",
+    ]
+    done = subprocess.run(
+        [*command, "--samples-dir", folder / "samples"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    failed = {"name": f"fails {HOSTILE}", "status": "failed", "error": HOSTILE, "summary": None, "samples": None}
-    odd = {"name": "odd", "settings": rows(folder)[1]["settings"] | {"preset": HOSTILE + "$x -->"}, "samples": None}
+    failed = {
+        "name": f"fails {HOSTILE}",
+        "status": "failed",
+        "error": HOSTILE,
+        "summary": None,
+        "samples": None,
+    }
+    odd = {
+        "name": "odd",
+        "settings": rows(folder)[1]["settings"] | {"preset": HOSTILE + "$x -->"},
+        "samples": None,
+    }
     with (folder / "sweep.jsonl").open("a") as file:
         file.writelines(json.dumps(rows(folder)[1] | row) + "\n" for row in (odd, failed))
     return folder
@@ -56,7 +86,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def written(tmp_path: Path, *rows: Any) -> Path:
     path = tmp_path / "sweep.jsonl"
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    path.write_text(
+        "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -73,7 +105,9 @@ def written(tmp_path: Path, *rows: Any) -> Path:
         ((), "no experiment is logged there"),
     ],
 )
-def test_a_bad_log_is_named_with_its_line(tmp_path: Path, rows: tuple[Any, ...], message: str) -> None:
+def test_a_bad_log_is_named_with_its_line(
+    tmp_path: Path, rows: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(DatasetError, match=re.escape(str(tmp_path / "sweep.jsonl"))) as caught:
         read_logs([written(tmp_path, *rows)])
     assert message in str(caught.value)
@@ -84,7 +118,11 @@ def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_
     (tmp_path / "other").mkdir()
     second = written(tmp_path / "other", ROW).rename(tmp_path / "more.jsonl")
     found = read_logs([first, second])
-    assert [(e.name, e.status) for e in found] == [("sweep: a", "ok"), ("b", "failed"), ("more: a", "failed")]
+    assert [(e.name, e.status) for e in found] == [
+        ("sweep: a", "ok"),
+        ("b", "failed"),
+        ("more: a", "failed"),
+    ]
 
 
 def test_groups_and_points(folder: Path) -> None:
@@ -96,7 +134,9 @@ def test_groups_and_points(folder: Path) -> None:
     plane = points(experiments)
     assert [p.experiment.name for p in plane] == [e.name for e in experiments[:4]]
     places = [(p.rate.value or 0, p.accuracy.value or 0) for p in plane]
-    unbeaten = {a for a in places if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in places)}
+    unbeaten = {
+        a for a in places if not any(b != a and b[0] >= a[0] and b[1] >= a[1] for b in places)
+    }
     front = {p.front: place for p, place in zip(plane, places, strict=True) if p.front}
     assert [front[n] for n in range(1, len(front) + 1)] == sorted(unbeaten)
 
@@ -121,12 +161,26 @@ def test_wrong_hits_are_told_once_and_the_surest_first() -> None:
     first = summed("one", wrong_record(0.9), wrong_record(0.99, question="other?"), cold_was_wrong)
     second = summed("two", wrong_record(0.9), wrong_record(0.9))
     found = wrong_hits([first, second])
-    assert [(w.score, [e.name for e in w.experiments]) for w in found] == [(0.99, ["one"]), (0.9, ["one", "two"])]
+    assert [(w.score, [e.name for e in w.experiments]) for w in found] == [
+        (0.99, ["one"]),
+        (0.9, ["one", "two"]),
+    ]
 
 
 def test_what_nothing_judges_is_no_point_and_a_dry_run_is_judged_by_its_donors() -> None:
     blind = {"answer": None, "match": None, "cold": None}
-    assert points([summed("unjudged", wrong_record(0.9, **blind), wrong_record(0.9, provenance="", **blind))]) == []
+    assert (
+        points(
+            [
+                summed(
+                    "unjudged",
+                    wrong_record(0.9, **blind),
+                    wrong_record(0.9, provenance="", **blind),
+                )
+            ]
+        )
+        == []
+    )
     spoilt = wrong_record(0.9, text="red", match=True, applied=False)
     fine = replace(spoilt, sample_id="2", donor_answer="red")
     dry = summed("dry", spoilt, fine, mode="dry-run")
@@ -138,13 +192,22 @@ def test_what_nothing_judges_is_no_point_and_a_dry_run_is_judged_by_its_donors()
 # --- the page
 
 
-def test_a_page_is_the_same_each_time_trusts_nothing_and_never_replaces_its_log(folder: Path, tmp_path: Path) -> None:
-    bare_rows = [{**row, "samples": "gone.jsonl" if row["samples"] else None} for row in rows(folder)]
-    bare_rows[0]["summary"]["tiers"][0]["saved"]["latency_p50_s"] |= {"value": float("inf"), "low": float("nan")}
+def test_a_page_is_the_same_each_time_trusts_nothing_and_never_replaces_its_log(
+    folder: Path, tmp_path: Path
+) -> None:
+    bare_rows = [
+        {**row, "samples": "gone.jsonl" if row["samples"] else None} for row in rows(folder)
+    ]
+    bare_rows[0]["summary"]["tiers"][0]["saved"]["latency_p50_s"] |= {
+        "value": float("inf"),
+        "low": float("nan"),
+    }
     log = written(tmp_path, *bare_rows)
     for name in ("one.html", "two.html", "one.md"):
         write_report([log], tmp_path / name)
-    page, again, markdown = ((tmp_path / name).read_text() for name in ("one.html", "two.html", "one.md"))
+    page, again, markdown = (
+        (tmp_path / name).read_text() for name in ("one.html", "two.html", "one.md")
+    )
     assert page == again
     assert "fails &lt;/script&gt;&lt;script&gt;alert(&#34;x&#34;)" in page
     assert "<script" not in page
@@ -181,7 +244,9 @@ def visit(browser: Browser, folder: Path, tmp_path: Path) -> Iterator[Callable[[
     write_report([folder / "sweep.csv"], page)
 
     def open_page(width: int, scheme: Any) -> Page:
-        window = browser.new_context(viewport={"width": width, "height": 850}, color_scheme=scheme, offline=True)
+        window = browser.new_context(
+            viewport={"width": width, "height": 850}, color_scheme=scheme, offline=True
+        )
         shown = window.new_page()
         shown.on("console", lambda message: said.append(message.text))
         shown.on("pageerror", lambda error: said.append(str(error)))
@@ -198,11 +263,19 @@ def visit(browser: Browser, folder: Path, tmp_path: Path) -> Iterator[Callable[[
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_the_page_in_a_browser(visit: Callable[[int, Any], Page], width: int, scheme: str) -> None:
     shown = visit(width, scheme)
-    assert shown.evaluate("document.documentElement.scrollWidth") == width  # wide parts scroll in boxes of their own
+    assert (
+        shown.evaluate("document.documentElement.scrollWidth") == width
+    )  # wide parts scroll in boxes of their own
     sizes = shown.evaluate("[...document.querySelectorAll('svg')].map(svg => svg.clientWidth)")
     assert len(sizes) == 2
     assert all(size > 700 for size in sizes)  # a phone scrolls them: shrunk, they could not be read
-    inks = shown.evaluate("[...document.querySelectorAll('h1, svg use')].map(e => getComputedStyle(e).color)")
+    inks = shown.evaluate(
+        "[...document.querySelectorAll('h1, svg use')].map(e => getComputedStyle(e).color)"
+    )
     assert len(set(inks)) == 1, "figures have the color of the text, in either scheme"
-    assert int(re.findall(r"\d+", inks[0])[0]) < 60 if scheme == "light" else int(re.findall(r"\d+", inks[0])[0]) > 200
+    assert (
+        int(re.findall(r"\d+", inks[0])[0]) < 60
+        if scheme == "light"
+        else int(re.findall(r"\d+", inks[0])[0]) > 200
+    )
     assert "answered as if asked" in (shown.locator("table").all_text_contents())[-2]

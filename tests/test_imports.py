@@ -34,7 +34,10 @@ ROWS = (
     "__main__",
 )
 ROW = {part: number for number, row in enumerate(ROWS) for part in row.split()}
-OLD_NAMES = {"server", "connectors"}  # modules that other distributions have now; they only pass names on
+OLD_NAMES = {
+    "server",
+    "connectors",
+}  # modules that other distributions have now; they only pass names on
 
 HEAVY = {"torch", "vllm", "transformers", "sentence_transformers", "faiss", "datasets", "pyarrow"}
 
@@ -85,7 +88,9 @@ def test_a_distribution_imports_only_those_below_it(distribution: str) -> None:
 
 def test_imports_within_the_library_go_in_one_direction() -> None:
     paths = modules_of("semkv")
-    assert not {part_of(path) for path in paths} - ROW.keys(), "say in ROWS where these new parts belong"
+    assert not {part_of(path) for path in paths} - ROW.keys(), (
+        "say in ROWS where these new parts belong"
+    )
     wrong = [
         f"{path.relative_to(TOP)} imports {name}"
         for path in paths
@@ -103,7 +108,9 @@ def test_the_package_and_the_command_line_load_nothing_heavy_and_every_name_exis
         "import semkv.cli; print(*sys.modules); "
         "[getattr(semkv, name) for name in semkv.__all__]; print(*(set(sys.modules) & {'torch', 'vllm', 'faiss'}))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     package, command_line, names = out.splitlines()
     assert (package, names) == ("end", "")
     loaded = {name.split(".")[0] for name in command_line.split()}

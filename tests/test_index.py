@@ -26,7 +26,9 @@ def sizes(index: VectorIndex) -> tuple[int, int, int]:
 
 def settle(index: VectorIndex) -> None:
     """Wait until nothing is being built: the one worker has done what was asked of it before."""
-    while index._worker.submit(int).result() or any(home.building for home in list(index._partitions.values())):
+    while index._worker.submit(int).result() or any(
+        home.building for home in list(index._partitions.values())
+    ):
         pass
 
 
@@ -64,9 +66,15 @@ def test_graphs_find_what_brute_force_finds(grown: tuple[VectorIndex, np.ndarray
     queries = (queries / np.linalg.norm(queries, axis=1, keepdims=True)).astype(np.float32)
     cosines = queries @ vectors.T
     found = [index.search("p", query, 10) for query in queries]
-    assert np.mean([n[0].item == str(best) for n, best in zip(found, cosines.argmax(1), strict=True)]) >= 0.98
+    assert (
+        np.mean([n[0].item == str(best) for n, best in zip(found, cosines.argmax(1), strict=True)])
+        >= 0.98
+    )
     tens = [{str(i) for i in np.argpartition(-row, 10)[:10]} for row in cosines]
-    assert np.mean([len({n.item for n in ns} & ten) / 10 for ns, ten in zip(found, tens, strict=True)]) >= 0.95
+    assert (
+        np.mean([len({n.item for n in ns} & ten) / 10 for ns, ten in zip(found, tens, strict=True)])
+        >= 0.95
+    )
     for neighbours, row in zip(found, cosines, strict=True):
         scores = [n.score for n in neighbours]
         assert scores == sorted(scores, reverse=True)
@@ -86,7 +94,10 @@ def test_searches_and_writes_at_once(grown: tuple[VectorIndex, np.ndarray]) -> N
             i = int(random.integers(0, 1000))  # these are never removed
             near = index.search("p", vectors[i], 3)
             found.append(bool(near) and near[0].item == str(i))
-            if any(abs(n.score - float(vectors[int(n.item.lstrip("x"))] @ vectors[i])) > HALF for n in near):
+            if any(
+                abs(n.score - float(vectors[int(n.item.lstrip("x"))] @ vectors[i])) > HALF
+                for n in near
+            ):
                 wrong.append(f"{i}: {near}")
 
     readers = [threading.Thread(target=search, args=(n,)) for n in range(4)]
@@ -106,7 +117,9 @@ def test_searches_and_writes_at_once(grown: tuple[VectorIndex, np.ndarray]) -> N
     assert len(index) == 1000 + 3000
 
 
-def test_what_is_removed_while_a_graph_is_built_stays_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_removed_while_a_graph_is_built_stays_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     vectors = clustered(4000)
     index = VectorIndex(64, flat=512)
     removed = {*range(1, 1400), *range(2000, 2400), *range(3000, 3900)}
@@ -155,7 +168,14 @@ def test_a_purge_of_whole_clusters_hides_nothing_of_those_that_stay() -> None:
         return points / np.linalg.norm(points, axis=1, keepdims=True)
 
     def found(items: list[str], rows: np.ndarray) -> float:
-        return float(np.mean([[n.item for n in index.search("p", v)] == [i] for i, v in zip(items, rows, strict=True)]))
+        return float(
+            np.mean(
+                [
+                    [n.item for n in index.search("p", v)] == [i]
+                    for i, v in zip(items, rows, strict=True)
+                ]
+            )
+        )
 
     vectors = about(label)
     index = VectorIndex(64)
@@ -219,7 +239,11 @@ class AgainstBruteForce(RuleBasedStateMachine):
         assert len(self.index) == len(self.table)
         query = drawn(1, 4, seed=self.made + 1)[0]
         for partition in "ab":
-            rows = {item: float(vector @ query) for item, (name, vector) in self.table.items() if name == partition}
+            rows = {
+                item: float(vector @ query)
+                for item, (name, vector) in self.table.items()
+                if name == partition
+            }
             found = self.index.search(partition, query, 40)
             assert len({n.item for n in found}) == len(found)
             assert len(found) >= 0.9 * min(40, len(rows))

@@ -22,7 +22,9 @@ def test_a_digest_tells_where_a_part_ends() -> None:
     assert digest("é") == digest("é".encode())
 
 
-def test_a_checkpoint_is_the_names_and_bytes_of_its_files_without_cards_and_logs(tmp_path: Path) -> None:
+def test_a_checkpoint_is_the_names_and_bytes_of_its_files_without_cards_and_logs(
+    tmp_path: Path,
+) -> None:
     def folder(**files: str) -> Path:
         root = tmp_path / str(len(list(tmp_path.iterdir())))
         root.mkdir()
@@ -139,7 +141,8 @@ def test_folding_twice_is_folding_once(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["a 'b", "‘a ", "a ‘", "'", "\r", "\r\n", " \xa0", "a\t ", "A. ", "Ａ ", "a.A", "İ\u0323"]
+    "unit",
+    ["a 'b", "‘a ", "a ‘", "'", "\r", "\r\n", " \xa0", "a\t ", "A. ", "Ａ ", "a.A", "İ\u0323"],
 )
 @pytest.mark.parametrize("around", ["word {}\nx", "é {}\nx", "{}\nx `"])
 def test_a_long_text_is_no_quadratic_work(unit: str, around: str) -> None:
@@ -161,6 +164,14 @@ def test_what_is_kept_is_found_wherever_a_long_text_is_searched_in_parts(kept: s
 
 
 def test_no_key_is_shared_between_namespaces() -> None:
-    segments = (TextSegment("s", Role.SYSTEM), MediaSegment("a" * 64), TextSegment("c", Role.CONTEXT), TextSegment("q"))
-    keys = [set(Keyed(Namespace(t, m), segments).entry_keys()) for t, m in (("a", "x"), ("b", "x"), ("a", "y"))]
+    segments = (
+        TextSegment("s", Role.SYSTEM),
+        MediaSegment("a" * 64),
+        TextSegment("c", Role.CONTEXT),
+        TextSegment("q"),
+    )
+    keys = [
+        set(Keyed(Namespace(t, m), segments).entry_keys())
+        for t, m in (("a", "x"), ("b", "x"), ("a", "y"))
+    ]
     assert len(keys[0] | keys[1] | keys[2]) == sum(map(len, keys))

@@ -52,7 +52,10 @@ def test_only_the_memory_of_dead_engines_is_deleted(tmp_path: Path) -> None:
     """Also where one of an engine's processes has died and another lives."""
     dead, alive, beside = OURS + "dead", OURS + "alive", OURS + "beside"
     processes = [holder(dead, tmp_path), holder(alive, tmp_path), holder(alive, tmp_path)]
-    others = [tmp_path / name for name in ("vllm_offload_theirs.mmap", "semkv-notes", f"vllm_offload_{OURS}x.txt")]
+    others = [
+        tmp_path / name
+        for name in ("vllm_offload_theirs.mmap", "semkv-notes", f"vllm_offload_{OURS}x.txt")
+    ]
     for other in others:
         other.write_bytes(b"mine")
     link = region_of(OURS + "link", tmp_path)
@@ -98,7 +101,13 @@ def test_a_file_that_is_being_made_is_nobodys_leftover(tmp_path: Path) -> None:
     let_go(OURS + "other")
 
 
-def need(*, tokens_per_block: tuple[int, ...] = (16,), batch: int = 1024, sealed: bool = False, **fields: Any) -> Need:
+def need(
+    *,
+    tokens_per_block: tuple[int, ...] = (16,),
+    batch: int = 1024,
+    sealed: bool = False,
+    **fields: Any,
+) -> Need:
     groups = [SimpleNamespace(tokens_per_block=tokens) for tokens in tokens_per_block]
     parallel = SimpleNamespace(world_size=fields.get("ranks", 1))
     offloading = SimpleNamespace(
@@ -107,7 +116,9 @@ def need(*, tokens_per_block: tuple[int, ...] = (16,), batch: int = 1024, sealed
         worker_kv_bytes_per_block=fields.get("block_bytes", 1 << 16),
         replicated_layout=fields.get("replicated", False),
     )
-    scheduler = SimpleNamespace(max_num_batched_tokens=batch, max_num_seqs=fields.get("sequences", 256))
+    scheduler = SimpleNamespace(
+        max_num_batched_tokens=batch, max_num_seqs=fields.get("sequences", 256)
+    )
     model = SimpleNamespace(max_model_len=fields.get("length", 8192))
     config = SimpleNamespace(scheduler_config=scheduler, model_config=model)
     return Need(offloading, config, sealed=sealed)
@@ -120,7 +131,9 @@ def test_an_engine_needs_room_for_what_one_step_computes() -> None:
     assert need(ranks=2).host_bytes == 2 * 64 * (1 << 16)
     assert need(ranks=2, replicated=True).host_bytes == 64 * (1 << 16)
     assert need(block_bytes=100, sealed=True).row_bytes == 2 * 4096
-    assert need(length=100, sequences=2).host_bytes == 13 * (1 << 16), "no step has more tokens than its requests"
+    assert need(length=100, sequences=2).host_bytes == 13 * (1 << 16), (
+        "no step has more tokens than its requests"
+    )
     enough = need().host_bytes
     assert need().unmet(enough, enough) is None
     assert need().tokens(enough) == 1024
@@ -159,7 +172,9 @@ class Fake:
             while True:
                 job = msgpack.decode(self.connection.recv_bytes(), type=disk_process.FileJob)
                 if job.number not in self.never:
-                    self.connection.send_bytes(msgpack.encode(disk_process.FileDone(job.number, b"\1", {})))
+                    self.connection.send_bytes(
+                        msgpack.encode(disk_process.FileDone(job.number, b"\1", {}))
+                    )
         except (EOFError, OSError, MsgspecError):
             return
 
@@ -171,7 +186,14 @@ class Fake:
 
 
 def job(file: str) -> dict[str, Any]:
-    return {"namespace": "n", "layout": None, "keys": [b"k"], "chunks": [0], "file": file, "places": [0]}
+    return {
+        "namespace": "n",
+        "layout": None,
+        "keys": [b"k"],
+        "chunks": [0],
+        "file": file,
+        "places": [0],
+    }
 
 
 @pytest.mark.parametrize("file", ["f", ""])
@@ -249,7 +271,9 @@ def broken(model: str, cache: str) -> dict[str, Any]:
             before = whole.counters["errors"]
             answers = engine.ask(prompts)
             engine.ask(more)
-            found["wrong"] += [why for a, b in zip(answers, references, strict=True) if (why := differs(a, b))]
+            found["wrong"] += [
+                why for a, b in zip(answers, references, strict=True) if (why := differs(a, b))
+            ]
             found["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
             whole.__class__ = KVShared
             found["errors"] = whole.counters["errors"] - before
@@ -257,7 +281,9 @@ def broken(model: str, cache: str) -> dict[str, Any]:
             answers = engine.ask(prompts)
             engine.forget(keep_host=keep_host)
             again = engine.ask(prompts)
-            found["wrong"] += [why for a, b in zip(again, references, strict=True) if (why := differs(a, b))]
+            found["wrong"] += [
+                why for a, b in zip(again, references, strict=True) if (why := differs(a, b))
+            ]
             found["loaded"] = [answer["loaded"] for answer in again]
         return found | {"left": engine.left()}
 

@@ -32,7 +32,11 @@ from kv_engines import (
 )
 from tiny_models import Checkpoint
 
-BROKEN = {"kv_connector": "BrokenConnector", "kv_connector_module_path": "broken_connector", "kv_role": "kv_both"}
+BROKEN = {
+    "kv_connector": "BrokenConnector",
+    "kv_connector_module_path": "broken_connector",
+    "kv_role": "kv_both",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,10 @@ def alone(model: str) -> dict[str, list[Answer]]:
 
 
 def right(answers: list[Answer], references: list[Answer]) -> list[bool]:
-    return [not differs(answer, reference) for answer, reference in zip(answers, references, strict=True)]
+    return [
+        not differs(answer, reference)
+        for answer, reference in zip(answers, references, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------- a sibling whose loads fail
@@ -79,13 +86,23 @@ def failing(model: str, cache: str, references: dict[str, list[Answer]]) -> dict
     prompts, short = marked(), references["short"]
     engine = Engine(model, several(BROKEN, connector(cache), kv_load_failure_policy="recompute"))
     core = engine.llm.llm_engine
-    core.add_request("decodes", prompts[1], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=2))
+    core.add_request(
+        "decodes",
+        prompts[1],
+        SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=2),
+    )
     done = [output for _ in range(50) for output in core.step() if output.finished]
-    core.add_request("fails", prompts[0], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2))
+    core.add_request(
+        "fails",
+        prompts[0],
+        SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, logprobs=2),
+    )
     while core.has_unfinished_requests():
         done += [output for output in core.step() if output.finished]
     answers = {output.request_id: answered(output) for output in done}
-    found = {"beside": right([answers["fails"], answers["decodes"]], [short[0], references["long"][1]])}
+    found = {
+        "beside": right([answers["fails"], answers["decodes"]], [short[0], references["long"][1]])
+    }
     broken_connector.ARMED.clear()
     for level, keep_host in (("host", True), ("disk", False)):
         engine.forget(keep_host=keep_host)
@@ -98,7 +115,9 @@ def failing(model: str, cache: str, references: dict[str, list[Answer]]) -> dict
 
 
 @pytest.mark.engine
-def test_what_rests_on_a_siblings_failed_load_is_not_kept(model: Path, tmp_path: Path, references: Any) -> None:
+def test_what_rests_on_a_siblings_failed_load_is_not_kept(
+    model: Path, tmp_path: Path, references: Any
+) -> None:
     found = in_child(failing, model, tmp_path, references)
     for level in ("beside", "host", "disk"):
         assert all(found[level]), found
@@ -123,14 +142,20 @@ def siblings(model: str, cache: str, short: list[Answer]) -> dict[str, Any]:
     """Two connectors of ours and vLLM's own for demonstrations in one engine: one prompt after another, then all at
     once; then our files are damaged, and the sibling has nothing to give in their place."""
     theirs = {"shared_storage_path": f"{cache}/theirs"}
-    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": theirs}
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": theirs,
+    }
     ours = [connector(f"{cache}/ours-{number}") for number in range(2)]
     prompts, engine = marked(), Engine(model, several(*ours, example))
     found: dict[str, Any] = {"cold": right(engine.ask(prompts), short)}
     engine.forget()
     outputs = [engine.outputs([p], 16)[0] for p in prompts]
     found["disk"] = right([answered(o) for o in outputs], short)
-    found["reports"] = [[report(o, key)["loaded_tokens"] for o in outputs] for key in ("semkv", "semkv-2")]
+    found["reports"] = [
+        [report(o, key)["loaded_tokens"] for o in outputs] for key in ("semkv", "semkv-2")
+    ]
     engine.forget()
     found["together"] = right(engine.ask(prompts), short)
     engine.forget()
@@ -177,7 +202,9 @@ def pooled(model: str, cache: str) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_embeddings_are_those_of_an_engine_without_the_connector(model: Path, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_an_engine_without_the_connector(
+    model: Path, tmp_path: Path
+) -> None:
     found = in_child(pooled, model, tmp_path)
     for level in ("cold", "disk"):
         for vector, plain in zip(found[level], found["plain"], strict=True):
@@ -209,14 +236,18 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
         "preempts": True,
         "args": {"max_model_len": 640, "max_num_batched_tokens": 512},
     }
-    found = in_child(under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small})
+    found = in_child(
+        under_load, model, tmp_path, {**tight, "purges": True, "kills": 0.2, "settings": small}
+    )
     assert_well(found)
     assert min(found["aborted"], found["purges"]) > 0, found
     assert found["began"] == found["kills"] > 0, found
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("family", "blocks", "args"), [("gemma3", 100, {}), ("granite4", 36, HYBRID)])
+@pytest.mark.parametrize(
+    ("family", "blocks", "args"), [("gemma3", 100, {}), ("granite4", 36, HYBRID)]
+)
 def test_a_random_load_on_windows_and_on_states(
     checkpoint: Checkpoint, tmp_path: Path, family: str, blocks: int, args: dict[str, Any]
 ) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from kv_engines import SKIP, Answer, Engine, answered, connector, differs, in_child, prompt, token_ids
+from kv_engines import (
+    SKIP,
+    Answer,
+    Engine,
+    answered,
+    connector,
+    differs,
+    in_child,
+    prompt,
+    token_ids,
+)
 from semkv_vllm.old_weights import OldWeights
 from tiny_models import Checkpoint
 
@@ -63,7 +73,12 @@ def busy(model: str, cache: str) -> dict[str, Any]:
     # Both old requests go on writing blocks, which the prompts of the next ones begin with.
     engine.step(40)
     follows = first + engine.tokens["old"][:120]
-    asked = {"same": first, "follows": follows, "unrelated": unrelated, "unrelated too": unrelated + follows[:70]}
+    asked = {
+        "same": first,
+        "follows": follows,
+        "unrelated": unrelated,
+        "unrelated too": unrelated + follows[:70],
+    }
     for name, ids in asked.items():
         engine.start(name, ids, 16)
     engine.until(*asked)
@@ -87,7 +102,9 @@ def busy(model: str, cache: str) -> dict[str, Any]:
     found["wrong"] = []
     found["loaded"] = {}
     engine.forget()
-    for name, one in zip(asked, prompts, strict=True):  # alone, so that nothing is stored on the way
+    for name, one in zip(
+        asked, prompts, strict=True
+    ):  # alone, so that nothing is stored on the way
         engine.forget()
         (reference,) = engine.ask([one], extra_args=SKIP)
         engine.forget()
@@ -100,7 +117,9 @@ def busy(model: str, cache: str) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_storing_goes_on_beside_old_requests_and_nothing_old_is_stored(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_storing_goes_on_beside_old_requests_and_nothing_old_is_stored(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     found = in_child(busy, checkpoint("llama"), tmp_path)
     assert found["reset"] is False
     assert found["wrong"] == []
@@ -142,12 +161,17 @@ def step(
     ]
     cached = SimpleNamespace(
         req_ids=[*again, *goes_on],
-        new_block_ids=[*((ids,) for ids, _ in again.values()), *((ids,) for ids in goes_on.values())],
+        new_block_ids=[
+            *((ids,) for ids, _ in again.values()),
+            *((ids,) for ids in goes_on.values()),
+        ],
         num_computed_tokens=[*(tokens for _, tokens in again.values()), *(999 for _ in goes_on)],
         resumed_req_ids=set(again),
     )
     made = [SimpleNamespace(src_block_id=one, dst_block_id=other) for one, other in copies or []]
-    return SimpleNamespace(scheduled_new_reqs=fresh, scheduled_cached_reqs=cached, kv_cache_block_copies=made)
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh, scheduled_cached_reqs=cached, kv_cache_block_copies=made
+    )
 
 
 def begins(old: OldWeights, name: str, ids: list[int], found: int, loaded: int = 0) -> None:

@@ -27,7 +27,11 @@ def asked() -> list[Any]:
 
 
 def wrong(answers: list[Answer], references: list[Answer]) -> list[str]:
-    return [why for answer, other in zip(answers, references, strict=True) if (why := differs(answer, other))]
+    return [
+        why
+        for answer, other in zip(answers, references, strict=True)
+        if (why := differs(answer, other))
+    ]
 
 
 class Replica(Engine):
@@ -87,7 +91,9 @@ def damaged(model: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-def test_a_block_of_another_tier_is_used_only_with_its_seal(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_block_of_another_tier_is_used_only_with_its_seal(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     found = in_child(damaged, checkpoint("llama"), tmp_path)
     assert found["wrong"] == []
     assert found["shared"] == [96, 288]
@@ -139,9 +145,14 @@ def test_a_tier_that_fails_is_a_miss(tmp_path: Path) -> None:
     check_tier(tier, shared, Seals(np.zeros((1, 2 * PAGE), np.uint8), str))
     tier.on_new_request(None)
     assert tier.lookup(b"a", None) is LookupResult.MISS
-    tier.submit_load(SimpleNamespace(job_id=1, keys=[b"a"], chunk_ids=np.array([0]), is_promotion=True))
+    tier.submit_load(
+        SimpleNamespace(job_id=1, keys=[b"a"], chunk_ids=np.array([0]), is_promotion=True)
+    )
     assert tier.drained == 1, "nothing may still write into the rows of a load that failed"
-    assert [(result.job_id, result.success) for result in tier.get_finished_jobs()] == [(1, False), (77, True)]
+    assert [(result.job_id, result.success) for result in tier.get_finished_jobs()] == [
+        (1, False),
+        (77, True),
+    ]
     assert shared.counters["errors"] == 3
 
 
@@ -187,7 +198,10 @@ def test_what_is_harmless_or_allowed_is_handed_on() -> None:
     assert client_params(harmless | {"remote_kv_source": PEER}) == harmless
     assert client_params({"kv_load_tiers": []}) == {"kv_load_tiers": []}
     allowed = ["remote_kv_source", "house", "max_load_tokens"]
-    assert client_params({"remote_kv_source": PEER, "house": 5}, allowed) == {"remote_kv_source": PEER, "house": 5}
+    assert client_params({"remote_kv_source": PEER, "house": 5}, allowed) == {
+        "remote_kv_source": PEER,
+        "house": 5,
+    }
     bad: list[Any] = [
         5,
         "x",
@@ -197,7 +211,11 @@ def test_what_is_harmless_or_allowed_is_handed_on() -> None:
         PEER | {"remote_host": [1]},
         PEER | {"more": 1},
     ]
-    bad += [PEER | {"kv_request_id": 5}, PEER | {"remote_port": True}, PEER | {"remote_port": 70000}]
+    bad += [
+        PEER | {"kv_request_id": 5},
+        PEER | {"remote_port": True},
+        PEER | {"remote_port": 70000},
+    ]
     for one in bad:
         assert client_params({"remote_kv_source": one}, allowed) == {}
     assert client_params({"max_load_tokens": -1}, allowed) == {}

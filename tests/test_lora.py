@@ -20,7 +20,10 @@ def adapter(path: Path, model: Path, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    config, generator = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(seed)
+    config, generator = (
+        json.loads((model / "config.json").read_text()),
+        torch.Generator().manual_seed(seed),
+    )
     width, tensors = config["hidden_size"], {}
     for layer in range(config["num_hidden_layers"]):
         for name in ("q_proj", "v_proj"):
@@ -29,24 +32,39 @@ def adapter(path: Path, model: Path, seed: int) -> None:
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    about = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
     about |= {"base_model_name_or_path": str(model), "task_type": "CAUSAL_LM"}
     (path / "adapter_config.json").write_text(json.dumps(about))
-    time.sleep(1.5)  # an adapter that is not older than the engine is left alone, and clocks of files are coarse
+    time.sleep(
+        1.5
+    )  # an adapter that is not older than the engine is left alone, and clocks of files are coarse
 
 
 @pytest.mark.engine
-def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_same_name_with_other_weights_loads_nothing(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     from semkv_vllm.adapter import KVAdapter
 
     model = checkpoint("opt")
-    path, params = tmp_path / "adapter", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    path, params = (
+        tmp_path / "adapter",
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+    )
 
     def ask(engine: CachedEngine, lora: Any) -> tuple[list[int], int, int]:
-        (output,) = engine.llm.generate([engine.prompt("lora")], params, use_tqdm=False, lora_request=lora)
+        (output,) = engine.llm.generate(
+            [engine.prompt("lora")], params, use_tqdm=False, lora_request=lora
+        )
         return answer(output), read_outcome(output).loaded_tokens or 0, full_blocks(output)
 
     answers = []
@@ -67,7 +85,9 @@ def test_the_same_name_with_other_weights_loads_nothing(checkpoint: Checkpoint, 
         chunk = adapter_of_blocks.capture(engine.run(engine.prompt("lora"))[0].request_id)
         assert chunk is not None
         for name, request in (("with", lora), ("without", None)):
-            engine.llm.llm_engine.add_request(name, engine.prompt("lora"), params, lora_request=request)
+            engine.llm.llm_engine.add_request(
+                name, engine.prompt("lora"), params, lora_request=request
+            )
             assert (not adapter_of_blocks.refusal(name, chunk)) == (request is None)
             engine.llm.llm_engine.abort_request([name])
         engine.forget()

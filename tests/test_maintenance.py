@@ -67,7 +67,10 @@ def test_stats_count_what_is_there(used: Path) -> None:
     }
     assert stores["kv"]["nbytes"] == sum(p.stat().st_size for p in block_files(used, "kv"))
     table = call("stats", "--cache-dir", str(used))
-    assert all(word in table for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " kB"))
+    assert all(
+        word in table
+        for word in ("alice", "bob", "kv", "fusion", "media", " ago", "a-model (model)", " kB")
+    )
     assert [e["name"] for e in found["entries"]] == ["", "a-model"]
     result = invoke(["stats", "--cache-dir", str(used), "--tenant", "carol"])
     assert result.exit_code == 0
@@ -83,7 +86,11 @@ def damage(path: Path) -> None:
 def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     words = ("verify", "--cache-dir", str(used))
     assert "5 files, 6 entries and 0 answers checked, 0 damaged" in call(*words)
-    for path in (*block_files(used, "kv")[:1], *block_files(used, "fusion"), next((used / "media").glob("??/*"))):
+    for path in (
+        *block_files(used, "kv")[:1],
+        *block_files(used, "fusion"),
+        next((used / "media").glob("??/*")),
+    ):
         damage(path)
     with closing(sqlite3.connect(used / CATALOG)) as db, db:
         rows = db.execute("SELECT id FROM entries LIMIT 2").fetchall()
@@ -93,13 +100,20 @@ def test_verify_finds_every_kind_of_damage_and_repairs_it(used: Path) -> None:
     (used / "media" / "ab" / ("g" * 64)).touch()  # no digest: somebody else's
     found = verify(used)
     assert (found.counts["checked"], found.counts["entries"]) == (5, 6)
-    assert [line.split(":")[0] for line in found.damaged] == ["kv", "fusion", "media", *["catalog"] * 2]
+    assert [line.split(":")[0] for line in found.damaged] == [
+        "kv",
+        "fusion",
+        "media",
+        *["catalog"] * 2,
+    ]
     assert "5 files, 6 entries and 0 answers checked, 5 damaged" in call(*words, exit_code=1)
     assert "5 damaged, 5 of them deleted" in call(*words, "--repair")
     assert "2 files, 4 entries and 0 answers checked, 0 damaged" in call(*words)
 
 
-@pytest.mark.parametrize("command", ["verify --repair", "gc --max-age-days 0.0000001", "purge --tenant alice", "purge"])
+@pytest.mark.parametrize(
+    "command", ["verify --repair", "gc --max-age-days 0.0000001", "purge --tenant alice", "purge"]
+)
 def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     used: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +136,9 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
     assert result.exit_code == EXIT_ERROR
     assert f"{stuck[-1]} cannot be deleted" in result.stderr
     block = re.escape(str(used / "kv"))
-    assert re.search(f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr)
+    assert re.search(
+        f"{block}/.* cannot be deleted|not all in {block} could be read or deleted", result.stderr
+    )
     if command == "purge":
         assert "0 entries" in result.stdout
         assert f"{catalog} cannot be begun anew" in result.stderr
@@ -133,7 +149,9 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(
 
 
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge --tenant alice", "purge"])
-def test_a_folder_that_cannot_be_read_is_told(used: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_told(
+    used: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lstat = Path.lstat
 
     def closed(path: Path) -> os.stat_result:
@@ -171,10 +189,14 @@ def test_a_purge_says_which_folders_it_does_not_follow(used: Path) -> None:
 
 def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
     with closing(sqlite3.connect(used / CATALOG)) as db, db:
-        db.execute("UPDATE entries SET created=created-40*86400 WHERE tenant='alice' OR segments LIKE '%question 0%'")
+        db.execute(
+            "UPDATE entries SET created=created-40*86400 WHERE tenant='alice' OR segments LIKE '%question 0%'"
+        )
     with closing(SqliteStore(used / CATALOG)) as store:
         for days, key in ((40, "old"), (20, "young")):
-            store.put(StoredResponse(key * 16, "t", "m", b"{}", created=time.time() - days * 86_400))
+            store.put(
+                StoredResponse(key * 16, "t", "m", b"{}", created=time.time() - days * 86_400)
+            )
     running = SemanticCache(CacheConfig(used, semantic=False))
     picture = used.parent / "alice.jpg"
     media = MediaSegment(digest_of(picture), picture, "alice")
@@ -187,7 +209,12 @@ def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
     running.close()
     found = inspect(used)
     assert [(e.tenant, e.entries) for e in found.entries] == [("bob", 2)]
-    assert {store.store: store.items for store in found.stores} == {"kv": 2, "fusion": 1, "media": 1, "answers": 1}
+    assert {store.store: store.items for store in found.stores} == {
+        "kv": 2,
+        "fusion": 1,
+        "media": 1,
+        "answers": 1,
+    }
     stray = block_files(used, "kv")[0].with_name("0" * 16 + ".safetensors.1.tmp")
     stray.write_bytes(b"half a file")
     loose, young = (used / "media" / name[:2] / name for name in ("ab" * 32, "cd" * 32))
@@ -198,12 +225,16 @@ def test_gc_deletes_what_is_too_old_and_nothing_else(used: Path) -> None:
     found = collect(used)
     assert [found.counts[name] for name in ("kv", "fusion", "media")] == [1, 0, 1]
     assert young.exists()
-    assert "deleted: 2 of KV, 1 of fusion" in call("gc", "--cache-dir", str(used), "--max-age-days", "0.0000001")
+    assert "deleted: 2 of KV, 1 of fusion" in call(
+        "gc", "--cache-dir", str(used), "--max-age-days", "0.0000001"
+    )
 
 
 @pytest.mark.parametrize("empty_file", [False, True])
 @pytest.mark.parametrize("command", ["stats", "verify", "gc", "purge", "purge --tenant alice"])
-def test_a_folder_that_is_no_cache_is_refused_and_left_alone(tmp_path: Path, command: str, empty_file: bool) -> None:
+def test_a_folder_that_is_no_cache_is_refused_and_left_alone(
+    tmp_path: Path, command: str, empty_file: bool
+) -> None:
     song = tmp_path / "media" / "ab" / "song.tmp"
     song.parent.mkdir(parents=True)
     song.write_bytes(b"of a user")
@@ -254,8 +285,12 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("harm", [break_whole, break_page, make_foreign, make_newer, make_folder, make_pipe])
-def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, harm: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "harm", [break_whole, break_page, make_foreign, make_newer, make_folder, make_pipe]
+)
+def test_a_database_that_cannot_be_read_is_named_and_not_touched(
+    used: Path, harm: Callable[[Path], None]
+) -> None:
     store_kv(used, 9, tenant_tag("alice"))
     with closing(SqliteStore(used / CATALOG)) as store:
         for i in range(50):
@@ -272,7 +307,9 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
     }.items():
         result = invoke([*command.split(), "--cache-dir", str(used)])
         assert said in result.stdout, command
-        assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before, command
+        assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before, (
+            command
+        )
         if harm is make_pipe:  # which is as no database
             assert result.exit_code == 0
         elif command.startswith("verify") and harm in (break_whole, break_page):
@@ -287,8 +324,13 @@ def test_a_database_that_cannot_be_read_is_named_and_not_touched(used: Path, har
         (used / CATALOG / "mine").touch()
     stays = harm in (make_foreign, make_folder)
     told = invoke(["purge", "--cache-dir", str(used)])
-    assert (told.exit_code, CATALOG in told.stderr.splitlines()[-1]) == (EXIT_ERROR if stays else 0, True)
-    assert left(used) == [f"{CATALOG}/mine"] * (harm is make_folder), "the rest is deleted all the same"
+    assert (told.exit_code, CATALOG in told.stderr.splitlines()[-1]) == (
+        EXIT_ERROR if stays else 0,
+        True,
+    )
+    assert left(used) == [f"{CATALOG}/mine"] * (harm is make_folder), (
+        "the rest is deleted all the same"
+    )
     if harm is make_foreign:
         assert {name: data for name, data in files_of(used).items() if CATALOG in name} == before
 
@@ -347,11 +389,15 @@ def store_for_tenants(root: Path) -> None:
     ]
     for i, salt in enumerate(salts):
         store_kv(root, i + 9, tenant_tag(salt))
-        fusion.save(FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=tenant_tag(salt))
+        fusion.save(
+            FusionState.from_array(str(salt), np.zeros((2, 3), np.float32)), owner=tenant_tag(salt)
+        )
     fusion.close()
 
 
-def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(
+    used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store_for_tenants(used)
     answers = SqliteStore(used / CATALOG, clock=lambda: 0.0)  # so that what is stale now can be put
     for tenant in ("alice", "alice", "bob"):
@@ -377,14 +423,22 @@ def test_stats_of_a_tenant_say_what_it_holds_in_which_stores(used: Path, monkeyp
     assert held("bob") == bobs
     assert held("nobody") == ([], {})
     everything = {s.store: s for s in inspect(used).stores}
-    assert {name: s.items for name, s in everything.items()} == {"kv": 8, "fusion": 7, "media": 2, "answers": 1}
+    assert {name: s.items for name, s in everything.items()} == {
+        "kv": 8,
+        "fusion": 7,
+        "media": 2,
+        "answers": 1,
+    }
     alices = {s.store: s.nbytes for s in inspect(used, tenants=["alice"]).stores}
     assert alices["media"] == len(b"the picture of alice")
     assert "kv" not in alices, "nobody said which salts were hers"
     assert "tenant alice" in call(*words)
     counted = call("purge", "--cache-dir", str(used), "--tenant", "alice", "--dry-run")
     assert "3 entries, 3 answers and 7 files" in counted
-    assert call("purge", "--cache-dir", str(used), "--tenant", "alice").split()[:7] == counted.split()[:7]
+    assert (
+        call("purge", "--cache-dir", str(used), "--tenant", "alice").split()[:7]
+        == counted.split()[:7]
+    )
     assert held("alice") == ([], {}), "a purge finds what stats find"
     assert held("bob") == bobs
 
@@ -415,7 +469,11 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
         with closing(open_store(folder)) as store:
             assert save(store, 0, 2)
     ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "policy.json"]
-    ours += ["kv/extents/0a/0a11.safetensors", f"weights/{'0a' * 32}.json", f"weights/{'0a' * 32}.json.0a11.tmp"]
+    ours += [
+        "kv/extents/0a/0a11.safetensors",
+        f"weights/{'0a' * 32}.json",
+        f"weights/{'0a' * 32}.json.0a11.tmp",
+    ]
     theirs = ["notes.txt", "secret", "kv/notes.txt", "media/notes.txt", "weights/config.json"]
     theirs += ["thesis/catalog.sqlite.damaged"]
     for name in ours + theirs:
@@ -449,18 +507,25 @@ def test_a_purge_refuses_a_directory_that_is_not_a_cache(tmp_path: Path) -> None
 
 
 def test_blocks_below_another_programs_database_are_left_alone(tmp_path: Path) -> None:
-    index, photo = tmp_path / "kv" / "index.sqlite", tmp_path / "kv" / "extents" / "ab" / "photo.jpg"
+    index, photo = (
+        tmp_path / "kv" / "index.sqlite",
+        tmp_path / "kv" / "extents" / "ab" / "photo.jpg",
+    )
     photo.parent.mkdir(parents=True)
     photo.write_text("mine")
     make_foreign(index)
     before = index.read_bytes()
     for command in ("purge", "purge --tenant x", "gc", "verify", "verify --repair"):
-        assert invoke([*command.split(), "--cache-dir", str(tmp_path)]).exit_code == EXIT_ERROR, command
+        assert invoke([*command.split(), "--cache-dir", str(tmp_path)]).exit_code == EXIT_ERROR, (
+            command
+        )
     assert (photo.read_text(), index.read_bytes()) == ("mine", before)
 
 
 @pytest.mark.parametrize("names", [[CATALOG, f"{CATALOG}.lock"], [f"weights/{'0a' * 32}.json"]])
-def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(tmp_path: Path, names: list[str]) -> None:
+def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(
+    tmp_path: Path, names: list[str]
+) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

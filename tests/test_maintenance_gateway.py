@@ -47,7 +47,9 @@ def fill(folder: Path, count: int) -> None:
         "UPDATE responses SET key=CAST(x'ff' || substr(key, 2) AS TEXT) WHERE rowid IN (1, 150, 300)",
     ],
 )
-def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(tmp_path: Path, harm: str) -> None:
+def test_verify_finds_answers_that_fail_and_repair_deletes_those_alone(
+    tmp_path: Path, harm: str
+) -> None:
     fill(tmp_path, 300)
     verify = ("verify", "--cache-dir", str(tmp_path))
     assert "0 files, 0 entries and 300 answers checked, 0 damaged" in call(*verify)
@@ -72,7 +74,10 @@ def test_purge_of_a_tenant_reaches_a_running_gateway_and_outlives_it(
     without_secure_delete(monkeypatch)
     monkeypatch.setenv("SEMKV_SECRET", SECRET)
     purge = ("purge", "--cache-dir", str(tmp_path), "--tenant", "alice")
-    texts = [f"What is the code of the house number {number}? {'y' * 300 * number}" for number in range(12)]
+    texts = [
+        f"What is the code of the house number {number}? {'y' * 300 * number}"
+        for number in range(12)
+    ]
 
     def ask(pair: Pair, number: int, tenant: str) -> str:
         return tier(pair, texts[number].replace("the house", f"{tenant}house"), tenant)
@@ -107,7 +112,11 @@ def test_purge_by_digest_and_by_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     purge = ("purge", "--cache-dir", str(tmp_path))
     with closing(SqliteStore(tmp_path / CATALOG)) as store:
         for i, tenant in enumerate(("a" * 32, "a" * 32, "b" * 32, "b" * 32)):
-            store.put(StoredResponse(str(i), tenant, "model", b"{}", time.time(), tags=("even",) * (i % 2 == 0)))
+            store.put(
+                StoredResponse(
+                    str(i), tenant, "model", b"{}", time.time(), tags=("even",) * (i % 2 == 0)
+                )
+            )
         cursor = store.news("").cursor
         assert "1 answers" in call(*purge, "--tenant", "a" * 32, "--tag", "even")
         assert [store.get(str(i)) is None for i in range(4)] == [True, False, False, False]
@@ -140,7 +149,9 @@ def test_purge_of_a_directory_that_engines_share_with_a_running_gateway(tmp_path
         assert "reuse" not in pair.post("what is  the capital of Italy?").headers["x-semkv"]
         # An answer that was on its way when the gateway heard of the purge is not recorded.
         texts = ("what is  the capital of Italy?", "Who wrote Faust?")
-        wait_until(lambda: all(map(pair.post, texts)) and call(*purge, "--dry-run").startswith("2 entries"))
+        wait_until(
+            lambda: all(map(pair.post, texts)) and call(*purge, "--dry-run").startswith("2 entries")
+        )
     prepare(CacheConfig(tmp_path))  # engines may come back
     with Pair(tmp_path, semantic=True) as pair:
         assert "text:normalised" in pair.post("who wrote  Faust?").headers["x-semkv"]

@@ -81,19 +81,37 @@ BOTH: dict[str, Change] = {
     "model configuration": {"hf_overrides": {"vision_feature_layer": -1}},
     "length of a context": {"max_model_len": 256},  # LongRoPE and Llama 4 compute by it
     "load format": {"load_format": "pt"},
-    "settings of the loader": {"load_format": "sharded_state", "model_loader_extra_config": {"pattern": "x-{rank}"}},
+    "settings of the loader": {
+        "load_format": "sharded_state",
+        "model_loader_extra_config": {"pattern": "x-{rank}"},
+    },
     "files left out": {"ignore_patterns": ["a*"]},
     "code revision": {"code_revision": "abc"},
     "implementation": {"model_impl": "transformers"},
     "quantization": {"quantization": "fp8_per_tensor"},
-    "settings of quantization": {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["re:.*mlp.*"]}},
+    "settings of quantization": {
+        "quantization": "fp8_per_tensor",
+        "quantization_config": {"ignore": ["re:.*mlp.*"]},
+    },
     "generation settings": {"override_generation_config": {"attn_temperature_tuning": True}},
     "generation file": {"generation_config": "vllm"},
     "eager or compiled": {"enforce_eager": False},
     "attention backend": {"attention_backend": "TORCH_SDPA"},
     "ranks": {"tensor_parallel_size": 2},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
-    "more drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
+    "drafts": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+        }
+    },
+    "more drafts": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_max": 3,
+        }
+    },
     "video pruning": {"video_pruning_rate": 0.5},
     "way of video pruning": {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
     "strings between media": {"interleave_mm_strings": True},
@@ -104,17 +122,28 @@ BOTH: dict[str, Change] = {
     "other LoRA rank": {"enable_lora": True, "max_lora_rank": 16},
     "LoRA modules": {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["v_proj"]},
     "LoRA of experts": {"enable_lora": True, "max_lora_rank": 8, "enable_moe_shared_loras": True},
-    "mixed LoRA of experts": {"enable_lora": True, "max_lora_rank": 8, "enable_mixed_moe_lora_format": True},
+    "mixed LoRA of experts": {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "enable_mixed_moe_lora_format": True,
+    },
 }
 KV_ONLY: dict[str, Change] = {
     "block size": {"block_size": 2 * BLOCK},
     "hash algorithm": {"prefix_caching_hash_algo": "sha256"},
     "KV dtype": {"kv_cache_dtype": "fp8_e5m2"},
-    "layers with another KV dtype": {"kv_cache_dtype": "fp8_e5m2", "kv_cache_dtype_skip_layers": ["0"]},
+    "layers with another KV dtype": {
+        "kv_cache_dtype": "fp8_e5m2",
+        "kv_cache_dtype_skip_layers": ["0"],
+    },
     "KV shared between layers": {"kv_sharing_fast_prefill": True},
 }
 HARMLESS: dict[str, dict[str, Any]] = {
-    "room": {"gpu_memory_utilization": 0.3, "num_gpu_blocks_override": 70, "kv_cache_memory_bytes": 1 << 27},
+    "room": {
+        "gpu_memory_utilization": 0.3,
+        "num_gpu_blocks_override": 70,
+        "kv_cache_memory_bytes": 1 << 27,
+    },
     "batches": {"max_num_seqs": 3, "max_num_batched_tokens": 1024},
     "turns": {"scheduling_policy": "priority", "async_scheduling": False},
     "names": {"served_model_name": ["a", "b"]},
@@ -131,16 +160,23 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
 
     wait_until_settled(Path(arguments["model"]))
     given = {"dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 512, "enforce_eager": True}
-    given |= {"prefix_caching_hash_algo": "sha256_cbor", "limit_mm_per_prompt": {"image": 1, "video": 0}}
+    given |= {
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+    }
     config = EngineArgs(**(given | arguments)).create_engine_config()
     layers = SimpleNamespace(kv_cache_spec="full attention", layer_names=["a"])
     cache = SimpleNamespace(kv_cache_groups=[layers])
     facts = identity.model_facts(config, folder)
-    kv = identity.namespace_digest(facts, identity.kv_facts(config, cache), identity.hash_facts(config))
+    kv = identity.namespace_digest(
+        facts, identity.kv_facts(config, cache), identity.hash_facts(config)
+    )
     return kv, identity.namespace_digest(facts)
 
 
-def test_another_engine_finds_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_engine_finds_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Since another name never finds what lies under this one (`test_blocks`, `test_fusion_store`)."""
     from vllm.v1.core import kv_cache_utils
 
@@ -149,7 +185,9 @@ def test_another_engine_finds_nothing(model: Path, tmp_path: Path, monkeypatch: 
     seen = {kv}
     for number, (change, made) in enumerate((BOTH | KV_ONLY).items(), 1):
         (folder := tmp_path / str(number)).mkdir()
-        name = names({"model": str(model)} | (made(model, folder) if callable(made) else made), folder)
+        name = names(
+            {"model": str(model)} | (made(model, folder) if callable(made) else made), folder
+        )
         assert (name[1] == fusion) == (change in KV_ONLY), change
         seen.add(name[0])
         assert len(seen) == 1 + number, change
@@ -158,7 +196,9 @@ def test_another_engine_finds_nothing(model: Path, tmp_path: Path, monkeypatch: 
     assert (other[0] in seen, other[1]) == (False, fusion)
 
 
-@pytest.mark.parametrize("change", [{"mm_device_do_normalize": False}, {"mm_encoder_tp_mode": "data"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"mm_device_do_normalize": False}, {"mm_encoder_tp_mode": "data"}], ids=str
+)
 def test_settings_of_an_encoder_that_not_every_model_takes(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, change: dict[str, Any]
 ) -> None:
@@ -171,7 +211,9 @@ def test_settings_of_an_encoder_that_not_every_model_takes(
 
 @pytest.mark.parametrize("what", HARMLESS)
 def test_what_is_harmless_leaves_the_name(model: Path, tmp_path: Path, what: str) -> None:
-    assert names({"model": str(model)} | HARMLESS[what], tmp_path) == names({"model": str(model)}, tmp_path)
+    assert names({"model": str(model)} | HARMLESS[what], tmp_path) == names(
+        {"model": str(model)}, tmp_path
+    )
 
 
 # -- LoRA adapters --------------------------------------------------------------------------------------------------
@@ -203,13 +245,19 @@ def test_an_adapter_is_its_weights_whatever_it_is_called(tmp_path: Path) -> None
     assert identity_of(tmp_path / "a") not in (first, "", None)
     for nothing in ("someone/adapter-on-a-hub", tmp_path / "missing"):
         assert identity_of(nothing) is None  # type: ignore[arg-type]
-    request = SimpleNamespace(lora_request=named(tmp_path / "b"), kv_transfer_params=None, cache_salt=None)
+    request = SimpleNamespace(
+        lora_request=named(tmp_path / "b"), kv_transfer_params=None, cache_salt=None
+    )
     adapters = Adapters(tmp_path / "cache", time.time() + 60.0)
     assert describe(request, adapters) == {"owner": tenant_tag(None), "adapter": first}
-    assert describe(request, adapters, alone=False) is None, "another tier knows the adapter's name only"
+    assert describe(request, adapters, alone=False) is None, (
+        "another tier knows the adapter's name only"
+    )
 
 
-@pytest.mark.parametrize("how", ["rewritten", "replaced with its old times", "linked elsewhere", "grown"])
+@pytest.mark.parametrize(
+    "how", ["rewritten", "replaced with its old times", "linked elsewhere", "grown"]
+)
 def test_an_adapter_changed_under_a_running_engine_is_left_alone(tmp_path: Path, how: str) -> None:
     """The engine may still hold the old weights, also when the old bytes come back."""
     real, link = tmp_path / "real", tmp_path / "adapter"

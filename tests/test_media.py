@@ -68,7 +68,9 @@ def test_what_a_killed_writer_left_counts_and_goes(tmp_path: Path) -> None:
     assert (tmp_path / name[:2] / "mine.txt").exists()
 
 
-def test_a_file_of_another_user_is_served_and_stops_no_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_served_and_stops_no_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = MediaStore(tmp_path, max_bytes=3000)
     names = [store.put(bytes([i]) * 1000) for i in range(3)]
     for age, name in enumerate(names):

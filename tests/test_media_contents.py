@@ -29,7 +29,10 @@ def item(**fields: Any) -> Item:
 def pixels(value: float, dtype: str = "float32") -> Any:
     import torch
 
-    return item(pixel_values=torch.full((2, 3), value, dtype=getattr(torch, dtype)), grid=torch.tensor([1, 2]))
+    return item(
+        pixel_values=torch.full((2, 3), value, dtype=getattr(torch, dtype)),
+        grid=torch.tensor([1, 2]),
+    )
 
 
 def feature(data: Any, name: str = "cat", at: int = 0) -> Any:
@@ -71,12 +74,17 @@ def test_whatever_differs_in_what_the_encoder_is_given_differs_in_the_digest() -
     assert len(set(digests)) == len(given)
     assert content_digest("video", given[0]) not in digests
     assert content_digest("image", pixels(1.0)) == digests[0]
-    assert content_digest("image", item(pixel_values=one.reshape(2, 3).t().contiguous().t())) == digests[4]
+    assert (
+        content_digest("image", item(pixel_values=one.reshape(2, 3).t().contiguous().t()))
+        == digests[4]
+    )
     assert content_digest("image", item(pixel_values=np.arange(6, dtype=np.float32))) == digests[3]
 
 
 @pytest.mark.parametrize("what", ["nothing", "an address", "numbers", "an object", "no data"])
-def test_what_cannot_be_seen_is_left_alone_and_said_once(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_seen_is_left_alone_and_said_once(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Such as vLLM's note of where in shared memory an item lies: another item may come to lie there."""
     import torch
 
@@ -97,14 +105,22 @@ def test_what_cannot_be_seen_is_left_alone_and_said_once(what: str, caplog: pyte
     assert "trust_media_names" in caplog.text
     trusting = Media(trusted=True)
     assert trusting.knows(asked)
-    assert trusting.content(feature(data)) == trusting.content(feature(data)) != trusting.content(feature(data, "dog"))
+    assert (
+        trusting.content(feature(data))
+        == trusting.content(feature(data))
+        != trusting.content(feature(data, "dog"))
+    )
 
 
-def test_the_digest_of_an_item_is_made_once_and_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_an_item_is_made_once_and_forgotten_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from semkv_vllm import media as ours
 
     made: list[str] = []
-    monkeypatch.setattr(ours, "content_digest", lambda modality, each: made.append(modality) or str(len(made)))
+    monkeypatch.setattr(
+        ours, "content_digest", lambda modality, each: made.append(modality) or str(len(made))
+    )
     media, kept = Media(trusted=False), pixels(1.0)
     assert {media.content(feature(kept)) for _ in range(3)} == {"1"}
     for _ in range(100):  # in the memory of those before them
@@ -153,8 +169,12 @@ def test_a_name_that_has_stood_for_two_items_ends_the_storing_of_all_that_use_it
     assert not media.knows(Asked(feature(pixels(2.0))))
     assert first in stopped
     assert other not in stopped
-    assert not media.knows(Asked(feature(pixels(1.0)))), "the first one is as uncertain from then on"
-    assert not Media(trusted=False).knows(Asked(feature(pixels(1.0)), feature(pixels(2.0)))), "in one request"
+    assert not media.knows(Asked(feature(pixels(1.0)))), (
+        "the first one is as uncertain from then on"
+    )
+    assert not Media(trusted=False).knows(Asked(feature(pixels(1.0)), feature(pixels(2.0)))), (
+        "in one request"
+    )
     assert caplog.text.count("one name") == 2
     monkeypatch.setattr("semkv_vllm.media._NAMES", 3)
     for number in range(10):
@@ -194,7 +214,9 @@ def _pictures(model: str, folder: str) -> list[list[Any]]:
     return found
 
 
-def test_two_items_of_one_name_never_stand_for_each_other(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_two_items_of_one_name_never_stand_for_each_other(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     found = in_child(_pictures, checkpoint("llava"), tmp_path)
     right = [tokens for tokens, _, _ in found[:2]]
     assert right[0] != right[1]
@@ -219,9 +241,17 @@ def _counted(model: str, folder: str) -> list[list[Any]]:
     return found
 
 
-def test_pictures_that_are_named_by_a_counter(checkpoint: tiny_models.Checkpoint, tmp_path: Path) -> None:
+def test_pictures_that_are_named_by_a_counter(
+    checkpoint: tiny_models.Checkpoint, tmp_path: Path
+) -> None:
     found = in_child(_counted, checkpoint("llava"), tmp_path)
-    assert [(loaded, encoded) for _, _, loaded, encoded in found] == [(0, 1), (0, 1), (1, 0), (1, 0), (0, 1)]
+    assert [(loaded, encoded) for _, _, loaded, encoded in found] == [
+        (0, 1),
+        (0, 1),
+        (1, 0),
+        (1, 0),
+        (0, 1),
+    ]
     answers = {picture: tokens for picture, tokens, _, _ in found[:2]}
     assert [tokens for _, tokens, _, _ in found[2:4]] == [answers[1], answers[0]]
     assert found[4][1] not in answers.values()

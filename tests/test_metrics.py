@@ -36,7 +36,11 @@ def test_answers_match_as_in_lmms_eval(prediction: str, answer: str, equal: bool
 
 def test_percentiles() -> None:
     assert metrics.times([None]) == {"n": 0, "p50_s": None, "p95_s": None}
-    assert metrics.times([0.1, None, 0.2, 0.3]) == {"n": 3, "p50_s": pytest.approx(0.2), "p95_s": pytest.approx(0.29)}
+    assert metrics.times([0.1, None, 0.2, 0.3]) == {
+        "n": 3,
+        "p50_s": pytest.approx(0.2),
+        "p95_s": pytest.approx(0.29),
+    }
 
 
 def figure(path: str, *records: SampleRecord, cold: list[Cold] | None = None) -> metrics.Estimate:
@@ -52,17 +56,26 @@ def width(estimate: metrics.Estimate) -> float:
 
 
 def test_an_interval_widens_with_the_clusters() -> None:
-    outcomes = [(str(i // 20), (i // 20) % 2 == 0) for i in range(400)]  # whole images right or wrong
-    clustered, alone = metrics.share(outcomes), metrics.share([(str(i), x) for i, (_, x) in enumerate(outcomes)])
+    outcomes = [
+        (str(i // 20), (i // 20) % 2 == 0) for i in range(400)
+    ]  # whole images right or wrong
+    clustered, alone = (
+        metrics.share(outcomes),
+        metrics.share([(str(i), x) for i, (_, x) in enumerate(outcomes)]),
+    )
     assert clustered.value == alone.value == 0.5
     assert width(clustered) > 3 * width(alone)
-    assert width(alone) / 2 == pytest.approx(0.049, abs=0.006)  # independent: 1.96 * sqrt(.25 / 400)
+    assert width(alone) / 2 == pytest.approx(
+        0.049, abs=0.006
+    )  # independent: 1.96 * sqrt(.25 / 400)
     assert metrics.share(outcomes) == clustered
 
 
 def test_equal_outcomes_leave_an_interval_that_narrows_with_the_images() -> None:
     for value in (True, False):
-        widths = [width(metrics.share([(str(i % n), value) for i in range(200)])) for n in (1, 10, 100)]
+        widths = [
+            width(metrics.share([(str(i % n), value) for i in range(200)])) for n in (1, 10, 100)
+        ]
         assert widths[0] > 0.7
         assert widths[1] == pytest.approx(0.278, abs=0.001)  # Wilson: 10 of 10 is 72.2 to 100%
         assert widths[2] < 0.04
@@ -90,18 +103,33 @@ def test_hits_against_cold() -> None:
     def pair(text: str, cold_text: str, **values: Any) -> SampleRecord:
         cold = Cold("a", cold_text, cold_text == "red", 0.064, 0.1, 10, 0, (1, 2))
         return record(
-            text=text, match=text == "red", provenance="p", applied=True, cold=cold, token_ids=(1, 2), **values
+            text=text,
+            match=text == "red",
+            provenance="p",
+            applied=True,
+            cold=cold,
+            token_ids=(1, 2),
+            **values,
         )
 
-    records = [pair("red", "red"), pair("blue", "red"), pair("red", "blue"), pair("blue", "blue", exactness="exact")]
+    records = [
+        pair("red", "red"),
+        pair("blue", "red"),
+        pair("red", "blue"),
+        pair("blue", "blue", exactness="exact"),
+    ]
     assert figure("against_cold.agreement", *records).value == 0.5
-    assert figure("against_cold.identical_tokens", *records) == metrics.Estimate(1, 1.0, *wilson(1, 1))
+    assert figure("against_cold.identical_tokens", *records) == metrics.Estimate(
+        1, 1.0, *wilson(1, 1)
+    )
     # Cold 100 ms, cached 30 ms with a lookup of 2 ms in it.
     assert figure("against_cold.first_token", *records).value == pytest.approx(100 / 28)
     assert figure("against_cold.speedup", *records).value == pytest.approx(64 / 32)
     assert figure("gained_hit_share", *records).value == 0.25
     assert figure("against_cold.saved_tokens", *records).value == 0.0
-    other = record(provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold)
+    other = record(
+        provenance="p", applied=True, cached_tokens=7, token_ids=(3,), cold=records[0].cold
+    )
     assert figure("against_cold.same_tokens", *records, other).value == 0.8
     assert figure("against_cold.saved_tokens", *records, other).value == pytest.approx(1.4)
     assert [metrics.wrong_hit(r) for r in records] == [False, True, False, False]
@@ -111,7 +139,11 @@ def test_hits_against_cold() -> None:
 # --- intervals
 
 
-PAIRS = st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-1e3, 1e3, allow_nan=False)), min_size=1, max_size=30)
+PAIRS = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.floats(-1e3, 1e3, allow_nan=False)),
+    min_size=1,
+    max_size=30,
+)
 
 
 @settings(deadline=None)
@@ -121,7 +153,10 @@ def test_intervals_lie_inside_the_values(values: list[tuple[str, float]]) -> Non
     right = [v > 0 for v in numbers]
     share = metrics.share([(image, v) for (image, _), v in zip(values, right, strict=True)])
     assert share.value == pytest.approx(np.mean(right))
-    for figure, value in ((metrics.mean(values), np.mean(numbers)), (metrics.median(values), np.median(numbers))):
+    for figure, value in (
+        (metrics.mean(values), np.mean(numbers)),
+        (metrics.median(values), np.median(numbers)),
+    ):
         assert figure.value == pytest.approx(value)
         assert (figure.low is None) == (len({image for image, _ in values}) == 1)
         if figure.low is not None and figure.high is not None:
@@ -171,9 +206,17 @@ def test_what_nothing_judges_is_neither_right_nor_wrong() -> None:
 def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
     def dry(own: str, donor: str | None, answer: str | None = "red") -> SampleRecord:
         match = None if answer is None else own == answer
-        return replace(hit(0.9, True, text=own), applied=False, donor_answer=donor, answer=answer, match=match)
+        return replace(
+            hit(0.9, True, text=own), applied=False, donor_answer=donor, answer=answer, match=match
+        )
 
-    hits = [dry("red", "red"), dry("red", "blue"), dry("blue", "red"), dry("blue", "blue"), dry("red", None)]
+    hits = [
+        dry("red", "red"),
+        dry("red", "blue"),
+        dry("blue", "red"),
+        dry("blue", "blue"),
+        dry("red", None),
+    ]
     assert [metrics.wrong_hit(r) for r in hits] == [False, True, False, False, None]
     summary = metrics.summarise([*hits, record()])
     assert (summary["accuracy_on_hits"]["n"], summary["accuracy_on_hits"]["value"]) == (4, 0.5)
@@ -187,9 +230,33 @@ def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
 def test_gqas_measures_by_hand() -> None:
     query, verify = ("query", "attr", "categoryAttr"), ("verify", "obj", "existC")
     records = [
-        record(text="red", answer="red", match=True, group="color", types=query, valid=True, plausible=True),
-        record(text="red", answer="blue", match=False, group="color", types=query, valid=True, plausible=False),
-        record(text="wood", answer="red", match=False, group="color", types=query, valid=False, plausible=False),
+        record(
+            text="red",
+            answer="red",
+            match=True,
+            group="color",
+            types=query,
+            valid=True,
+            plausible=True,
+        ),
+        record(
+            text="red",
+            answer="blue",
+            match=False,
+            group="color",
+            types=query,
+            valid=True,
+            plausible=False,
+        ),
+        record(
+            text="wood",
+            answer="red",
+            match=False,
+            group="color",
+            types=query,
+            valid=False,
+            plausible=False,
+        ),
         record(text="yes", answer="yes", match=True, group="there", types=verify),
     ]
     assert figure("gqa.validity", *records).value == pytest.approx(2 / 3)
@@ -209,7 +276,13 @@ def test_gqas_measures_by_hand() -> None:
 
 def test_savings_may_be_losses() -> None:
     records = [
-        record(image=str(i), latency_s=0.030, ttft_s=None, cached_tokens=4, cold=Cold(str(i), "", None, x, 0.1, 10, 2))
+        record(
+            image=str(i),
+            latency_s=0.030,
+            ttft_s=None,
+            cached_tokens=4,
+            cold=Cold(str(i), "", None, x, 0.1, 10, 2),
+        )
         for i, x in enumerate((0.010, 0.020, 0.090))
     ]
     assert figure("saved.tokens", *records) == metrics.Estimate(3, 2.0, 2.0, 2.0)
@@ -232,11 +305,20 @@ def test_the_noise_floor_compares_text_and_tokens() -> None:
 
 def test_a_record_comes_back_from_its_line(tmp_path: Path) -> None:
     cold = Cold("a", "red", None, 0.1, None, 10, 0, (1, 2), "red", (1, 3))
-    first = hit(0.9, True, cold=cold, statuses={"exact_text": Status.MISS}, token_ids=(1, 2), entailed=("x",))
+    first = hit(
+        0.9,
+        True,
+        cold=cold,
+        statuses={"exact_text": Status.MISS},
+        token_ids=(1, 2),
+        entailed=("x",),
+    )
     line = first.to_json()
 
     def read(row: dict[str, Any]) -> list[SampleRecord]:
-        (tmp_path / "s.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row)[:50], encoding="utf-8")
+        (tmp_path / "s.jsonl").write_text(
+            json.dumps(row) + "\n" + json.dumps(row)[:50], encoding="utf-8"
+        )
         return read_rows(tmp_path / "s.jsonl", SampleRecord, cut_off=True)
 
     assert read(line | {"from a later version": 1}) == [first]

@@ -16,7 +16,9 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'semkv[cpu
 pytest.importorskip("transformers", reason="needs transformers: pip install 'semkv[cpu]'")
 
 SCRIPTS = Path(__file__).parents[1] / "training" / "minigqa_vlm"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="needs the folder training/ of the repository")
+pytestmark = pytest.mark.skipif(
+    not SCRIPTS.is_dir(), reason="needs the folder training/ of the repository"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,9 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def checkpoint(
+    scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     bpe = scripts["prompt"].train_tokenizer()
     folder = tmp_path_factory.mktemp("checkpoint")
     size = scripts["network"].export(scripts["network"].build(), bpe, folder)
@@ -48,7 +52,13 @@ def test_the_chat_template_writes_the_training_prompt(
     prompt = scripts["prompt"]
     folder, bpe = checkpoint
     processor = AutoProcessor.from_pretrained(folder)
-    questions = ("Is the cube red?", "  is THE cube\tred ?\n", "WHAT IS IT?", "naïve 數 🙂?", "12 of 345")
+    questions = (
+        "Is the cube red?",
+        "  is THE cube\tred ?\n",
+        "WHAT IS IT?",
+        "naïve 數 🙂?",
+        "12 of 345",
+    )
     for question in questions:
         for options in (
             {},
@@ -56,7 +66,9 @@ def test_the_chat_template_writes_the_training_prompt(
             {"context": "Line 1.\n\nLine 2"},
             {"image": False, "context": "C."},
         ):
-            text = processor.apply_chat_template(prompt.messages(question, **options), add_generation_prompt=True)
+            text = processor.apply_chat_template(
+                prompt.messages(question, **options), add_generation_prompt=True
+            )
             assert text == prompt.head(**options) + prompt.tail(question)
             apart = bpe.encode(prompt.head(**options)).ids + bpe.encode(prompt.tail(question)).ids
             assert bpe.encode(text).ids == apart
@@ -74,10 +86,15 @@ def test_packed_rows_predict_what_separate_prompts_predict(
     folder, bpe = checkpoint
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     texts = rows == "documents"
-    chunk = data.make_text_chunk(Random(1), bpe, 1, most_words=400) if texts else data.make_chunk(Random(0), bpe, 1)
+    chunk = (
+        data.make_text_chunk(Random(1), bpe, 1, most_words=400)
+        if texts
+        else data.make_chunk(Random(0), bpe, 1)
+    )
     most = network.TEXT_TARGETS if texts else network.TARGETS
     ids, segments, positions, labels = (
-        torch.from_numpy(a[:1]).long() for a in (chunk.ids, chunk.segments, chunk.positions, chunk.labels)
+        torch.from_numpy(a[:1]).long()
+        for a in (chunk.ids, chunk.segments, chunk.positions, chunk.labels)
     )
     targets, columns = network.targets_of(labels, most)
     assert int((targets >= 0).sum()) == int((labels >= 0).sum()) < most
@@ -87,7 +104,9 @@ def test_packed_rows_predict_what_separate_prompts_predict(
         for question in (1, 5, 11):
             keep = (segments[0] == 0) | (segments[0] == question)
             alone = ids[0][keep][None]
-            logits = model(input_ids=alone, pixel_values=pixels, attention_mask=torch.ones_like(alone)).logits[0]
+            logits = model(
+                input_ids=alone, pixel_values=pixels, attention_mask=torch.ones_like(alone)
+            ).logits[0]
             for target, column in zip(targets[0], columns[0], strict=True):
                 if target >= 0 and segments[0, column] == question:
                     place = int(keep[:column].sum())

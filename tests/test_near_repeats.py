@@ -82,7 +82,9 @@ def test_100_paraphrases_at_once_reach_the_upstream_once(pair: Pair, delay: str)
 
 
 @pytest.mark.parametrize("stream", [(False, False), (True, False), (False, True), (True, True)])
-def test_each_who_joins_gets_the_answer_in_its_own_form(pair: Pair, stream: tuple[bool, bool]) -> None:
+def test_each_who_joins_gets_the_answer_in_its_own_form(
+    pair: Pair, stream: tuple[bool, bool]
+) -> None:
     tenant, joins = a_tenant(), 'semkv_single_flight_joins_total{kind="similar"}'
     before = pair.metric(joins)
     with beside(pair, stream=stream[0], headers=tenant) as first:
@@ -90,15 +92,24 @@ def test_each_who_joins_gets_the_answer_in_its_own_form(pair: Pair, stream: tupl
     assert pair.asked == [ONE]
     assert said(answer) == said(first.result()) == f"You said: {ONE}"
     assert answer.text.startswith("data:") == stream[1]
-    assert re.fullmatch(r"hit tier=text:semantic score=0\.[89]\d\d age=\d+ joined", answer.headers["x-semkv"])
+    assert re.fullmatch(
+        r"hit tier=text:semantic score=0\.[89]\d\d age=\d+ joined", answer.headers["x-semkv"]
+    )
     assert pair.metric(joins) == before + 1
     wait_until(lambda: not pair.app.gateway.pending)
-    assert pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=text:semantic"), "not its own entry"
-    shown = [(hit["asked"][0]["text"], hit["donor"][0]["text"]) for hit in pair.admin("hits").json()["hits"][:2]]
+    assert (
+        pair.post(OTHER, headers=tenant).headers["x-semkv"].startswith("hit tier=text:semantic")
+    ), "not its own entry"
+    shown = [
+        (hit["asked"][0]["text"], hit["donor"][0]["text"])
+        for hit in pair.admin("hits").json()["hits"][:2]
+    ]
     assert shown == [(OTHER, ONE)] * 2
 
 
-def test_a_joined_answer_is_checked_as_any_approximate_hit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_answer_is_checked_as_any_approximate_hit(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     semantic = pair.semantic
     monkeypatch.setattr(semantic._checking, "_rate", 1.0)
     monkeypatch.setattr(semantic, "same_answer", lambda first, second: first == second)
@@ -108,7 +119,9 @@ def test_a_joined_answer_is_checked_as_any_approximate_hit(pair: Pair, monkeypat
         with beside(pair, headers=tenant, stream=stream):
             later(pair, OTHER, waits=True, headers=tenant, stream=stream)
         wait_until(lambda before=checked: semantic.stats().checked_wrong == before + 1)
-        assert pair.asked == [ONE, OTHER], "the scripted server says what it was asked, so the answers differ"
+        assert pair.asked == [ONE, OTHER], (
+            "the scripted server says what it was asked, so the answers differ"
+        )
         own = pair.post(OTHER, headers=tenant)
         assert own.headers["x-semkv"].startswith("hit tier=exact")
         assert said(own) == f"You said: {OTHER}"
@@ -132,7 +145,11 @@ def test_what_differs_in_more_than_words_joins_nobody(pair: Pair, text: str, mor
     for stream in (False, True):
         pair.upstream.calls.clear()
         tenant = a_tenant()
-        headers = a_tenant() if "Authorization" in more.get("headers", {}) else tenant | more.get("headers", {})
+        headers = (
+            a_tenant()
+            if "Authorization" in more.get("headers", {})
+            else tenant | more.get("headers", {})
+        )
         own: dict[str, Any] = {"stream": stream, **more, "headers": headers}
         with beside(pair, headers=tenant, stream=stream):
             answer = later(pair, text, waits=False, **own)
@@ -158,7 +175,9 @@ def test_after_an_invalidation_nobody_joins_what_began_before(pair: Pair, text: 
         ({"big": "9000000", "events": "90"}, False),
     ],
 )
-def test_where_the_first_fails_who_has_had_nothing_goes_himself(pair: Pair, how: dict[str, str], stream: bool) -> None:
+def test_where_the_first_fails_who_has_had_nothing_goes_himself(
+    pair: Pair, how: dict[str, str], stream: bool
+) -> None:
     """The first is no stream, so nothing of its answer is passed on before it is known to be no good."""
     tenant = a_tenant()
     pair.upstream.script = {ONE: how}
@@ -186,9 +205,14 @@ def test_no_store_keeps_no_picture(pair: Pair) -> None:
 
 # -- last turns -------------------------------------------------------------------------------------------------------
 
-ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "bench/data/last_turns.jsonl").open()]
+ROWS = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "bench/data/last_turns.jsonl").open()
+]
 SAME = [(row["a"], row["b"]) for row in ROWS if row["same"]][-12:]  # the last are the longest
-DOCUMENT = "The lease of the flat in Elm Street begins in May. " + "The tenant pays the rent on the first day. " * 40
+DOCUMENT = (
+    "The lease of the flat in Elm Street begins in May. "
+    + "The tenant pays the rent on the first day. " * 40
+)
 
 
 def system(text: str) -> dict[str, Any]:
@@ -210,18 +234,37 @@ def call(name: str, city: str) -> list[dict[str, Any]]:
 
 def looked_up(city: str = "Oslo", result: str = "4 degrees, rain") -> Messages:
     tool = {"role": "tool", "tool_call_id": "1", "content": result}
-    return [user("How is it there?"), assistant(None, tool_calls=call("weather", city)), tool, assistant("Cold.")]
+    return [
+        user("How is it there?"),
+        assistant(None, tool_calls=call("weather", city)),
+        tool,
+        assistant("Cold."),
+    ]
 
 
-CHAT = [user("Tell me about Lisbon."), assistant("It is a city by the sea. Do you want to know more?")]
-LONG = [message for n in range(20) for message in (user(f"Tell me about town {n}."), assistant(f"Town {n} is old."))]
+CHAT = [
+    user("Tell me about Lisbon."),
+    assistant("It is a city by the sea. Do you want to know more?"),
+]
+LONG = [
+    message
+    for n in range(20)
+    for message in (user(f"Tell me about town {n}."), assistant(f"Town {n} is old."))
+]
 FORMS: dict[str, Callable[[str], Messages]] = {
     "second turn": lambda text: [*CHAT, user(text)],
     "turn 21": lambda text: [*LONG, user(text)],
     "after a tool's result": lambda text: [*looked_up(), user(text)],
     "document and question": lambda text: [user([words(DOCUMENT), words(text)])],
-    "system prompt, document, question": lambda text: [system("Be brief."), user([words(DOCUMENT), words(text)])],
-    "an image in an earlier turn": lambda text: [user([picture("red"), words("Look.")]), *CHAT[1:], user(text)],
+    "system prompt, document, question": lambda text: [
+        system("Be brief."),
+        user([words(DOCUMENT), words(text)]),
+    ],
+    "an image in an earlier turn": lambda text: [
+        user([picture("red"), words("Look.")]),
+        *CHAT[1:],
+        user(text),
+    ],
     "image after the document": lambda text: [user([words(DOCUMENT), picture("red"), words(text)])],
 }
 
@@ -239,7 +282,9 @@ def recorded(pair: Pair) -> None:
     wait_until(lambda: not pair.app.gateway.background)
 
 
-def reworded(pair: Pair, form: Callable[[str], Messages], pairs: list[tuple[str, str]]) -> list[str]:
+def reworded(
+    pair: Pair, form: Callable[[str], Messages], pairs: list[tuple[str, str]]
+) -> list[str]:
     """What became of the second text of each pair after the first, each pair in a tenant of its own."""
     tenants = [a_tenant() for _ in pairs]
     first = [send(pair, form(a), tenant) for (a, _), tenant in zip(pairs, tenants, strict=True)]
@@ -262,8 +307,13 @@ def test_after_an_equal_beginning_a_rewording_hits_as_a_single_turn_does(pair: P
 @pytest.mark.usefixtures("all_named")
 def test_300_conversations_with_equal_last_turns_share_nothing(pair: Pair) -> None:
     tenant = a_tenant()
-    things = [f"{a} {b}" for a, b in itertools.product(("red", "old", "big"), (f"house {n}" for n in range(100)))]
-    histories = [[user(f"Compare the {thing} with another."), assistant("Done.")] for thing in things]
+    things = [
+        f"{a} {b}"
+        for a, b in itertools.product(("red", "old", "big"), (f"house {n}" for n in range(100)))
+    ]
+    histories = [
+        [user(f"Compare the {thing} with another."), assistant("Done.")] for thing in things
+    ]
     last = ("What about the second one?", "How about the second one?")
     first = [send(pair, [*history, user(last[0])], tenant) for history in histories]
     assert [tier for tier, _ in first] == ["miss"] * 300
@@ -271,7 +321,9 @@ def test_300_conversations_with_equal_last_turns_share_nothing(pair: Pair) -> No
     recorded(pair)
     second = [send(pair, [*history, user(last[1])], tenant) for history in histories[::10]]
     assert [tier for tier, _ in second] == ["text:semantic"] * 30
-    assert [answer for _, answer in second] == [answer for _, answer in first[::10]], "each one's own"
+    assert [answer for _, answer in second] == [answer for _, answer in first[::10]], (
+        "each one's own"
+    )
 
 
 def parts(*given: dict[str, Any]) -> Messages:
@@ -304,7 +356,9 @@ BEGINNINGS: dict[str, tuple[Messages, Messages]] = {
 
 @pytest.mark.usefixtures("all_named")
 @pytest.mark.parametrize("which", BEGINNINGS)
-def test_after_another_beginning_neither_the_same_words_nor_similar_ones_hit(pair: Pair, which: str) -> None:
+def test_after_another_beginning_neither_the_same_words_nor_similar_ones_hit(
+    pair: Pair, which: str
+) -> None:
     def ending(messages: Messages, text: str) -> Messages:
         content = messages[-1]["content"]
         content = text if content == "" else [*content[:-1], words(text)]

@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway_helpers import ONE, OTHER, Held, Pair, a_tenant, asks, beside, near_pair, said, wait_until
+from gateway_helpers import (
+    ONE,
+    OTHER,
+    Held,
+    Pair,
+    a_tenant,
+    asks,
+    beside,
+    near_pair,
+    said,
+    wait_until,
+)
 
 NEAR_HIT = "hit tier=text:semantic"
 
@@ -53,7 +64,9 @@ def lookups(pair: Pair, text: str = "", *, after: bool = False) -> Held:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_whole_waits_for_no_lookup(pair: Pair, tenant: dict[str, str], stream: bool) -> None:
+def test_an_answer_that_is_whole_waits_for_no_lookup(
+    pair: Pair, tenant: dict[str, str], stream: bool
+) -> None:
     """Nothing is left to save. It is recorded all the same."""
     before = pair.entries
     with lookups(pair) as held:
@@ -78,24 +91,32 @@ def test_a_hit_that_comes_first_cuts_the_request_off(pair: Pair, answered: dict[
     assert pair.entries == before, "nothing is recorded of what was cut off"
 
 
-def test_a_stream_that_has_begun_to_come_in_waits_for_the_lookup(pair: Pair, answered: dict[str, str]) -> None:
+def test_a_stream_that_has_begun_to_come_in_waits_for_the_lookup(
+    pair: Pair, answered: dict[str, str]
+) -> None:
     """What is still to come can be saved, and nothing of it has gone out."""
     pair.upstream.hold_at = 2
     pair.upstream.gate.clear()
     with lookups(pair):
         similar = pair.soon(OTHER, headers=answered, stream=True)
-        wait_until(lambda: any(flight.chunk(0) for flight in list(pair.app.gateway.flights.running)))
+        wait_until(
+            lambda: any(flight.chunk(0) for flight in list(pair.app.gateway.flights.running))
+        )
         assert not similar.done()
     assert similar.result().headers["x-semkv"].startswith(NEAR_HIT)
     assert said(similar.result()) == f"You said: {ONE}"
 
 
-def test_a_donor_found_after_the_answer_has_no_part_in_it(pair: Pair, answered: dict[str, str]) -> None:
+def test_a_donor_found_after_the_answer_has_no_part_in_it(
+    pair: Pair, answered: dict[str, str]
+) -> None:
     """The policy learns from it what the donor was worth."""
     before, learned = pair.entries, list[tuple[str, str]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair.semantic._checking._decider, "learns", True, raising=False)
-        patch.setattr(pair.semantic._checking, "_same", lambda one, other: not learned.append((one, other)))
+        patch.setattr(
+            pair.semantic._checking, "_same", lambda one, other: not learned.append((one, other))
+        )
         with lookups(pair):
             answer = pair.post(OTHER, headers=answered)
         wait_until(lambda: pair.entries == before + 1)
@@ -110,7 +131,9 @@ def test_a_failure_waits_for_the_lookup(pair: Pair, answered: dict[str, str]) ->
     assert pair.post("A question of its own?", headers=answered).status_code == 503
 
 
-def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(pair: Pair, tenant: dict[str, str]) -> None:
+def test_a_paraphrase_waits_for_the_lookup_of_one_that_went_before_it(
+    pair: Pair, tenant: dict[str, str]
+) -> None:
     """The second lookup is over first: without waiting it would find nobody to join, and go upstream itself."""
     over = Held(pair.semantic, "try_reuse", asks(OTHER), after=True)
     over.go.set()
@@ -134,7 +157,9 @@ def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
     equal request that comes even later shares the lookup, so it uses the record too."""
     cache, before, looks, asked = pair.app.gateway.cache, pair.entries, list[object](), []
     cache.found_share, look_up = share, cache.look_up
-    monkeypatch.setattr(cache, "look_up", lambda *given, **more: looks.append(given) or look_up(*given, **more))
+    monkeypatch.setattr(
+        cache, "look_up", lambda *given, **more: looks.append(given) or look_up(*given, **more)
+    )
 
     def ask() -> None:
         asked.append(pair.soon(OTHER, headers=tenant))
@@ -152,11 +177,16 @@ def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
             wait_until(lambda: len(looks) == 3)
         assert pair.asked == [ONE]
     for answer in (one.result() for one in asked):
-        assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (f"You said: {ONE}", True)
+        assert (said(answer), answer.headers["x-semkv"].startswith(NEAR_HIT)) == (
+            f"You said: {ONE}",
+            True,
+        )
     assert (pair.asked, pair.app.gateway._seen) == ([ONE], {})
 
 
-def test_a_paraphrase_joins_none_that_has_failed_meanwhile(pair: Pair, tenant: dict[str, str]) -> None:
+def test_a_paraphrase_joins_none_that_has_failed_meanwhile(
+    pair: Pair, tenant: dict[str, str]
+) -> None:
     """Though it is the nearest of those that were on their way during the lookup."""
     pair.app.gateway.cache.found_share, failed = 1.0, OTHER.replace("?", ", please?")
     pair.upstream.script = {failed: {"status": "503"}}
@@ -171,7 +201,9 @@ def test_a_paraphrase_joins_none_that_has_failed_meanwhile(pair: Pair, tenant: d
     assert pair.asked == [failed, ONE]
 
 
-def test_an_answer_that_came_before_the_store_was_asked_is_recorded(pair: Pair, tenant: dict[str, str]) -> None:
+def test_an_answer_that_came_before_the_store_was_asked_is_recorded(
+    pair: Pair, tenant: dict[str, str]
+) -> None:
     """The look into the store finds what the request itself has brought: a miss, with a lookup as any."""
     before, cache = pair.entries, pair.app.gateway.cache
     with Held(cache.responses, "lookup"):
@@ -202,4 +234,8 @@ def test_where_few_find_anything_a_lookup_behind_many_is_left_out(
     assert pair.post(OTHER, headers=answered).headers["x-semkv"] == "miss"
     assert pair.semantic.stats().lookups == lookups
     pair.app.gateway.cache.found_share = 1.0
-    assert pair.post(OTHER + " ", headers=answered).headers["x-semkv"].startswith(("hit tier=exact", NEAR_HIT))
+    assert (
+        pair.post(OTHER + " ", headers=answered)
+        .headers["x-semkv"]
+        .startswith(("hit tier=exact", NEAR_HIT))
+    )

@@ -24,14 +24,24 @@ def joined(bench: Bench, first: Request, second: Request) -> ReuseReport | None:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Bench:
-    return Bench(tmp_path, embedding_layers=(), embedding_hook="none", similarity_threshold=0.9, verify_rate=1.0)
+    return Bench(
+        tmp_path,
+        embedding_layers=(),
+        embedding_hook="none",
+        similarity_threshold=0.9,
+        verify_rate=1.0,
+    )
 
 
 def test_a_similar_question_joins_and_counts_as_a_hit(plain: Bench) -> None:
     first = plain.request("color", system="s")
     report = joined(plain, first, plain.request("color~0.95", system="s"))
     assert report is not None
-    assert (report.provenance, report.plan.segments, report.plan.full) == ("text:semantic", first.segments, True)
+    assert (report.provenance, report.plan.segments, report.plan.full) == (
+        "text:semantic",
+        first.segments,
+        True,
+    )
     assert report.plan.match.score == pytest.approx(0.95, abs=1e-3)
     assert line(report) == "exact_text=miss, semantic_text=hit"
     assert plain.cache.should_check(report)
@@ -47,7 +57,10 @@ def test_the_same_text_folded_unless_byte_equal_texts_alone_are_taken(plain: Ben
     report = joined(plain, plain.request("The color"), plain.request("the  color"))
     assert report is not None
     assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
-    first, similar = plain.request("color", system="in english"), plain.request("color~0.95", system="IN ENGLISH")
+    first, similar = (
+        plain.request("color", system="in english"),
+        plain.request("color~0.95", system="IN ENGLISH"),
+    )
     assert joined(plain, first, similar) is not None
     plain.reopen(normalised=False)
     assert joined(plain, first, similar) is None

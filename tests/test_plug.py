@@ -48,7 +48,16 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, *words: object) -> tuple[Result, list[dict[str, Any]]]:
     """``semkv run`` with these words, and the samples it writes."""
     out = folder / "samples.jsonl"
-    command = ["run", "--preset", "opt-125m", "--cache-dir", folder / "cache", "--samples-out", out, *words]
+    command = [
+        "run",
+        "--preset",
+        "opt-125m",
+        "--cache-dir",
+        folder / "cache",
+        "--samples-out",
+        out,
+        *words,
+    ]
     result = invoke([str(word) for word in command], columns=500)
     return result, read_lines(out) if out.exists() else []
 
@@ -61,9 +70,18 @@ def request(question: str, tenant: str = "", *media: MediaSegment) -> Request:
 
 
 def test_a_data_set_and_a_policy_of_ones_own_run_from_the_command_line(tmp_path: Path) -> None:
-    own = ["--dataset", "numbers_dataset:load", "--policy", "word_order_policy:SameWords", "--engine", "labels"]
+    own = [
+        "--dataset",
+        "numbers_dataset:load",
+        "--policy",
+        "word_order_policy:SameWords",
+        "--engine",
+        "labels",
+    ]
     for least, hits in (("1", {"text:normalised"}), ("0.4", {"text:normalised", "text:semantic"})):
-        result, rows = run(tmp_path, *own, "--max-samples", 12, "--similarity-threshold", least, "--purge")
+        result, rows = run(
+            tmp_path, *own, "--max-samples", 12, "--similarity-threshold", least, "--purge"
+        )
         assert result.exit_code == 0, result.output
         assert [row["sample_id"] for row in rows[:4]] == ["2+2-0", "2+2-1", "2+2-2", "2+3-0"]
         assert {row["provenance"] for row in rows} - {""} == hits
@@ -78,7 +96,10 @@ def test_transformers_as_an_engine(tmp_path: Path, checkpoint: tiny_models.Check
 
     model, engine = checkpoint("llama"), "transformers_engine:TransformersEngine"
     beginning = "The tree stands left of the car, and the dog lies right of it. "
-    questions = [beginning + end for end in ("What color is the car?", "What color is the dog?", "Is there a tree?")]
+    questions = [
+        beginning + end
+        for end in ("What color is the car?", "What color is the dog?", "Is there a tree?")
+    ]
     data = write_questions(tmp_path / "q.jsonl", *questions, questions[0])
     more = ["--disable-semantic-cache", "--max-tokens", 6, "--model", model]
     result, rows = run(tmp_path, "--engine", engine, "--dataset", data, *more)
@@ -108,7 +129,9 @@ class Moody(ScriptedEngine):
 
 def test_an_engine_that_raises_anything_fails_that_sample(tmp_path: Path) -> None:
     data = write_questions(tmp_path / "q.jsonl", "Is it a cat?", "Is it a dog?", "Is it a bird?")
-    result, rows = run(tmp_path, "--engine", f"{__name__}:Moody", "--dataset", data, "--disable-semantic-cache")
+    result, rows = run(
+        tmp_path, "--engine", f"{__name__}:Moody", "--dataset", data, "--disable-semantic-cache"
+    )
     assert result.exit_code == 0, result.output
     assert "no mood" in result.output
     assert [row["question"] for row in rows] == ["Is it a cat?", "Is it a bird?"]
@@ -130,18 +153,28 @@ def test_a_fusion_provider_of_ones_own(
     encoded: list[Any] = []
     encode = LlavaForConditionalGeneration.get_image_features
     monkeypatch.setattr(
-        LlavaForConditionalGeneration, "get_image_features", lambda *a, **k: (encoded.append(a), encode(*a, **k))[1]
+        LlavaForConditionalGeneration,
+        "get_image_features",
+        lambda *a, **k: (encoded.append(a), encode(*a, **k))[1],
     )
     one, two = seen(tmp_path, 1), seen(tmp_path, 2)
-    settings = resolve(model=str(checkpoint("llava")), cache_dir=tmp_path / "cache", enable_fusion_cache=True)
+    settings = resolve(
+        model=str(checkpoint("llava")), cache_dir=tmp_path / "cache", enable_fusion_cache=True
+    )
 
     def ask(engine: Any, *media: MediaSegment, tenant: str = "") -> tuple[str, Status, int]:
         encoded.clear()
-        result = engine.generate(EnginePrompt((*media, TextSegment("what color is the car?")), tenant, max_tokens=8))
+        result = engine.generate(
+            EnginePrompt((*media, TextSegment("what color is the car?")), tenant, max_tokens=8)
+        )
         return result.text, result.fusion, len(encoded)
 
     plain = make(settings, False)
-    (first, _, _), (second, _, _), (both, _, _) = ask(plain, one), ask(plain, two), ask(plain, one, two)
+    (first, _, _), (second, _, _), (both, _, _) = (
+        ask(plain, one),
+        ask(plain, two),
+        ask(plain, one, two),
+    )
     assert len({first, second, both}) == 3
     engine = make(settings, True)
     assert ask(engine, one) == (first, Status.MISS, 1)
@@ -201,7 +234,10 @@ def story(bench: Bench) -> list[str]:
 def test_an_index_of_ones_own_finds_what_the_built_in_one_finds(tmp_path: Path) -> None:
     from numpy_index import NumpyIndex
 
-    own, built_in = story(Bench(tmp_path / "own", index=NumpyIndex)), story(Bench(tmp_path / "built in"))
+    own, built_in = (
+        story(Bench(tmp_path / "own", index=NumpyIndex)),
+        story(Bench(tmp_path / "built in")),
+    )
     assert own == built_in
     assert sum("hit" in one for one in own) == 4
 
@@ -233,7 +269,9 @@ class Broken(Liar):
     extend = remove = search = score = _fail
 
 
-def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_errs_or_breaks_costs_hits_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for index in (Liar, Broken):
         bench = Bench(tmp_path / index.__name__, index=index)
         bench.ask("color", "car")
@@ -245,7 +283,10 @@ def test_an_index_that_errs_or_breaks_costs_hits_only(tmp_path: Path, monkeypatc
             assert bench.look("color~0.95", "car").plan.match.score == 1.0  # type: ignore[union-attr]
             assert not bench.look("color~0.95", "car", tenant="other").hit
         bench.cache.close()
-    with pytest.raises(ConfigError, match=r"index: 'object' is not allowed; expected a semkv.Index with extend, rem"):
+    with pytest.raises(
+        ConfigError,
+        match=r"index: 'object' is not allowed; expected a semkv.Index with extend, rem",
+    ):
         Bench(tmp_path / "nothing", index=nothing)
 
 
@@ -304,9 +345,14 @@ def test_a_tier_that_breaks_costs_hits_only(tmp_path: Path) -> None:
         assert cache.try_reuse(request("please the shape")).provenance == "word_set"
         assert cache.try_reuse(request("the color please")).provenance == "text:exact"
         assert cache.stats().faults == {"failing": 3}
-    with pytest.raises(ConfigError, match=r"tiers: 'word_set' is not allowed; expected names that differ"):
+    with pytest.raises(
+        ConfigError, match=r"tiers: 'word_set' is not allowed; expected names that differ"
+    ):
         SemanticCache(config, tiers=[WordSet(), WordSet()])
-    with pytest.raises(ConfigError, match=r"tiers: 'object' is not allowed; expected a semkv.Tier with name, keys, s"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tiers: 'object' is not allowed; expected a semkv.Tier with name, keys, s",
+    ):
         SemanticCache(config, tiers=[object()])  # type: ignore[list-item]
 
 
@@ -377,19 +423,48 @@ def leaving(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("flag", "path", "said"),
     [
-        ("--policy", "fixd", "'fixd' is not allowed; expected one of fixed, calibrated, bounded, or package.module:F"),
-        ("--policy", "no_such:Policy", "No module named 'no_such'); PYTHONPATH=. finds modules of this folder"),
+        (
+            "--policy",
+            "fixd",
+            "'fixd' is not allowed; expected one of fixed, calibrated, bounded, or package.module:F",
+        ),
+        (
+            "--policy",
+            "no_such:Policy",
+            "No module named 'no_such'); PYTHONPATH=. finds modules of this folder",
+        ),
         ("--policy", f"{__name__}:nothing", "expected a semkv.Decider with learns, floor"),
         ("--engine", f"{__name__}:gone", "has no attribute 'gone'"),
-        ("--engine", f"{__name__}:nothing", "expected a semkv.Engine with accepts_images, generate"),
-        ("--engine", f"{__name__}:broken", "a factory that takes the RunSettings, bool (RuntimeError('no license'))"),
-        ("--engine", f"{__name__}:leaving", "a factory that takes the RunSettings, bool (SystemExit(0))"),
-        ("--dataset", f"{__name__}:nothing", "a function that returns a list of semkv_lab.samples.Sample"),
+        (
+            "--engine",
+            f"{__name__}:nothing",
+            "expected a semkv.Engine with accepts_images, generate",
+        ),
+        (
+            "--engine",
+            f"{__name__}:broken",
+            "a factory that takes the RunSettings, bool (RuntimeError('no license'))",
+        ),
+        (
+            "--engine",
+            f"{__name__}:leaving",
+            "a factory that takes the RunSettings, bool (SystemExit(0))",
+        ),
+        (
+            "--dataset",
+            f"{__name__}:nothing",
+            "a function that returns a list of semkv_lab.samples.Sample",
+        ),
         ("--embedding-hook", "nothing", "or package.module:Factory"),
     ],
 )
-def test_a_wrong_part_is_named_with_key_and_value(tmp_path: Path, flag: str, path: str, said: str) -> None:
-    usual: dict[str, Any] = {"--dataset": write_questions(tmp_path / "q.jsonl", "What?"), "--engine": "scripted"}
+def test_a_wrong_part_is_named_with_key_and_value(
+    tmp_path: Path, flag: str, path: str, said: str
+) -> None:
+    usual: dict[str, Any] = {
+        "--dataset": write_questions(tmp_path / "q.jsonl", "What?"),
+        "--engine": "scripted",
+    }
     usual |= {"--embedding-layer": "prompt:384", "--embedding-hook": "prompt", flag: path}
     result, _ = run(tmp_path, *(word for pair in usual.items() for word in pair))
     assert result.exit_code == 2
@@ -398,7 +473,9 @@ def test_a_wrong_part_is_named_with_key_and_value(tmp_path: Path, flag: str, pat
 
 
 def test_a_wrong_store_or_policy_is_named_before_a_gateway_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--store: .*a semkv\.ResponseStore with get, put, invalidate"):
+    with pytest.raises(
+        ConfigError, match=r"--store: .*a semkv\.ResponseStore with get, put, invalidate"
+    ):
         open_store(f"{__name__}:nothing", tmp_path / "db")
     with pytest.raises(ConfigError, match="no license"):
         build_policy(CacheConfig(tmp_path, policy=f"{__name__}:broken"), "")

@@ -42,7 +42,9 @@ def test_a_risk_is_logistic_and_below_the_least_cosine_no_wording_is_accepted() 
     assert CURVE.risk(0.49) == 1.0, "below the floor nothing matches"
     assert CURVE.risk(0.8) == pytest.approx(0.5)
     assert CURVE.risk(0.9, wording=(2.0, 0.5, 1.0)) == pytest.approx(chance(-3.0 + 2.0 - 1.0 + 0.5))
-    wordings = [(n, share, moved) for n in (0.0, 8.0) for share in (0.0, 1.0) for moved in (0.0, 1.0)]
+    wordings = [
+        (n, share, moved) for n in (0.0, 8.0) for share in (0.0, 1.0) for moved in (0.0, 1.0)
+    ]
     assert min(CURVE.risk(CURVE.least - 0.001, wording=w) for w in wordings) > CURVE.limit
     assert min(CURVE.risk(CURVE.least + 0.001, wording=w) for w in wordings) < CURVE.limit
     assert replace(CURVE, bias=90.0).least == pytest.approx(1.0)
@@ -61,7 +63,9 @@ def test_a_risk_is_logistic_and_below_the_least_cosine_no_wording_is_accepted() 
         ({"limit": "high"}, "calibrate"),
     ],
 )
-def test_a_damaged_calibration_is_a_wrong_setting(tmp_path: Path, change: dict[str, object], said: str) -> None:
+def test_a_damaged_calibration_is_a_wrong_setting(
+    tmp_path: Path, change: dict[str, object], said: str
+) -> None:
     file = tmp_path / "c.json"
     CURVE.save(file)
     assert Calibration.load(file) == CURVE
@@ -87,19 +91,26 @@ SCORE = st.floats(0.5, 1.0)
 
 
 @given(SCORE, SCORE, SCORE)
-def test_a_match_is_accepted_where_each_of_its_scores_would_be(text: float, image: float, other: float) -> None:
+def test_a_match_is_accepted_where_each_of_its_scores_would_be(
+    text: float, image: float, other: float
+) -> None:
     policy = Calibrated(CURVE, frozenset([TIER, "embedding:other"]))
     scores = {TIER: text, "embedding:vision": image, "embedding:other": other}
     (tier, least), *others = sorted(scores.items(), key=lambda score: score[1])
     whole = replace(match(least, tier=tier), others=tuple(Score(*score) for score in others))
-    alone = [policy.accept(asking(), DONOR, match(score, tier=name)).accept for name, score in scores.items()]
+    alone = [
+        policy.accept(asking(), DONOR, match(score, tier=name)).accept
+        for name, score in scores.items()
+    ]
     assert policy.accept(asking(), DONOR, whole).accept == all(alone)
 
 
 def test_calibrated_weighs_the_wording() -> None:
     policy = Calibrated(CURVE, frozenset([TIER]))
     assert not policy.accept(asking(), DONOR, replace(match(0.9), wording=(1.0, 0.0, 0.0))).accept
-    assert policy.accept(asking(), DONOR, replace(match(0.6), whole=False)).accept, "fitted on whole prompts"
+    assert policy.accept(asking(), DONOR, replace(match(0.6), whole=False)).accept, (
+        "fitted on whole prompts"
+    )
 
 
 def traffic(
@@ -131,10 +142,17 @@ ROSY = Calibration("written", 0.0, {**WEIGHTS, "cosine": -7.0}, 0.05)
     [
         (0.01, None, {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, 150),
         (0.002, None, {0.99: 0.001, 0.93: 0.05, 0.7: 0.8}, 150),
-        (0.01, ROSY, {0.99: 0.5, 0.93: 0.5, 0.7: 0.5}, 0),  # the calibration is wrong about everything
+        (
+            0.01,
+            ROSY,
+            {0.99: 0.5, 0.93: 0.5, 0.7: 0.5},
+            0,
+        ),  # the calibration is wrong about everything
     ],
 )
-def test_the_bound_holds(bound: float, calibration: Calibration | None, wrong: dict[float, float], least: int) -> None:
+def test_the_bound_holds(
+    bound: float, calibration: Calibration | None, wrong: dict[float, float], least: int
+) -> None:
     for seed in range(4):
         policy = Bounded(bound, calibration, frozenset([TIER]))
         hits, bad = traffic(policy, wrong, requests=4000, seed=seed)
@@ -164,7 +182,10 @@ def test_the_bound_holds_against_traps_that_come_when_most_of_the_budget_is_left
 def test_a_text_that_is_served_again_is_checked() -> None:
     policy = Bounded(0.02)
     traffic(policy, {0.99: 0.0}, requests=9000, seed=0)
-    first, second = ({policy.accept(asking(f"{n}!"), DONOR, match(0.99)).check for n in range(50)} for _ in range(2))
+    first, second = (
+        {policy.accept(asking(f"{n}!"), DONOR, match(0.99)).check for n in range(50)}
+        for _ in range(2)
+    )
     assert (first, second) == ({0.0, 1.0}, {1.0})
 
 
@@ -190,11 +211,15 @@ def test_matches_by_text_and_image_are_learned_apart_from_those_by_one() -> None
     assert first.accept
     assert second.risk is not None
     assert first.risk is not None
-    assert second.risk > first.risk, "nothing is known of these yet, and the image may be wrong as well"
+    assert second.risk > first.risk, (
+        "nothing is known of these yet, and the image may be wrong as well"
+    )
     for _ in range(2000):
         policy.arrived()
         policy.observe(turned, correct=False, served=None)
-    assert not policy.accept(asking(), DONOR, both).accept, "which of the scores is the least is no difference"
+    assert not policy.accept(asking(), DONOR, both).accept, (
+        "which of the scores is the least is no difference"
+    )
     assert policy.accept(asking(), DONOR, alone).accept
 
 
@@ -221,7 +246,9 @@ def test_hits_are_checked_until_the_budget_has_room_for_a_sample() -> None:
         for number in range(300):
             decision = policy.accept(asking(f"more {number}"), DONOR, match(0.99))
             checked += bool(decision.check)
-            policy.observe(match(0.99), correct=True, served=decision)  # gives back what the hit might have cost
+            policy.observe(
+                match(0.99), correct=True, served=decision
+            )  # gives back what the hit might have cost
         shares.append(checked / 300)
     assert shares[0] == 1.0
     assert 0.1 < shares[1] < 0.4

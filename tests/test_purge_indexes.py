@@ -50,7 +50,9 @@ def found(rows: np.ndarray, tenant: str, numbers: Iterable[int]) -> int:
 
 
 def opened(folder: Path) -> SemanticCache:
-    config = CacheConfig(folder, embedding_layers=(EmbeddingLayer("prompt", DIM, 0.9),), embedding_hook="prompt")
+    config = CacheConfig(
+        folder, embedding_layers=(EmbeddingLayer("prompt", DIM, 0.9),), embedding_hook="prompt"
+    )
     return SemanticCache(config, hook=WrittenHook(), text_encoder=Forgetful())
 
 
@@ -69,7 +71,9 @@ def indexes(cache: SemanticCache) -> list[VectorIndex]:
 def settled(cache: SemanticCache) -> None:
     """Wait until nothing is being built."""
     for index in indexes(cache):
-        while index._worker.submit(int).result() or any(home.building for home in list(index._partitions.values())):
+        while index._worker.submit(int).result() or any(
+            home.building for home in list(index._partitions.values())
+        ):
             pass
 
 

@@ -13,19 +13,27 @@ from cache_helpers import Bench
 from maintenance_helpers import files_with, without_secure_delete
 from semkv.stores.maintenance import inspect, purge
 
-LEDGER = " ".join(f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue"))
+LEDGER = " ".join(
+    f"The {word} ledger of the eastern harbour was audited." for word in ("red", "green", "blue")
+)
 
 
 @pytest.mark.parametrize(("how", "running"), [("tenant", True), ("tag", False)])
-def test_of_entries_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool, how: str) -> None:
+def test_of_entries_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool, how: str
+) -> None:
     without_secure_delete(monkeypatch)
     bench = Bench(tmp_path)
     cache_dir = bench.cache.config.cache_dir
-    for number in range(40):  # so that pages are full, some are freed, and some are shared with others
+    for number in range(
+        40
+    ):  # so that pages are full, some are freed, and some are shared with others
         for tenant in ("alice", "bob"):
             question = f"{tenant} asks {number} {'x' * (97 * number % 1500)}"
             picture, context = f"{tenant} picture {number}", f"{LEDGER} {tenant} {number}"
-            report = bench.cache.try_reuse(bench.request(question, picture, context=context, tenant=tenant))
+            report = bench.cache.try_reuse(
+                bench.request(question, picture, context=context, tenant=tenant)
+            )
             bench.cache.add_observation(report, f"{tenant} is answered", tags=(f"of {tenant}",))
     needle = b"alice"  # in the text, the name, the tag and the bytes of a picture
     if not running:

@@ -72,7 +72,11 @@ def test_a_purge_empties_what_others_have_open_and_they_go_on(
 @pytest.mark.parametrize("how", ["a tenant", "everything"])
 @pytest.mark.parametrize("moment", ["before the file", "while it is written", "before the commit"])
 def test_what_is_being_written_during_a_purge_is_not_kept(
-    tmp_path: Path, moment: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    moment: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, other = open_store(tmp_path / "kv"), open_store(tmp_path / "kv")
     assert save(store, 1, owner="x")
@@ -116,7 +120,9 @@ def test_what_is_being_written_during_a_purge_is_not_kept(
     assert served(open_store(tmp_path / "kv"), [1, 2, 3]) == [3]
 
 
-def test_a_purge_is_heard_of_where_the_clock_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_is_heard_of_where_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, now = open_store(tmp_path / "kv"), time.time_ns
     heard = store.last_purge()
     monkeypatch.setattr(time, "time_ns", lambda: now() - 3600 * 10**9)

@@ -41,13 +41,24 @@ def test_rows_are_read_plain_and_packed(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
         file.write(rows)
     expected = [Pair("x", "y", True), Pair("x", "z", False, "3")]
-    assert read_rows(tmp_path / "p.jsonl", Pair) == read_rows(tmp_path / "p.jsonl.gz", Pair) == expected
-    (tmp_path / "s.jsonl").write_text('{"text": "x", "cluster": 7}\n{"text": "y", "answer": "red", "group": "g"}\n')
+    assert (
+        read_rows(tmp_path / "p.jsonl", Pair)
+        == read_rows(tmp_path / "p.jsonl.gz", Pair)
+        == expected
+    )
+    (tmp_path / "s.jsonl").write_text(
+        '{"text": "x", "cluster": 7}\n{"text": "y", "answer": "red", "group": "g"}\n'
+    )
     assert read_rows(tmp_path / "s.jsonl", Asked) == [Asked("x", "7"), Asked("y", "red", "g")]
 
 
 def test_same_pairs_chain_into_clusters_within_their_group() -> None:
-    pairs = [Pair("a", "b", True), Pair("b", "c", True), Pair("c", "d", False), Pair("a", "b", False, "other")]
+    pairs = [
+        Pair("a", "b", True),
+        Pair("b", "c", True),
+        Pair("c", "d", False),
+        Pair("a", "b", False, "other"),
+    ]
     of = clusters(pairs)
     assert of["", "a"] == of["", "b"] == of["", "c"] != of["", "d"]
     assert len({of["other", "a"], of["other", "b"], of["", "a"]}) == 3
@@ -60,7 +71,10 @@ def cached(policy: PolicyConfig, stream: list[Asked]) -> tuple[Played, SemKV]:
 
 
 def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
-    stream = [Asked(*row) for row in [("x", "1"), ("x", "1"), ("x~0.95", "1"), ("x~0.96", "2"), ("y", "3")]]
+    stream = [
+        Asked(*row)
+        for row in [("x", "1"), ("x", "1"), ("x~0.95", "1"), ("x~0.96", "2"), ("y", "3")]
+    ]
     plain = PolicyConfig(similarity_threshold=0.9, guards=False)
     played, cache = cached(plain, stream)
     assert (played.hits, cache.approximate, played.wrong, cache.wrong_approximate) == (3, 2, 1, 1)
@@ -68,12 +82,15 @@ def test_a_stream_counts_hits_of_both_kinds_and_wrong_ones() -> None:
         "one of the first four is wrong"
     )
     played, cache = cached(plain, [Asked("x", "1"), *[Asked("x", "2")] * 3, Asked("x~0.95", "1")])
-    assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), "a wrong exact hit is none of these"
+    assert (played.wrong, cache.approximate, cache.wrong_approximate) == (3, 1, 0), (
+        "a wrong exact hit is none of these"
+    )
     assert cached(PolicyConfig(similarity_threshold=0.97, guards=False), stream)[0].hits == 1
     apart = [Asked("x", "1", "g"), Asked("x~0.95", "1", "h"), Asked("x", "1", "h")]
     assert cached(plain, apart)[0].hits == 1, "groups never meet"
     checked, _ = cached(
-        PolicyConfig(similarity_threshold=0.9, guards=False, verify_rate=1.0), [stream[0], *[Asked("x~0.95", "2")] * 3]
+        PolicyConfig(similarity_threshold=0.9, guards=False, verify_rate=1.0),
+        [stream[0], *[Asked("x~0.95", "2")] * 3],
     )
     assert (checked.wrong, checked.checks) == (1, 1), "a checked hit is stored with its own answer"
 
@@ -96,10 +113,14 @@ def test_a_fit_weighs_the_wording_and_never_trusts_a_lower_cosine_more() -> None
     for number in range(900):
         cosine, odd = random.uniform(0.7, 0.99), random.random() < 0.5
         same = random.random() < (0.1 if odd else 0.9) - 0.2 * (cosine - 0.7)
-        pairs.append(Pair(f"topic {number}", f"topic {number}{' giraffe' * odd} ~{cosine:.4f}", same))
+        pairs.append(
+            Pair(f"topic {number}", f"topic {number}{' giraffe' * odd} ~{cosine:.4f}", same)
+        )
     fitted = fit(pairs, ENCODER, guard=no_veto)
     assert fitted.calibration.weights["unmatched"] > 0.5
-    assert fitted.calibration.weights["cosine"] <= 0.0, "the pairs say otherwise, by chance of their making"
+    assert fitted.calibration.weights["cosine"] <= 0.0, (
+        "the pairs say otherwise, by chance of their making"
+    )
     assert fitted.calibration.weights["closeness"] <= 0.0
 
 
@@ -111,9 +132,21 @@ def test_a_fit_needs_enough_pairs_and_a_precision() -> None:
 
 
 def test_pairs_by_hand() -> None:
-    pairs = [Pair("x", "x~0.99", True), Pair("y", "y~0.95", False), Pair("z", "z~0.8", True), Pair("u", "v", False)]
-    with contextlib.closing(SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))) as cache:
-        assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [True, True, False, False]
+    pairs = [
+        Pair("x", "x~0.99", True),
+        Pair("y", "y~0.95", False),
+        Pair("z", "z~0.8", True),
+        Pair("u", "v", False),
+    ]
+    with contextlib.closing(
+        SemKV(ENCODER, PolicyConfig(similarity_threshold=0.9, guards=False))
+    ) as cache:
+        assert [ask_pair(cache, pair, str(n)) for n, pair in enumerate(pairs)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
         trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
     area = pair_area(trust, [pair.same for pair in pairs])
     assert area == pytest.approx((1 + 1 / 2 + 2 / 3 + 2 / 4) / 4)
@@ -147,10 +180,18 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
     topics = "piano violin guitar drums flute harp cello oboe trumpet tuba banjo organ".split()
     with (tmp_path / "pairs.jsonl").open("w") as file:
         for n, topic in enumerate(topics):
-            noise = {"a": f"what is a good {topic}", "b": f"what is a good {topic} teacher", "same": n % 2}
+            noise = {
+                "a": f"what is a good {topic}",
+                "b": f"what is a good {topic} teacher",
+                "same": n % 2,
+            }
             file.write(json.dumps(noise) + "\n")
             same = {"a": f"how do I learn the {topic}", "b": f"how can I learn {topic}?", "same": 1}
-            other = {"a": f"how do I tune the {topic}", "b": f"how do I tune the {topics[n - 1]}", "same": 0}
+            other = {
+                "a": f"how do I tune the {topic}",
+                "b": f"how do I tune the {topics[n - 1]}",
+                "same": 0,
+            }
             file.write(f"{json.dumps(same)}\n{json.dumps(other)}\n")
     made = semkv("calibrate", "pairs.jsonl", "--out", "c.json")
     assert json.loads(made)["pairs"] == 36

@@ -16,12 +16,16 @@ from tiny_models import Checkpoint
 def ranks(model: str, cache: str) -> dict[str, Any]:
     """Tokens, loaded tokens and their sources: computed, from host memory, from the disk, and around a purge."""
     found: dict[str, Any] = {}
-    with CachedEngine(Path(model), Path(cache), tensor_parallel_size=2, max_model_len=512) as engine:
+    with CachedEngine(
+        Path(model), Path(cache), tensor_parallel_size=2, max_model_len=512
+    ) as engine:
         for what in ("computed", "from host", "from disk", "after a purge", "loaded again"):
             engine.forget(keep_host=what not in ("from disk", "loaded again"))
             if what == "after a purge":
                 purge_directory(Path(cache))
-            (output,) = engine.run(engine.prompt(picture=1), tokens=4)  # few: ranks that wait for each other spin
+            (output,) = engine.run(
+                engine.prompt(picture=1), tokens=4
+            )  # few: ranks that wait for each other spin
             outcome = read_outcome(output)
             found[what] = [answer(output), outcome.loaded_tokens, outcome.sources]
         return {"seen": found, "left": engine.left()}

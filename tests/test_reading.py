@@ -58,7 +58,9 @@ class Asked:
     """A cache that is asked one text after the other, each pair in a tenant of its own."""
 
     def __init__(self, folder: Path, encoder: object, **settings: object) -> None:
-        self.cache = SemanticCache(CacheConfig(folder, embedding_hook="none", **settings), text_encoder=encoder)
+        self.cache = SemanticCache(
+            CacheConfig(folder, embedding_hook="none", **settings), text_encoder=encoder
+        )
         self._pairs = 0
 
     def hits(self, a: str, b: str, *before: str) -> bool:
@@ -130,8 +132,16 @@ def test_an_encoder_says_what_it_reads(minilm: SentenceEncoder) -> None:
         ("a:\n  b\n    c", "a:\n  b\n  c", False),
         ("  b\n  c", "b\n  c", False),
         ("List a\tb c", "List a b\tc", False),
-        ("I need help.\nHow do I reset my password?", "I need help.\nHow can I reset my password?", True),
-        ("I need help.\nHow do I reset my password?", "I need some help.\nWhy reset my password?", False),
+        (
+            "I need help.\nHow do I reset my password?",
+            "I need help.\nHow can I reset my password?",
+            True,
+        ),
+        (
+            "I need help.\nHow do I reset my password?",
+            "I need some help.\nWhy reset my password?",
+            False,
+        ),
         ("Water freezes at zero degrees Celsius.", "Water freezes at 0 °C.", True),
         ("Balance H2 + O2 -> H2O", "Balance H2 + O2 → H2O", True),
         ("What does → mean?", "What does ⇒ mean?", False),
@@ -140,7 +150,9 @@ def test_an_encoder_says_what_it_reads(minilm: SentenceEncoder) -> None:
         ("What’s the capital of France?", "What's the capital of France?", True),
     ],
 )
-def test_what_is_laid_out_or_marked_must_be_the_same(asked: Asked, a: str, b: str, hit: bool) -> None:
+def test_what_is_laid_out_or_marked_must_be_the_same(
+    asked: Asked, a: str, b: str, hit: bool
+) -> None:
     assert (asked.hits(a, b), asked.hits(b, a)) == (hit, hit)
 
 
@@ -149,7 +161,10 @@ def test_what_is_laid_out_or_marked_must_be_the_same(asked: Asked, a: str, b: st
     [
         ("proofread: the cat sat. it slept.", "Proofread: The cat sat. It slept."),
         ("Please proofread: The cat sat.", "Proofread: the cat sat."),
-        ("Does this text have a double space? I am  here.", "Does this text have a double space? I am here."),
+        (
+            "Does this text have a double space? I am  here.",
+            "Does this text have a double space? I am here.",
+        ),
         ("Is This Title Case", "is this title case"),
         ("IS THIS TEXT IN CAPITALS", "is this text in capitals"),
         ("How many capitals are in this text", "how many capitals are in this text"),
@@ -163,12 +178,16 @@ def test_who_asks_about_typing_gets_no_answer_about_another(asked: Asked, a: str
 
 
 def test_where_another_text_asks_about_typing_none_is_folded(asked: Asked) -> None:
-    assert not asked.hits("the cat sat. it slept.", "The cat sat. It slept.", "You proofread texts.")
+    assert not asked.hits(
+        "the cat sat. it slept.", "The cat sat. It slept.", "You proofread texts."
+    )
     assert asked.hits("the cat sat. it slept.", "The cat sat. It slept.", "You tell tales.")
 
 
 def test_a_question_about_letters_may_be_reworded(asked: Asked) -> None:
-    assert asked.hits("How many letters are in strawberry?", "How many letters does strawberry have?")
+    assert asked.hits(
+        "How many letters are in strawberry?", "How many letters does strawberry have?"
+    )
     assert not asks_of_typing("What is the capital of France?")
 
 
@@ -186,11 +205,17 @@ def test_a_greeting_is_no_sentence_that_differs() -> None:
     assert found.whole
 
 
-@pytest.mark.parametrize("unit", ["a ", "a. ", "\n", "é ", "→ ", "  ", "a\n\t", "how many ", "“", "double spac "])
+@pytest.mark.parametrize(
+    "unit", ["a ", "a. ", "\n", "é ", "→ ", "  ", "a\n\t", "how many ", "“", "double spac "]
+)
 def test_the_time_is_linear(unit: str) -> None:
     def work(size: int) -> Callable[[], object]:
         text = unit * (size // len(unit))
-        return lambda: (differing(f"{text}x", f"y{text}"), asks_of_typing(text), veto(f"{text}x", f"{text}y"))
+        return lambda: (
+            differing(f"{text}x", f"y{text}"),
+            asks_of_typing(text),
+            veto(f"{text}x", f"{text}y"),
+        )
 
     assert_linear(work, 4_000)
 

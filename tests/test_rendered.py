@@ -43,7 +43,9 @@ def rendered(model: ModelConfig, message: dict[str, Any], form: Any) -> Any:
 
 @FORMATS
 @pytest.mark.parametrize(("one", "other"), SAME_MESSAGES)
-def test_messages_of_one_key_are_one_to_a_template(model: ModelConfig, one: dict, other: dict, form: str) -> None:
+def test_messages_of_one_key_are_one_to_a_template(
+    model: ModelConfig, one: dict, other: dict, form: str
+) -> None:
     assert rendered(model, one, form) == rendered(model, other, form)
 
 
@@ -52,7 +54,9 @@ def test_the_billed_block_is_not_shown(model: ModelConfig, form: str) -> None:
     plain = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
     for ending in ("aaaaa;", "bbbbb;"):
         block = {"type": "text", "text": BILLED + ending}
-        assert rendered(model, {**plain, "content": [block, *plain["content"]]}, form) == rendered(model, plain, form)
+        assert rendered(model, {**plain, "content": [block, *plain["content"]]}, form) == rendered(
+            model, plain, form
+        )
 
 
 def test_the_billed_block_is_not_shown_to_anthropics_route_either() -> None:
@@ -60,7 +64,9 @@ def test_the_billed_block_is_not_shown_to_anthropics_route_either() -> None:
         asked = AnthropicMessagesRequest(
             model="m", max_tokens=9, **{"messages": [{"role": "user", "content": "a"}], **fields}
         )
-        return AnthropicServingMessages.to_chat_completion_request(asked).model_dump(exclude={"request_id"})
+        return AnthropicServingMessages.to_chat_completion_request(asked).model_dump(
+            exclude={"request_id"}
+        )
 
     text: dict[str, Any] = {"type": "text", "text": "You write code."}
     hinted = {**text, "cache_control": {"type": "ephemeral"}}
@@ -78,7 +84,10 @@ BODIES: list[tuple[type[Any], dict[str, Any]]] = [
     (ChatCompletionRequest, {"model": "m", "messages": [{"role": "user", "content": "a"}]}),
     (CompletionRequest, {"model": "m", "prompt": "a"}),
     (ResponsesRequest, {"model": "m", "input": "a"}),
-    (AnthropicMessagesRequest, {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+    (
+        AnthropicMessagesRequest,
+        {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
+    ),
 ]
 
 
@@ -107,8 +116,18 @@ def test_no_field_of_vllms_own_passes_for_its_name(kind: type[Any], _: object) -
 
 def test_every_part_that_vllm_reads_was_looked_at() -> None:
     """Of a part that is not listed here nobody has looked whether all of it is in the request."""
-    elsewhere = {"image_embeds", "audio_embeds", "video_embeds", "prompt_embeds", "image_pil", "input_image"}
-    assert MM_PARSER_MAP.keys() == routes._VERBATIM.keys() | routes._MEDIA.keys() | {"input_audio"} | elsewhere
+    elsewhere = {
+        "image_embeds",
+        "audio_embeds",
+        "video_embeds",
+        "prompt_embeds",
+        "image_pil",
+        "input_image",
+    }
+    assert (
+        MM_PARSER_MAP.keys()
+        == routes._VERBATIM.keys() | routes._MEDIA.keys() | {"input_audio"} | elsewhere
+    )
 
 
 HEADS = ["data:image/png;charset=utf-8;base64", "DATA:image/png;a=b;c=d;base64", "data:;base64"]

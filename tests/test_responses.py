@@ -40,7 +40,10 @@ class Clock:
 
 
 def payload(*reasons: Any, **fields: Any) -> bytes:
-    choices = [{"index": i, "message": {"content": "x"}, "finish_reason": reason} for i, reason in enumerate(reasons)]
+    choices = [
+        {"index": i, "message": {"content": "x"}, "finish_reason": reason}
+        for i, reason in enumerate(reasons)
+    ]
     return json.dumps({"choices": choices, **fields}).encode()
 
 
@@ -76,7 +79,9 @@ def test_only_complete_answers_are_kept(body: bytes, status: int, why: str) -> N
 
 
 def test_an_answer_comes_back_byte_for_byte(tmp_path: Path) -> None:
-    body = payload("stop", "stop", usage={"total_tokens": 3}, system_fingerprint="é").replace(b": ", b" :  ")
+    body = payload("stop", "stop", usage={"total_tokens": 3}, system_fingerprint="é").replace(
+        b": ", b" :  "
+    )
     cache = ResponseCache(SqliteStore(tmp_path / "a"))
     assert cache.keep(Asked(choices=2), body, tags=("x",))
     cache.close()
@@ -110,7 +115,9 @@ def test_time_to_live_is_absolute_and_then_stale_and_then_over() -> None:
 def test_a_clock_that_goes_back_lengthens_no_life(tmp_path: Path, back: float) -> None:
     wall, passed = Clock(), Clock()
     clock = SteadyClock(wall, passed)
-    cache = ResponseCache(open_store("", tmp_path / "a", clock=clock), lifetime=Lifetime(100.0), clock=clock)
+    cache = ResponseCache(
+        open_store("", tmp_path / "a", clock=clock), lifetime=Lifetime(100.0), clock=clock
+    )
     cache.keep(Asked(), GOOD)
     wall.now, passed.now = 1e9 + 60.0 - back, 1e9 + 60.0
     assert cache.lookup("a") is not None
@@ -125,7 +132,9 @@ def test_a_clock_that_goes_back_lengthens_no_life(tmp_path: Path, back: float) -
 def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
     clocks = ours, theirs = Clock(), Clock(1e9 + 5.0)
     caches = here, there = [
-        ResponseCache(SqliteStore(tmp_path / "a", clock=clock), lifetime=Lifetime(100.0), clock=clock)
+        ResponseCache(
+            SqliteStore(tmp_path / "a", clock=clock), lifetime=Lifetime(100.0), clock=clock
+        )
         for clock in clocks
     ]
     there.keep(Asked(), GOOD)
@@ -141,8 +150,16 @@ def test_an_answer_from_the_future_is_not_served(tmp_path: Path) -> None:
 
 
 def test_rules_decide_before_the_default() -> None:
-    texts = ("tag:NEWS=5m,stale=60", "prompt:*[uw]eather*=10s", "model:llama*=1d,jitter=0.2", "prompt:*=7", "model:*=8")
-    cache = ResponseCache(None, lifetime=Lifetime(1.0), rules=[*map(parse_rule, texts)], clock=Clock())
+    texts = (
+        "tag:NEWS=5m,stale=60",
+        "prompt:*[uw]eather*=10s",
+        "model:llama*=1d,jitter=0.2",
+        "prompt:*=7",
+        "model:*=8",
+    )
+    cache = ResponseCache(
+        None, lifetime=Lifetime(1.0), rules=[*map(parse_rule, texts)], clock=Clock()
+    )
 
     def lives(key: str, *tags: str, **asked: str) -> tuple[float, float]:
         assert cache.keep(Asked(key, **{"model": "m", "prompt": "x", **asked}), GOOD, tags=tags)
@@ -155,7 +172,9 @@ def test_rules_decide_before_the_default() -> None:
     assert lives("c") == (7.0, 0.0)
     drawn = [lives(f"{number}", model="llama-3")[0] / 86_400 for number in range(200)]
     assert 0.8 <= min(drawn) < 0.85 < 0.95 < max(drawn) <= 1.0, "jitter takes off at most its share"
-    default = ResponseCache(None, lifetime=Lifetime(1.0), rules=[parse_rule("model:llama*=1d")], clock=Clock())
+    default = ResponseCache(
+        None, lifetime=Lifetime(1.0), rules=[parse_rule("model:llama*=1d")], clock=Clock()
+    )
     assert default.keep(Asked(), GOOD)
     assert default.peek("a").response.expires == 1e9 + 1.0  # type: ignore[union-attr]
     assert parse_rule("prompt:a=b=inf").pattern == "a=b"
@@ -231,7 +250,9 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     cache.close()
 
 
-def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_room(tmp_path: Path) -> None:
+def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_room(
+    tmp_path: Path,
+) -> None:
     store = SqliteStore(tmp_path / "a")
     cache = ResponseCache(store, poll_s=600.0, pause_s=0.0)
     since = cache.begin()
@@ -245,7 +266,11 @@ def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_ro
         assert cache.keep(Asked(f"x{number}"), large, since=since), "memory has it"
     assert cache.counts()["unwritten:full"] == 40
     sizes = cache.sizes()
-    assert (cache.store_state, sizes["store_writable"], sizes["unwritten_entries"]) == ("full", 0, 40)
+    assert (cache.store_state, sizes["store_writable"], sizes["unwritten_entries"]) == (
+        "full",
+        0,
+        40,
+    )
     assert cache.store_up
     assert cache.lookup("before") is not None
     assert cache.lookup("x5") is not None
@@ -283,7 +308,9 @@ def test_what_was_begun_before_the_store_was_heard_of_does_not_reach_it() -> Non
     cache = ResponseCache(store, poll_s=60.0, pause_s=0.0)
     since = cache.begin()
     store.broken = False
-    store.invalidate(Selector(key="a"))  # by another replica, and no cursor says whether before or after
+    store.invalidate(
+        Selector(key="a")
+    )  # by another replica, and no cursor says whether before or after
     assert cache.keep(Asked(), GOOD, since=since)
     assert store.get("a") is None
     cache.follow()

@@ -35,7 +35,15 @@ Make = Callable[..., ResponseStore]
 
 
 def answer(key: str, **changes: object) -> StoredResponse:
-    made = StoredResponse(key, "tenant", "model", b'{"choices": []}', time.time(), tags=("news",), prompt="What is it?")
+    made = StoredResponse(
+        key,
+        "tenant",
+        "model",
+        b'{"choices": []}',
+        time.time(),
+        tags=("news",),
+        prompt="What is it?",
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -72,7 +80,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
 def test_an_answer_comes_back_as_it_was(make: Make) -> None:
     store = make()
-    mine = answer("a", payload='{"x": "ü\0 \u2028"}'.encode(), prompt="ü\nq", expires=time.time() + 50)
+    mine = answer(
+        "a", payload='{"x": "ü\0 \u2028"}'.encode(), prompt="ü\nq", expires=time.time() + 50
+    )
     assert store.put(mine)
     assert store.get("a") == mine
     assert make().get("a") == mine
@@ -133,7 +143,9 @@ def test_refused_credentials_are_held_within_bounds_until_they_are_accepted(
         (Selector(), "abcd"),
     ],
 )
-def test_invalidation_deletes_what_it_counted_and_nothing_else(make: Make, selector: Selector, names: str) -> None:
+def test_invalidation_deletes_what_it_counted_and_nothing_else(
+    make: Make, selector: Selector, names: str
+) -> None:
     store = make()
     store.put(answer("a"))
     store.put(answer("b", tags=("sport", "news"), prompt="Who won?"))
@@ -181,7 +193,9 @@ def test_the_bound_on_bytes_holds_and_the_least_recently_used_goes_first(make: M
 
 
 @pytest.mark.parametrize("reopened", [False, True])
-def test_a_tenant_has_its_own_bound_and_takes_no_room_of_others(tmp_path: Path, reopened: bool) -> None:
+def test_a_tenant_has_its_own_bound_and_takes_no_room_of_others(
+    tmp_path: Path, reopened: bool
+) -> None:
     clock = itertools.count(time.time())
 
     def opened(most: int) -> SqliteStore:
@@ -234,8 +248,14 @@ def test_where_a_store_is(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="redis://host:6379/0") as caught:
             open_store(f"rediss://:hush@host:{end}", tmp_path / "x")
         assert "hush" not in str(caught.value)
-    for where in ("memory", "redis://127.0.0.1:6379/0", "compressed_store:open_store"):  # only a file has this bound
-        with pytest.raises(ConfigError, match=r"^--tenant-mib: 5 is not allowed; expected 0 with this --store"):
+    for where in (
+        "memory",
+        "redis://127.0.0.1:6379/0",
+        "compressed_store:open_store",
+    ):  # only a file has this bound
+        with pytest.raises(
+            ConfigError, match=r"^--tenant-mib: 5 is not allowed; expected 0 with this --store"
+        ):
             open_store(where, tmp_path / "x", max_tenant_bytes=5 << 20)
 
 
@@ -253,7 +273,10 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     with pytest.raises(StoreError, match="is empty"):
         held()
     store = SqliteStore(path, clock=lambda: 50.0)
-    given = [answer(str(n), partition=tenant, created=float(n)) for n, tenant in enumerate(("alice", "bob", "alice"))]
+    given = [
+        answer(str(n), partition=tenant, created=float(n))
+        for n, tenant in enumerate(("alice", "bob", "alice"))
+    ]
     sizes = [sum(map(len, encode(one))) for one in given if store.put(one)]
     expected = [("alice", 2, sizes[0] + sizes[2], 0.0, 50.0), ("bob", 1, sizes[1], 1.0, 50.0)]
     with store.database.write():
@@ -262,7 +285,10 @@ def test_what_tenants_hold_is_told_beside_whoever_writes(tmp_path: Path) -> None
     path.chmod(0o400)
     assert held() == expected
     path.chmod(0o600)
-    for head, named in ((b"\xff" * 100, None), (b" " * CHECKSUM + b'{"partition": "b\xff"}', "b\ufffd")):
+    for head, named in (
+        (b"\xff" * 100, None),
+        (b" " * CHECKSUM + b'{"partition": "b\xff"}', "b\ufffd"),
+    ):
         with closing(sqlite3.connect(path)) as db, db:
             db.execute("UPDATE responses SET head=? WHERE key='1'", (head,))
         assert [use[:2] for use in held()] == [("alice", 2), (named, 1)]
@@ -275,7 +301,9 @@ def test_what_cannot_be_read_is_deleted_or_may_be_anything(tmp_path: Path) -> No
         store.put(answer(key), since)
     with closing(sqlite3.connect(tmp_path / "a")) as db, db:
         db.execute("UPDATE responses SET payload=x'00' WHERE key='a'")
-        db.execute("INSERT INTO invalidations (selector) VALUES (?)", ('{"of": "a later version"}',))
+        db.execute(
+            "INSERT INTO invalidations (selector) VALUES (?)", ('{"of": "a later version"}',)
+        )
     with pytest.raises(CorruptValue):
         store.get("a")
     assert store.get("a") is None
@@ -306,7 +334,10 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
 
 def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) -> None:
     acknowledged: list[str] = []
-    with RedisServer(tmp_path, durable=True) as server, closing(RedisStore(server.url, timeout_s=60.0)) as store:
+    with (
+        RedisServer(tmp_path, durable=True) as server,
+        closing(RedisStore(server.url, timeout_s=60.0)) as store,
+    ):
         for turn in range(3):
             killer = threading.Timer(0.2, server.kill)
             killer.start()
@@ -318,7 +349,9 @@ def test_kill_9_of_a_durable_redis_loses_nothing_acknowledged(tmp_path: Path) ->
             killer.join()
             server.start()
             found = {key: store.get(key) for key in acknowledged}
-            assert {key: one and one.payload for key, one in found.items()} == {k: k.encode() * 2000 for k in found}
+            assert {key: one and one.payload for key, one in found.items()} == {
+                k: k.encode() * 2000 for k in found
+            }
     assert acknowledged
 
 

@@ -35,7 +35,9 @@ def engine(model: Path, reuse: str = "inputs", share: float = 0.15, *, attach: b
 
 
 def prompt(*segments: Segment | str) -> EnginePrompt:
-    return EnginePrompt(tuple(TextSegment(s) if isinstance(s, str) else s for s in segments), max_tokens=8)
+    return EnginePrompt(
+        tuple(TextSegment(s) if isinstance(s, str) else s for s in segments), max_tokens=8
+    )
 
 
 def picture(path: Path) -> MediaSegment:
@@ -46,7 +48,10 @@ def forced(made: Any, donor: str, own: str, used: int) -> tuple[int, ...]:
     """The answer to ``own`` with the first ``used`` keys and values of ``donor``, by transformers alone."""
     from transformers import DynamicCache
 
-    model, ids = made._model, [torch.tensor([made._tokenizer(text).input_ids]) for text in (donor, own)]
+    model, ids = (
+        made._model,
+        [torch.tensor([made._tokenizer(text).input_ids]) for text in (donor, own)],
+    )
     cache, answer = DynamicCache(), []
     with torch.inference_mode():
         model(ids[0], past_key_values=cache)
@@ -66,7 +71,9 @@ def test_a_computed_answer_is_that_of_transformers(
     monkeypatch.setitem(tiny_models.TEXT, family, (family, shape))
     made = engine(tiny_models.text(family, tmp_path))
     ids = torch.tensor([made._tokenizer(DONOR).input_ids])
-    expected = made._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    expected = made._model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+    )
     assert made.generate(prompt(DONOR)).token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
@@ -78,13 +85,21 @@ def test_a_picture_reaches_the_model_as_transformers_shows_it() -> None:
     inputs = AutoProcessor.from_pretrained(MINIGQA_VLM)(
         text=text, images=load_image(picture(SCENE)), return_tensors="pt", add_special_tokens=False
     )
-    expected = made._model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    expected = made._model.generate(**inputs, max_new_tokens=8, do_sample=False)[
+        0, inputs.input_ids.shape[1] :
+    ]
     found = made.generate(prompt(picture(SCENE), question))
-    assert (found.prompt_tokens, found.token_ids) == (inputs.input_ids.shape[1], tuple(expected.tolist()))
+    assert (found.prompt_tokens, found.token_ids) == (
+        inputs.input_ids.shape[1],
+        tuple(expected.tolist()),
+    )
     again = made.generate(prompt(picture(SCENE), "How many cubes are there?"))
     assert again.cached_tokens > 144  # the picture was not encoded again
     assert (
-        again.token_ids == engine(MINIGQA_VLM).generate(prompt(picture(SCENE), "How many cubes are there?")).token_ids
+        again.token_ids
+        == engine(MINIGQA_VLM)
+        .generate(prompt(picture(SCENE), "How many cubes are there?"))
+        .token_ids
     )
     with pytest.raises(EngineError, match="'<image>' in it"):
         made.generate(prompt(picture(SCENE), "What is an <image>?"))
@@ -98,10 +113,16 @@ def test_an_equal_donor_gives_what_computing_gives(checkpoint: tiny_models.Check
         made = engine(model, reuse, 0.0)
         made.generate(prompt(DONOR))
         found = made.reuse(prompt(DONOR), prompt(DONOR))
-        assert (found.token_ids, found.computed_tokens, found.kv) == (computed.token_ids, 1, Status.HIT)
+        assert (found.token_ids, found.computed_tokens, found.kv) == (
+            computed.token_ids,
+            1,
+            Status.HIT,
+        )
 
 
-def test_literal_puts_the_donors_kv_under_the_requests_tokens(checkpoint: tiny_models.Checkpoint) -> None:
+def test_literal_puts_the_donors_kv_under_the_requests_tokens(
+    checkpoint: tiny_models.Checkpoint,
+) -> None:
     made = engine(checkpoint("llama"), "literal")
     own = {text: made.generate(prompt(text)) for text in (OTHER, DONOR)}
     for donor, asked in ((DONOR, OTHER), (OTHER, DONOR), (DONOR, SHIFTED)):
@@ -113,14 +134,21 @@ def test_literal_puts_the_donors_kv_under_the_requests_tokens(checkpoint: tiny_m
     assert made.generate(prompt(OTHER)).token_ids == own[OTHER].token_ids
 
 
-def test_literal_stops_where_the_requests_own_segments_begin(checkpoint: tiny_models.Checkpoint) -> None:
+def test_literal_stops_where_the_requests_own_segments_begin(
+    checkpoint: tiny_models.Checkpoint,
+) -> None:
     made = engine(checkpoint("llama"), "literal")
-    facts = [TextSegment(text, Role.CONTEXT) for text in ("The red car is left.", "The car that is red is left.")]
+    facts = [
+        TextSegment(text, Role.CONTEXT)
+        for text in ("The red car is left.", "The car that is red is left.")
+    ]
     made.generate(prompt(facts[0], DONOR))
     found = made.reuse(prompt(facts[1], OTHER), prompt(facts[0], OTHER))
     stands = len(made._tokenizer(facts[0].text + "\n").input_ids)
     assert found.cached_tokens == stands
-    assert found.token_ids == forced(made, f"{facts[0].text}\n{DONOR}", f"{facts[1].text}\n{OTHER}", stands)
+    assert found.token_ids == forced(
+        made, f"{facts[0].text}\n{DONOR}", f"{facts[1].text}\n{OTHER}", stands
+    )
 
 
 def test_blend_computes_what_its_share_says(checkpoint: tiny_models.Checkpoint) -> None:
@@ -138,7 +166,9 @@ def test_blend_computes_what_its_share_says(checkpoint: tiny_models.Checkpoint) 
     assert work[-1] == computed.prompt_tokens
 
 
-def test_what_donors_gave_is_not_kept(checkpoint: tiny_models.Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_donors_gave_is_not_kept(
+    checkpoint: tiny_models.Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for reuse in ("literal", "blend"):
         made = engine(checkpoint("llama"), reuse, 0.0)
         made.generate(prompt(DONOR))
@@ -158,21 +188,40 @@ def test_what_donors_gave_is_not_kept(checkpoint: tiny_models.Checkpoint, monkey
 
 @pytest.mark.parametrize("family", ["opt", "gemma3"])
 def test_other_models_are_refused(family: str, checkpoint: tiny_models.Checkpoint) -> None:
-    with pytest.raises(EngineError, match="--engine transformers takes llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        EngineError, match="--engine transformers takes llama, mistral, qwen2, qwen3"
+    ):
         engine(checkpoint(family))
 
 
-def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoint: tiny_models.Checkpoint) -> None:
-    data, folder, typed = tmp_path / "prompts.jsonl", tmp_path / "cache", DONOR.lower().replace(" ", "  ")
+def test_a_literal_run_stores_nothing_that_a_donor_gave(
+    tmp_path: Path, checkpoint: tiny_models.Checkpoint
+) -> None:
+    data, folder, typed = (
+        tmp_path / "prompts.jsonl",
+        tmp_path / "cache",
+        DONOR.lower().replace(" ", "  "),
+    )
     facts = "The red car stands left of the tree, and the dog lies right of it."
     asked = [{"question": q} for q in (DONOR, OTHER, typed, typed)]
-    asked += [{"context": facts, "question": DONOR}, {"context": facts.replace(" ", "  "), "question": OTHER}]
+    asked += [
+        {"context": facts, "question": DONOR},
+        {"context": facts.replace(" ", "  "), "question": OTHER},
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in asked), "utf-8")
     out = tmp_path / "samples.jsonl"
-    flags = {"semantic": False, "baseline": True, "cache_dir": folder, "samples_out": out, "verify_rate": 1.0}
+    flags = {
+        "semantic": False,
+        "baseline": True,
+        "cache_dir": folder,
+        "samples_out": out,
+        "verify_rate": 1.0,
+    }
     model, found = str(checkpoint("llama")), {}
     for reuse in ("literal", "prefix"):
-        settings = resolve(model=model, engine="transformers", dataset=str(data), reuse=reuse, purge=True, **flags)
+        settings = resolve(
+            model=model, engine="transformers", dataset=str(data), reuse=reuse, purge=True, **flags
+        )
         summary = execute(settings, quiet=True)
         rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
         whole, part = "text:normalised", "text:normalised/context"
@@ -180,13 +229,20 @@ def test_a_literal_run_stores_nothing_that_a_donor_gave(tmp_path: Path, checkpoi
         assert rows[2]["statuses"]["kv_cache"] == ("hit" if reuse == "literal" else "miss")
         found[reuse] = rows[2]["token_ids"]
         assert summary["against_cold"] is not None
-        assert summary["against_cold"]["same_tokens"]["value"] == float(found[reuse] == rows[2]["cold"]["token_ids"])
-        assert (summary["against_cold"]["saved_tokens"]["value"] or 0) > 5  # the last one asks what was asked before
+        assert summary["against_cold"]["same_tokens"]["value"] == float(
+            found[reuse] == rows[2]["cold"]["token_ids"]
+        )
+        assert (
+            summary["against_cold"]["saved_tokens"]["value"] or 0
+        ) > 5  # the last one asks what was asked before
         model_key = engine(Path(model)).fingerprint()
         with SemanticCache(CacheConfig(folder, semantic=False)) as cache:
             assert cache.stats().entries == 3
             report = cache.try_reuse(Request("r", Namespace("", model_key), (TextSegment(typed),)))
-            assert (report.provenance, report.donor_response) == ("text:normalised", rows[0]["text"])
+            assert (report.provenance, report.donor_response) == (
+                "text:normalised",
+                rows[0]["text"],
+            )
         assert not (folder / "kv").exists()
     assert found["prefix"] == rows[2]["cold"]["token_ids"] != found["literal"]
 

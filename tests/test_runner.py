@@ -67,7 +67,9 @@ def question(prompt: EnginePrompt) -> str:
 
 
 def settings(tmp_path: Path, **flags: Any) -> RunSettings:
-    return resolve(**{"preset": "opt-125m", "engine": "scripted", "cache_dir": tmp_path / "cache", **flags})
+    return resolve(
+        **{"preset": "opt-125m", "engine": "scripted", "cache_dir": tmp_path / "cache", **flags}
+    )
 
 
 def go(
@@ -104,7 +106,9 @@ ANSWERS = {CAR.question: "Red.", CAR_AGAIN.question: "blue", SKY.question: "plan
 
 @pytest.fixture
 def shown(tmp_path: Path) -> Sample:
-    return Sample("1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),))
+    return Sample(
+        "1", "What is it?", "red", images=(ImageRef("a", picture(tmp_path / "a.png", "red")),)
+    )
 
 
 def test_a_live_run_sends_the_donors_prompt(tmp_path: Path, shown: Sample) -> None:
@@ -142,9 +146,13 @@ def test_off_uses_nothing_of_ours(tmp_path: Path) -> None:
         return Scripted(ANSWERS)
 
     chosen = settings(tmp_path, cache_mode="off")
-    records, _ = run(chosen, [CAR, CAR_AGAIN], engine, lambda _: pytest.fail("no cache is made"), quiet(chosen))
+    records, _ = run(
+        chosen, [CAR, CAR_AGAIN], engine, lambda _: pytest.fail("no cache is made"), quiet(chosen)
+    )
     assert attached == [False]
-    assert [(r.hit, r.statuses) for r in records] == [(False, {"kv_cache": Status.SKIP, "fusion": Status.SKIP})] * 2
+    assert [(r.hit, r.statuses) for r in records] == [
+        (False, {"kv_cache": Status.SKIP, "fusion": Status.SKIP})
+    ] * 2
 
 
 def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> None:
@@ -156,10 +164,15 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
     # Each is asked twice, for the noise floor, the second time where nothing is cached.
     assert [question(p) for p in cold.prompts[1:3]] == [CAR.question, CAR_AGAIN.question]
     assert len({p.cache_salt for p in cold.prompts}) == 3
-    assert (summary["noise_floor"]["tokens"]["n"], summary["noise_floor"]["tokens"]["value"]) == (2, 0.0)
+    assert (summary["noise_floor"]["tokens"]["n"], summary["noise_floor"]["tokens"]["value"]) == (
+        2,
+        0.0,
+    )
     compared = summary["against_cold"]
     assert (compared["agreement"]["n"], compared["agreement"]["value"]) == (1, 0.0)
-    assert compared["identical_tokens"]["n"] == 1  # the miss; the normalised hit is not a byte-equal prompt
+    assert (
+        compared["identical_tokens"]["n"] == 1
+    )  # the miss; the normalised hit is not a byte-equal prompt
     # The cold run computed 2 x 5 tokens, the cached run 5 + 1.
     tokens = summary["tokens"]
     assert (tokens["baseline_computed"], tokens["computed"], tokens["beyond"]) == (10, 6, 4)
@@ -169,7 +182,11 @@ def test_the_cold_pass_goes_first_on_an_engine_of_its_own(tmp_path: Path) -> Non
 
     first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert first["hit"] is False
-    assert (second["hit"], second["provenance"], second["cold"]["text"]) == (True, "text:normalised", "blue")
+    assert (second["hit"], second["provenance"], second["cold"]["text"]) == (
+        True,
+        "text:normalised",
+        "blue",
+    )
 
 
 def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path, shown: Sample) -> None:
@@ -181,7 +198,10 @@ def test_a_lost_donor_image_is_a_counted_miss(tmp_path: Path, shown: Sample) -> 
             report = super().try_reuse(request)
             if not report.hit:
                 return report
-            gone = tuple(replace(s, source=None) if isinstance(s, MediaSegment) else s for s in report.plan.segments)
+            gone = tuple(
+                replace(s, source=None) if isinstance(s, MediaSegment) else s
+                for s in report.plan.segments
+            )
             return replace(report, plan=replace(report.plan, segments=gone))
 
     chosen = settings(tmp_path)
@@ -204,7 +224,9 @@ def test_samples_without_an_image_file_are_left_out_and_listed(tmp_path: Path) -
     assert len(go(lacking, settings(tmp_path), Scripted(accepts_images=False))[0]) == 3
     for asked, strict in ((lacking, False), (samples, True)):
         engine = Scripted()
-        with pytest.raises(DatasetError, match=r"images without a file: 3, such as 'n0': the data set .* names no"):
+        with pytest.raises(
+            DatasetError, match=r"images without a file: 3, such as 'n0': the data set .* names no"
+        ):
             go(asked, settings(tmp_path, strict=strict), engine)
         assert engine.closed
 
@@ -212,13 +234,22 @@ def test_samples_without_an_image_file_are_left_out_and_listed(tmp_path: Path) -
 def test_gqas_annotations_reach_records_and_summary(tmp_path: Path) -> None:
     query = ("query", "attr", "x")
     samples = [
-        Sample("1", "what color", "red", types=query, group="c", valid=("red",), plausible=("blue",)),
+        Sample(
+            "1", "what color", "red", types=query, group="c", valid=("red",), plausible=("blue",)
+        ),
         Sample("3", "what", "blue"),
     ]
     records, summary = go(samples, settings(tmp_path), Scripted(answer=lambda _: "Red"))
-    assert [(r.types, r.valid, r.plausible) for r in records] == [(query, True, False), ((), None, None)]
+    assert [(r.types, r.valid, r.plausible) for r in records] == [
+        (query, True, False),
+        ((), None, None),
+    ]
     gqa = summary["gqa"]
-    assert (gqa["validity"]["value"], gqa["plausibility"]["value"], gqa["distribution"]) == (1.0, 0.0, 0.0)
+    assert (gqa["validity"]["value"], gqa["plausibility"]["value"], gqa["distribution"]) == (
+        1.0,
+        0.0,
+        0.0,
+    )
 
 
 def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(
@@ -227,7 +258,9 @@ def test_a_failing_sample_is_counted_and_an_interrupt_keeps_what_was_answered(
     engine = Scripted(ANSWERS, fails=(SKY.question,), interrupt="stop", store=set())
     chosen = settings(tmp_path, samples_out=tmp_path / "samples.jsonl")
     cache = ExactCache(chosen)
-    records, summary = go([CAR, SKY, CAR_AGAIN, Sample("4", "stop"), CAR], chosen, engine, cache=cache)
+    records, summary = go(
+        [CAR, SKY, CAR_AGAIN, Sample("4", "stop"), CAR], chosen, engine, cache=cache
+    )
     assert summary["faults"]["failed samples"] == 1
     assert summary["interrupted"]
     assert [r.sample_id for r in records] == ["1", "2"]
@@ -250,10 +283,14 @@ def test_samples_that_fail_in_both_passes_stop_neither(tmp_path: Path, shown: Sa
                 raise MediaError("not a readable image")
             return super().generate(prompt)
 
-    bad = [replace(shown, sample_id=f"image {n}") for n in range(4)] + [replace(SKY, sample_id=f"{n}") for n in "45"]
+    bad = [replace(shown, sample_id=f"image {n}") for n in range(4)] + [
+        replace(SKY, sample_id=f"{n}") for n in "45"
+    ]
     engines = [CannotRead(fails=(SKY.question,), store=store) for store in (set(), None)]
     gone = replace(shown, sample_id="gone", images=(ImageRef("b", tmp_path / "gone.png"),))
-    records, summary = go([*bad, gone, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines)
+    records, summary = go(
+        [*bad, gone, CAR, replace(SKY, sample_id="6")], settings(tmp_path, baseline=True), *engines
+    )
     assert [r.sample_id for r in records] == [CAR.sample_id]
     assert summary["faults"]["failed samples"] == 8
 
@@ -268,10 +305,14 @@ def test_an_earlier_file_stays_until_there_is_something_in_its_place(tmp_path: P
     assert path.read_text(encoding="utf-8") == "of an earlier run\n"
 
 
-def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(tmp_path: Path, shown: Sample) -> None:
+def test_a_baseline_of_an_earlier_run_is_taken_where_the_same_is_asked(
+    tmp_path: Path, shown: Sample
+) -> None:
     path, cold = tmp_path / "cold.jsonl", Scripted()
     go([shown, SKY], settings(tmp_path, samples_out=path, baseline=True))
-    records, _ = go([replace(shown, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path)
+    records, _ = go(
+        [replace(shown, answer="blue"), SKY], settings(tmp_path), cold=cold, baseline=path
+    )
     assert not cold.prompts
     assert all(r.cold is not None and r.cold.text == r.text for r in records)
     assert records[0].cold is not None
@@ -305,7 +346,10 @@ def test_the_line_of_a_sample() -> None:
     [
         ({"samples_out": "a.jsonl"}, "--samples-out: .* another file than that of --dataset"),
         ({"samples_out": "link.jsonl"}, "--samples-out: .* another file than that of --dataset"),
-        ({"samples_out": "new", "summary_out": "./new"}, "--samples-out: .* another file than that of --summary-out"),
+        (
+            {"samples_out": "new", "summary_out": "./new"},
+            "--samples-out: .* another file than that of --summary-out",
+        ),
         ({"samples_out": "a file/out"}, "--samples-out: .* a place that can be written"),
         ({"summary_out": "a file/out"}, "--summary-out: .* a place that can be written"),
     ],
@@ -318,7 +362,11 @@ def test_an_output_is_no_input_no_other_output_and_can_be_written(
     Path("link.jsonl").symlink_to("a.jsonl")
     Path("a file").touch()
     with pytest.raises(ConfigError, match=message):
-        execute(settings(tmp_path, dataset="a.jsonl", **{name: Path(value) for name, value in flags.items()}))
+        execute(
+            settings(
+                tmp_path, dataset="a.jsonl", **{name: Path(value) for name, value in flags.items()}
+            )
+        )
 
 
 def test_an_image_must_be_what_its_id_says(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def _few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = file.read_text().splitlines()
         kept = rows[:: 60 if len(rows) > 500 else 8]
         if file.name == "traps.jsonl":
-            kept += [row for row in rows if veto(json.loads(row)["a"], json.loads(row)["b"]) is None]
+            kept += [
+                row for row in rows if veto(json.loads(row)["a"], json.loads(row)["b"]) is None
+            ]
         (folder / file.name).write_text("\n".join(kept) + "\n")
 
 
@@ -50,20 +52,31 @@ def test_every_cache_on_every_part(tmp_path: Path) -> None:
     found, said = bench(*flags, out=tmp_path / "f.json")
     rules = ["cosine 0.92", "vcache rule 0.01", "krites 0.92"]
     ours = [*rules, "semkv fixed 0.92", "semkv calibrated 0.95", "semkv bounded 0.01"]
-    for rows in (found["pairs"], found["traps"]["caches"], found["turns"], found["streams"]["zipf"]["caches"]):
+    for rows in (
+        found["pairs"],
+        found["traps"]["caches"],
+        found["turns"],
+        found["streams"]["zipf"]["caches"],
+    ):
         assert [name for name in rows if name.split()[0] not in PEERS] == ours
     pairs = found["pairs"]
     for row in pairs.values():
         same, different = row["same that hit"], row["different that hit"]
         assert row["precision"]["count"] == same["count"]
-        assert row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
+        assert (
+            row["precision"]["of"] == row["hit_rate"]["count"] == same["count"] + different["count"]
+        )
         assert row["different where 80% hit"]["of"] == different["of"]
         assert 0 <= row["p_chr_auc"] <= 1
-    ours, plain = (pairs[name]["different where 80% hit"]["count"] for name in ("semkv fixed 0.92", "cosine 0.92"))
+    ours, plain = (
+        pairs[name]["different where 80% hit"]["count"]
+        for name in ("semkv fixed 0.92", "cosine 0.92")
+    )
     assert ours < plain, "guards rank traps last"
     assert pairs["cosine 0.92"]["different that hit"]["share"] > 0.3
     assert (
-        pairs["semkv fixed 0.92"]["different that hit"]["share"] < pairs["cosine 0.92"]["different that hit"]["share"]
+        pairs["semkv fixed 0.92"]["different that hit"]["share"]
+        < pairs["cosine 0.92"]["different that hit"]["share"]
     )
     assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
     semkv = found["turns"]["semkv fixed 0.92"]
@@ -85,13 +98,27 @@ def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
     rows = []
     for n, topic in enumerate(topics * 3):
         verb = ("learn", "buy", "sell")[n // len(topics)]
-        rows.append({"a": f"how do I {verb} the {topic}", "b": f"how can I {verb} a {topic}?", "same": 1})
+        rows.append(
+            {"a": f"how do I {verb} the {topic}", "b": f"how can I {verb} a {topic}?", "same": 1}
+        )
         other = f"what is a good {topic} stand to {verb}"
         rows.append({"a": f"what is a good {topic} to {verb}", "b": other, "same": n % 2})
     pairs, stream = tmp_path / "p.jsonl", tmp_path / "s.jsonl"
     pairs.write_text("\n".join(map(json.dumps, rows)))
-    stream.write_text("\n".join(json.dumps({"text": row["a"], "cluster": n}) for n, row in [*enumerate(rows)] * 2))
-    flags = ["--parts", "pairs", "streams", "--pairs", pairs, "--stream", stream, "--requests", "50"]
+    stream.write_text(
+        "\n".join(json.dumps({"text": row["a"], "cluster": n}) for n, row in [*enumerate(rows)] * 2)
+    )
+    flags = [
+        "--parts",
+        "pairs",
+        "streams",
+        "--pairs",
+        pairs,
+        "--stream",
+        stream,
+        "--requests",
+        "50",
+    ]
     flags += ["--caches", "cosine", "bounded", "--max-error-rate", "0.1", "0.2"]
     found, said = bench(*flags, out=tmp_path / "f.json")
     assert list(found["pairs"]) == ["cosine 0.92", "semkv bounded 0.1", "semkv bounded 0.2"]
@@ -100,7 +127,9 @@ def test_pairs_and_a_stream_of_ones_own(tmp_path: Path) -> None:
     assert "not installed" not in said
     again, _ = bench(*flags, out=tmp_path / "g.json")
     for part in ("pairs", "streams"):
-        assert _without_times(again[part]) == _without_times(found[part]), "seeds decide all but times"
+        assert _without_times(again[part]) == _without_times(found[part]), (
+            "seeds decide all but times"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

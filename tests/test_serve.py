@@ -55,7 +55,9 @@ def said(gateway: Started) -> list[str]:
     return [json.loads(line)["message"] for line in gateway.log.read_text().splitlines()]
 
 
-def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(tmp_path: Path) -> None:
+def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(
+    tmp_path: Path,
+) -> None:
     """With an upstream that is not there, and a store with a password in its name."""
     store, nobody = "--store=redis://:pass@word@127.0.0.1:1/0", f"http://127.0.0.1:{free_port()}"
     with Started(nobody, tmp_path, store, files=(300, 400)) as gateway, ExitStack() as lines:
@@ -65,7 +67,10 @@ def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(t
         address = ("127.0.0.1", httpx.URL(gateway.url).port or 0)
 
         def connect(number: int) -> list[socket.socket]:
-            return [lines.enter_context(socket.create_connection(address, timeout=60)) for _ in range(number)]
+            return [
+                lines.enter_context(socket.create_connection(address, timeout=60))
+                for _ in range(number)
+            ]
 
         def answers() -> bool:
             try:
@@ -76,37 +81,60 @@ def test_connections_are_bounded_by_files_and_operators_have_room_of_their_own(t
         connect((400 - 256) // 2 - 32)
         wait_until(lambda: ask(gateway, "full").status_code == 503)
         assert answers()
-        assert 'semkv_turned_away_total{what="connections"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
+        assert (
+            'semkv_turned_away_total{what="connections"} 1.0'
+            in httpx.get(f"{gateway.url}/metrics").text
+        )
         more = connect(40)
         wait_until(lambda: select.select(more, [], [], 0)[0])
-        assert select.select(more, [], [], 0)[0][0].recv(4096)[9:12] == b"503", "it has room for 32 of them"
+        assert select.select(more, [], [], 0)[0][0].recv(4096)[9:12] == b"503", (
+            "it has room for 32 of them"
+        )
         lines.close()
         wait_until(lambda: answers() and ask(gateway, "no more").status_code == 502)
 
 
-def test_what_it_cannot_start_with_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_cannot_start_with_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serve, "set_up_logs", lambda *_: None)  # this process's own
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     folder = tmp_path / "file" / "cache"
-    for command in (["serve", "--port", "0"], ["run", "--engine", "scripted", "--max-samples", "1"]):
+    for command in (
+        ["serve", "--port", "0"],
+        ["run", "--engine", "scripted", "--max-samples", "1"],
+    ):
         out = invoke([*command, "--cache-dir", str(folder)])
         assert out.exit_code == 2
-        assert out.stderr == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
+        assert (
+            out.stderr
+            == f"semkv: {folder} cannot be written (Not a directory); choose another --cache-dir\n"
+        )
     with listening("127.0.0.1", 0) as taken:
         taken.listen()
         out = invoke(["serve", "--port", str(taken.getsockname()[1])])
         assert re.fullmatch(
-            r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n", out.stderr
+            r"semkv: --port \d+, --host 127.0.0.1: cannot listen .* in use\); name another\n",
+            out.stderr,
         )
     own = free_port()
     for flags, named in (
-        (["--port", str(own), "--upstream", f"http://localhost:{own}/"], "--upstream: 'http://localhost:"),
+        (
+            ["--port", str(own), "--upstream", f"http://localhost:{own}/"],
+            "--upstream: 'http://localhost:",
+        ),
         (["--trusted-proxy", "foo"], "--trusted-proxy: 'foo' is not allowed; expected networks"),
         (["--port", "99999"], 'Invalid value "99999" for --port. Must be <= 65535'),
         (["--workers", "2", "--store", "memory"], "--workers: 2 is not allowed"),
         (["--upstream", "http://[::1"], "--upstream: 'http://[::1' is not allowed; expected a URL"),
-        (["--upstream", "http://me:secret@a"], "--upstream: 'http://a' is not allowed; expected a URL without"),
-        (["--upstream", "http://a/v1/"], "--upstream: 'http://a/v1/' is not allowed; expected a URL without"),
+        (
+            ["--upstream", "http://me:secret@a"],
+            "--upstream: 'http://a' is not allowed; expected a URL without",
+        ),
+        (
+            ["--upstream", "http://a/v1/"],
+            "--upstream: 'http://a/v1/' is not allowed; expected a URL without",
+        ),
     ):
         out = invoke(["serve", *flags])
         assert out.exit_code == 2
@@ -119,7 +147,9 @@ def test_what_was_warmed_is_there(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text(json.dumps(text, ensure_ascii=False) + "\r\n\n", "utf-8-sig")
     with Pair(tmp_path) as pair:
         for outcome in ("1 kept, 0 there already", "0 kept, 1 there already"):
-            out = semkv("warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted").stdout
+            out = semkv(
+                "warm", tmp_path / "prompts", "--url", pair.url, "--model", "scripted"
+            ).stdout
             assert out == f"{outcome}, 0 not kept, 0 failed\n"
         assert kind(httpx.post(f"{pair.url}/v1/chat/completions", json=chat(text))) == "hit"
 
@@ -147,11 +177,16 @@ class TestWorkers:
     @pytest.fixture
     def started(self, tmp_path: Path) -> Iterator[tuple[Started, Scripted]]:
         upstream = Scripted()
-        with Served(upstream) as behind, Started(behind.url, tmp_path, "--workers=2", SEMKV_ADMIN_KEY=ADMIN) as running:
+        with (
+            Served(upstream) as behind,
+            Started(behind.url, tmp_path, "--workers=2", SEMKV_ADMIN_KEY=ADMIN) as running,
+        ):
             wait_until(lambda: running.log.read_text().count("startup complete") == 2)
             yield running, upstream
 
-    def test_they_share_answers_figures_and_invalidations(self, started: tuple[Started, Scripted]) -> None:
+    def test_they_share_answers_figures_and_invalidations(
+        self, started: tuple[Started, Scripted]
+    ) -> None:
         running, upstream = started
         for number in range(40):  # each on a connection of its own, so that both take some
             assert ask(running, f"question {number % 4}").status_code == 200
@@ -161,11 +196,23 @@ class TestWorkers:
         assert stats["workers"] == len(workers_of(running)) == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
         wait_until(lambda: figure(running, "semkv_response_entries") == 4)
-        wrong = httpx.post(f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"})
-        assert (wrong.status_code, wrong.headers["connection"]) == (404, "close")  # the next try reaches either worker
+        wrong = httpx.post(
+            f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"}
+        )
+        assert (wrong.status_code, wrong.headers["connection"]) == (
+            404,
+            "close",
+        )  # the next try reaches either worker
         gone = {"prefix": "question", "dry_run": False}
-        assert httpx.post(f"{running.url}/semkv/api/invalidate", headers=KEY, json=gone).json()["count"] == 4
-        upstream.script["question 1"] = {"status": "418"}  # so that what is old is told from what is new
+        assert (
+            httpx.post(f"{running.url}/semkv/api/invalidate", headers=KEY, json=gone).json()[
+                "count"
+            ]
+            == 4
+        )
+        upstream.script["question 1"] = {
+            "status": "418"
+        }  # so that what is old is told from what is new
         wait_until(lambda: {ask(running, "question 1").status_code for _ in range(20)} == {418})
         both = workers_of(running)
         (figures,) = re.findall(rf"{FOLDER}=([^\0]+)", Path(f"/proc/{both[0]}/environ").read_text())
@@ -174,7 +221,9 @@ class TestWorkers:
         wait_until(lambda: all(not Path(f"/proc/{pid}").exists() for pid in both))
         assert not Path(figures).exists()
 
-    def test_one_that_is_killed_or_replaced_takes_nothing_along(self, started: tuple[Started, Scripted]) -> None:
+    def test_one_that_is_killed_or_replaced_takes_nothing_along(
+        self, started: tuple[Started, Scripted]
+    ) -> None:
         running, _ = started
         whole: list[str] = []
         stop = threading.Event()
@@ -198,12 +247,16 @@ class TestWorkers:
         before = workers_of(running)
         os.kill(running.pid, signal.SIGHUP)  # a reload: one after the other is replaced
         wait_until(lambda: len(workers_of(running)) == 2 and not {*workers_of(running)} & {*before})
-        wait_until(lambda: figure(running, "semkv_memory_limit_bytes") == 2 * (256 << 20))  # those that run
+        wait_until(
+            lambda: figure(running, "semkv_memory_limit_bytes") == 2 * (256 << 20)
+        )  # those that run
         stop.set()
         asking.join()
         wait_until(lambda: all(kind(ask(running, text)) == "hit" for text in whole))
         with closing(sqlite3.connect(running.log.parent / "cache" / "catalog.sqlite")) as db:
-            wait_until(lambda: db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole))
+            wait_until(
+                lambda: db.execute("SELECT COUNT(*) FROM responses").fetchone()[0] >= len(whole)
+            )
         both = workers_of(running)
         assert running.stop() == 0
         assert all(not Path(f"/proc/{pid}").exists() for pid in both)

@@ -35,13 +35,19 @@ def bare(value: Any) -> Any:
     if isinstance(value, list):
         return [bare(one) for one in value]
     if isinstance(value, dict):
-        return {name: bare(one) for name, one in value.items() if one and name not in ("index", "parsed_arguments")}
+        return {
+            name: bare(one)
+            for name, one in value.items()
+            if one and name not in ("index", "parsed_arguments")
+        }
     return value
 
 
 class TestReplay:
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_hit_has_the_form_of_the_miss_and_no_usage_that_nobody_asked_for(self, pair: Pair, stream: bool) -> None:
+    def test_a_hit_has_the_form_of_the_miss_and_no_usage_that_nobody_asked_for(
+        self, pair: Pair, stream: bool
+    ) -> None:
         first, second = (pair.post(f"twice {stream}", stream=stream) for _ in range(2))
         assert second.headers["x-semkv"].startswith("hit tier=exact age=")
         assert second.headers["content-type"] == first.headers["content-type"]
@@ -50,7 +56,9 @@ class TestReplay:
             assert answer.text.endswith("data: [DONE]\n\n")
             assert '"usage":{' not in answer.text.replace(" ", "")
 
-    @pytest.mark.parametrize("form", ["plain ü 漢字 🙂", "[tool] calls", "[think] first", "[think][tool] both"])
+    @pytest.mark.parametrize(
+        "form", ["plain ü 漢字 🙂", "[tool] calls", "[think] first", "[think][tool] both"]
+    )
     def test_every_form_of_an_answer_survives_both_directions(self, pair: Pair, form: str) -> None:
         """The client's own library puts the streams together."""
         completions = pair.client().chat.completions
@@ -72,10 +80,17 @@ class TestReplay:
                 assert calls(pair, text) == 1
 
     def test_completions_of_plain_prompts(self, pair: Pair) -> None:
-        create, ask = pair.client().completions.create, {"model": "scripted", "prompt": "old style", "temperature": 0}
+        create, ask = (
+            pair.client().completions.create,
+            {"model": "scripted", "prompt": "old style", "temperature": 0},
+        )
         first, again, streamed = create(**ask), create(**ask), create(**ask, stream=True)
         assert first == again
-        assert "".join(piece.choices[0].text for piece in streamed) == first.choices[0].text == "You said: old style"
+        assert (
+            "".join(piece.choices[0].text for piece in streamed)
+            == first.choices[0].text
+            == "You said: old style"
+        )
         assert calls(pair, "old style") == 1
 
     def test_a_stream_passes_as_it_comes(self, pair: Pair) -> None:
@@ -105,7 +120,12 @@ class TestReplay:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_incomplete_answers_and_errors_are_not_kept(pair: Pair, stream: bool) -> None:
-    for how, status in (("length", 200), ("status=500", 500), ("status=429", 429), ("status=400", 400)):
+    for how, status in (
+        ("length", 200),
+        ("status=500", 500),
+        ("status=429", 429),
+        ("status=400", 400),
+    ):
         text = f"[{how}] {stream}"
         answers = [pair.post(text, stream=stream) for _ in range(2)]
         assert [(a.status_code, a.headers["x-semkv"]) for a in answers] == [(status, "miss")] * 2
@@ -114,7 +134,11 @@ def test_incomplete_answers_and_errors_are_not_kept(pair: Pair, stream: bool) ->
     for how in ("cut", "error") if stream else ():
         for _ in range(2):
             with pytest.raises(openai.APIError):
-                list(pair.client().chat.completions.create(**chat(f"[{how}] in the middle"), stream=True))
+                list(
+                    pair.client().chat.completions.create(
+                        **chat(f"[{how}] in the middle"), stream=True
+                    )
+                )
         assert calls(pair, f"[{how}] in the middle") == 2
 
 
@@ -129,7 +153,9 @@ def test_incomplete_answers_and_errors_are_not_kept(pair: Pair, stream: bool) ->
         ({"Cache-Control": "no-cache, no-store"}, "pass", "hit"),
     ],
 )
-def test_a_client_may_ask_for_less(pair: Pair, headers: dict[str, str], second: str, third: str) -> None:
+def test_a_client_may_ask_for_less(
+    pair: Pair, headers: dict[str, str], second: str, third: str
+) -> None:
     text = f"controls {headers}"
     answers = [pair.post(text), pair.post(text, headers=headers), pair.post(text)]
     assert [kind(answer) for answer in answers[1:]] == [second, third]
@@ -154,7 +180,9 @@ def test_a_client_that_wants_a_stored_answer_or_none_gets_none(pair: Pair) -> No
             assert (answer.status_code, kind(answer)) == (504, "pass" if text == 5 else "miss")
     assert pair.upstream.total == asked + 1
     assert kind(pair.post("not stored yet", headers=only)) == "hit"
-    assert 'status="504"' not in httpx.get(f"{pair.url}/metrics").text, "an alert looks at what failed"
+    assert 'status="504"' not in httpx.get(f"{pair.url}/metrics").text, (
+        "an alert looks at what failed"
+    )
 
 
 def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:
@@ -179,21 +207,31 @@ def test_an_answer_may_be_too_old_or_stale(tmp_path: Path) -> None:
 class TestSingleFlight:
     @pytest.mark.parametrize(
         ("text", "stream", "end"),
-        [("stampede", False, "}"), ("of streams", True, "[DONE]\n\n"), ("that fails [status=503]", False, "}")],
+        [
+            ("stampede", False, "}"),
+            ("of streams", True, "[DONE]\n\n"),
+            ("that fails [status=503]", False, "}"),
+        ],
     )
-    def test_100_equal_requests_reach_the_upstream_once(self, pair: Pair, text: str, stream: bool, end: str) -> None:
+    def test_100_equal_requests_reach_the_upstream_once(
+        self, pair: Pair, text: str, stream: bool, end: str
+    ) -> None:
         joins = pair.metric("semkv_single_flight_joins_total")
         with beside(pair, text, stream=stream) as first:
             others = [pair.soon(text, stream=stream) for _ in range(99)]
             wait_until(lambda: pair.readers == 100)
-        ((status, said),) = {(answer.result().status_code, answer.result().text) for answer in (first, *others)}
+        ((status, said),) = {
+            (answer.result().status_code, answer.result().text) for answer in (first, *others)
+        }
         assert status == (503 if "status" in text else 200)
         assert said.endswith(end)
         assert calls(pair, text) == 1
         assert pair.metric("semkv_single_flight_joins_total") == joins + 99
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_who_hangs_up_takes_nobody_along_and_the_last_one_the_upstream(self, pair: Pair, stream: bool) -> None:
+    def test_who_hangs_up_takes_nobody_along_and_the_last_one_the_upstream(
+        self, pair: Pair, stream: bool
+    ) -> None:
         aborted, text = pair.upstream.aborted, f"hang up {stream}"
         lines: list[Line] = []
 
@@ -253,14 +291,25 @@ class TestSingleFlight:
         key = next(reversed(responses._memory._entries))
         wait_until(lambda: responses._store.get(key) is not None)
         responses._memory._drop(key)
-        monkeypatch.setattr(responses, "_clock", lambda: time.time() + 1000)  # it is no answer to these lookups
+        monkeypatch.setattr(
+            responses, "_clock", lambda: time.time() + 1000
+        )  # it is no answer to these lookups
         cache, looks = pair.app.gateway.cache, []
         look_up = cache._look_up
-        monkeypatch.setattr(cache, "_look_up", lambda *given: looks.append(given) or look_up(*given))
-        with Held(responses, "lookup", after=True) as held:  # the reply of a shared store is on its way
+        monkeypatch.setattr(
+            cache, "_look_up", lambda *given: looks.append(given) or look_up(*given)
+        )
+        with Held(
+            responses, "lookup", after=True
+        ) as held:  # the reply of a shared store is on its way
             early = pair.soon("from before")
             wait_until(held.waiting.is_set)
-            assert pair.admin("invalidate", {"prefix": "from before", "dry_run": False}).json()["count"] == 1
+            assert (
+                pair.admin("invalidate", {"prefix": "from before", "dry_run": False}).json()[
+                    "count"
+                ]
+                == 1
+            )
             late = pair.soon("from before")
             wait_until(lambda: len(looks) == 2)
         early.result()
@@ -348,12 +397,16 @@ class TestFaults:
                     yield b"x" * (1 << 20)
 
             for content in (b"x" * 12_000_000, pieces()):
-                refused = httpx.post(f"{pair.url}/v1/chat/completions", content=content, timeout=120)
+                refused = httpx.post(
+                    f"{pair.url}/v1/chat/completions", content=content, timeout=120
+                )
                 assert refused.status_code == 413
                 assert "11 MiB" in refused.json()["error"]["message"]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(self, pair: Pair, stream: bool) -> None:
+    def test_an_answer_too_large_to_hold_is_passed_on_and_not_kept(
+        self, pair: Pair, stream: bool
+    ) -> None:
         for _ in range(2):
             answer = pair.post("[big=9000000][events=90]", stream=stream)
             assert answer.text.count("x") >= 9_000_000
@@ -392,7 +445,10 @@ class TestFaults:
             ):
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(target, name, broken)
-                    assert said(pair.post(f"with a broken {name}", stream=stream)) == f"You said: with a broken {name}"
+                    assert (
+                        said(pair.post(f"with a broken {name}", stream=stream))
+                        == f"You said: with a broken {name}"
+                    )
 
 
 # -- the middleware below a path, vLLM's ``--root-path`` ------------------------------------------------------------
@@ -401,7 +457,12 @@ class TestFaults:
 def test_proxies_that_take_the_path_off_and_others_share_one_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"CACHE_DIR": str(tmp_path), "SECRET": SECRET, "ADMIN_KEY": ADMIN, "SEMANTIC": "0"}.items():
+    for name, value in {
+        "CACHE_DIR": str(tmp_path),
+        "SECRET": SECRET,
+        "ADMIN_KEY": ADMIN,
+        "SEMANTIC": "0",
+    }.items():
         monkeypatch.setenv(f"SEMKV_{name}", value)
     seen: list[dict[str, Any]] = []
     app = fastapi.FastAPI(root_path="/api")
@@ -409,11 +470,22 @@ def test_proxies_that_take_the_path_off_and_others_share_one_cache(
     @app.post("/v1/chat/completions")
     async def answer(asked: fastapi.Request) -> dict[str, Any]:
         seen.append(await asked.json())
-        return {"choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}]}
+        return {
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "message": {"role": "assistant", "content": "yes"},
+                }
+            ]
+        }
 
     app.add_middleware(Middleware)  # type: ignore[arg-type]
     with Served(app) as served:
-        replies = [httpx.post(f"{served.url}{at}/v1/chat/completions", json=chat("a")) for at in ("/api", "", "/api")]
+        replies = [
+            httpx.post(f"{served.url}{at}/v1/chat/completions", json=chat("a"))
+            for at in ("/api", "", "/api")
+        ]
         assert [kind(reply) for reply in replies] == ["miss", "hit", "hit"]
         for prefix in ("/api", ""):
             assert "semkv_requests_total" in httpx.get(f"{served.url}{prefix}/semkv/metrics").text

@@ -66,7 +66,9 @@ def request(body: Any = b"", *headers: str, method: str = "POST", target: str = 
 def ask(pair: Pair, data: bytes) -> tuple[int, bytes]:
     """Status and everything that came, on a connection of its own."""
     with Line(pair) as line:
-        answer = line.send(data.replace(b"\r\nHost: x\r\n", b"\r\nHost: x\r\nConnection: close\r\n", 1)).rest()
+        answer = line.send(
+            data.replace(b"\r\nHost: x\r\n", b"\r\nHost: x\r\nConnection: close\r\n", 1)
+        ).rest()
     return int(answer[9:12] or 0), answer
 
 
@@ -80,7 +82,9 @@ class TestBodies:
         ask(pair, request(raw, "Content-Encoding: gzip", target="/v1/files"))
         assert pair.upstream.total == asked + 2, "it goes on as it came"
 
-    def test_a_body_that_comes_too_slowly(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_body_that_comes_too_slowly(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("semkv_gateway.http._BODY_S", 0.2)
         asked, head = pair.upstream.total, request(b"{" + b" " * 99).removesuffix(b" " * 99)
         with Line(pair) as line, Line(pair) as trickle:
@@ -90,7 +94,9 @@ class TestBodies:
             assert trickle.until(b"\r\n\r\n")[9:12] == b"408"
         assert pair.upstream.total == asked
 
-    def test_unfinished_bodies_have_so_much_room_together(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unfinished_bodies_have_so_much_room_together(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         begun, room = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000), pair.app._room
         monkeypatch.setattr(room, "most", 300_000)
         with Line(pair) as first, Line(pair) as second:
@@ -108,12 +114,23 @@ class TestBodies:
 class TestHeads:
     def test_no_request_target_leads_to_another_server(self, pair: Pair) -> None:
         """The target goes behind the upstream's host and port as it stands."""
-        for target in ("@127.0.0.1:1/v1/models", ".example/v1/models", ":1/v1/models", "*", "x", "?a", "#a"):
+        for target in (
+            "@127.0.0.1:1/v1/models",
+            ".example/v1/models",
+            ":1/v1/models",
+            "*",
+            "x",
+            "?a",
+            "#a",
+        ):
             for method in ("GET", "OPTIONS"):
                 assert ask(pair, request(method=method, target=target))[0] == 400
         total = pair.upstream.total
         assert ask(pair, request(method="GET", target="http://other.example/v1/models"))[0] == 200
-        assert ask(pair, request(chat("a"), target="//127.0.0.1:1/v1/chat/completions"))[0] in (200, 400)
+        assert ask(pair, request(chat("a"), target="//127.0.0.1:1/v1/chat/completions"))[0] in (
+            200,
+            400,
+        )
         assert pair.upstream.total == total + 1, "both were asked of the upstream"
 
     @pytest.mark.parametrize(
@@ -129,14 +146,18 @@ class TestHeads:
             b"X: a\x00b\r\n\r\n",
         ],
     )
-    def test_what_two_servers_may_read_differently_is_refused(self, pair: Pair, head: bytes) -> None:
+    def test_what_two_servers_may_read_differently_is_refused(
+        self, pair: Pair, head: bytes
+    ) -> None:
         total = pair.upstream.total
         status, _ = ask(pair, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + head)
         assert status in (400, 413)
         assert pair.upstream.total == total
 
     def test_what_is_no_body_is_cut_off(self, pair: Pair) -> None:
-        chunked = request(chat("in chunks")).replace(b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX: ")
+        chunked = request(chat("in chunks")).replace(
+            b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX: "
+        )
         body = chunked[chunked.index(b"{") :]
         chunked = chunked.removesuffix(body) + b"%x\r\n%s\r\n0\r\n" % (len(body), body)
         for start in (b"GET /healthz HTTP/1.1\r\nX-Large: ", b"GET /", chunked + b"X-Trailer: "):
@@ -145,16 +166,22 @@ class TestHeads:
                 assert line.flood(b"a" * 65536, 130 << 20) < 130 << 20
         with Line(pair) as line:
             line.send(chunked + b"Authorization: Bearer another's\r\n\r\n").until(b"}]")
-            assert "authorization" not in pair.upstream.headers[-1], "a proxy looks at the head alone"
+            assert "authorization" not in pair.upstream.headers[-1], (
+                "a proxy looks at the head alone"
+            )
 
     @pytest.mark.parametrize("begun", [b"", b"GET /healthz HTTP/1.1\r\nHost:", b"\r\n"])
-    def test_a_connection_without_a_head_ends(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    def test_a_connection_without_a_head_ends(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch, begun: bytes
+    ) -> None:
         monkeypatch.setattr("semkv_gateway.serve._HEAD_S", 0.2)
         monkeypatch.setattr(pair.front.server.config, "timeout_keep_alive", 0.2)
         with Line(pair) as line:
             assert line.send(begun).rest() == b""
         with Line(pair) as line:
-            assert b"}]" in line.send(request(chat("slow [delay=0.6]"))).until(b"}]"), "an answer may take longer"
+            assert b"}]" in line.send(request(chat("slow [delay=0.6]"))).until(b"}]"), (
+                "an answer may take longer"
+            )
             line.send(begun).rest()
 
     def test_header_values_go_on_byte_for_byte(self, pair: Pair) -> None:
@@ -162,7 +189,9 @@ class TestHeads:
             pair.post(f"header {value!r}", headers={"X-Name": value.encode()})
             assert pair.upstream.headers[-1]["x-name"].encode("latin-1") == value.encode()
 
-    @pytest.mark.parametrize("wish", ["h2c\r\nHTTP2-Settings: AAEAAEAA", "websocket\r\nSec-WebSocket-Version: 13"])
+    @pytest.mark.parametrize(
+        "wish", ["h2c\r\nHTTP2-Settings: AAEAAEAA", "websocket\r\nSec-WebSocket-Version: 13"]
+    )
     def test_a_wish_for_another_protocol_costs_nothing(self, pair: Pair, wish: str) -> None:
         """Java's client has it in its first request; httptools then reads no body."""
         asked = request(chat(wish), "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {wish}")
@@ -176,14 +205,20 @@ class TestHeads:
         assert {"upgrade", "http2-settings"}.isdisjoint(pair.upstream.headers[-1])
         assert b"x-semkv: hit" in ask(pair, asked)[1], "also with Connection: close"
 
-    @pytest.mark.parametrize("wish", [("Upgrade: h2c", "Connection: Upgrade", "Connection: keep-alive"), ()])
+    @pytest.mark.parametrize(
+        "wish", [("Upgrade: h2c", "Connection: Upgrade", "Connection: keep-alive"), ()]
+    )
     def test_one_request_has_one_answer(self, pair: Pair, wish: tuple[str, ...]) -> None:
         """A proxy in front would give the second to somebody else."""
-        asked = request(chat("once"), *wish) if wish else request(method="CONNECT", target="/v1/models")
+        asked = (
+            request(chat("once"), *wish) if wish else request(method="CONNECT", target="/v1/models")
+        )
         with Line(pair) as line:
             line.send(asked + request(method="GET", target="/healthz"))
             answers = line.until(b'"ok"' if wish else b"received.")
-        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == ([b"200", b"200"] if wish else [b"400"])
+        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == (
+            [b"200", b"200"] if wish else [b"400"]
+        )
 
     def test_many_wishes_at_once_are_read_one_after_another(self, pair: Pair) -> None:
         wish = request(b"", "Connection: Upgrade", "Upgrade: h2c", method="GET", target="/healthz")
@@ -192,7 +227,9 @@ class TestHeads:
             assert line.until(b"not found").count(b"200 OK") == 600
 
 
-def test_a_client_that_does_not_read_does_not_fill_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_does_not_fill_memory(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flights = pair.app.gateway.flights
     monkeypatch.setattr(flights, "max_answer_bytes", 1 << 20)
     with Line(pair) as line:

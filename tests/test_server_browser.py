@@ -35,12 +35,19 @@ class TestAdminRoutes:
         for path in ("invalidate", "wrong"):
             assert httpx.post(f"{pair.url}/semkv/api/{path}", json={}).status_code == 401
         for key in ("x", ADMIN + "x", "ä"):
-            answer = httpx.get(f"{pair.url}/semkv/api/stats", headers={"Authorization": f"Bearer {key}".encode()})
-            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            answer = httpx.get(
+                f"{pair.url}/semkv/api/stats", headers={"Authorization": f"Bearer {key}".encode()}
+            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
         with Pair(tmp_path, environment={"SEMKV_SECRET": "x" * 16}) as closed:
             assert closed.admin("stats").status_code == 403
 
-    def test_invalidation_counts_before_it_removes(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_invalidation_counts_before_it_removes(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for text in ("news of day 0", "news of day 1", "something else"):
             pair.post(text)
         assert pair.admin("invalidate", {"prefix": "news"}).json() == {"count": 2, "dry_run": True}
@@ -49,14 +56,33 @@ class TestAdminRoutes:
         assert pair.admin("invalidate", {"prefix": "news"}).json()["count"] == 0
         assert kind(pair.post("something else")) == "hit"
         for by in ("key", "tag", "model", "partition", "prefix"):
-            assert pair.admin("invalidate", {by: "none such"}).json() == {"count": 0, "dry_run": True}
-        assert pair.admin("invalidate", {"model": "scripted", "partition": "none such"}).json()["count"] == 0
+            assert pair.admin("invalidate", {by: "none such"}).json() == {
+                "count": 0,
+                "dry_run": True,
+            }
+        assert (
+            pair.admin("invalidate", {"model": "scripted", "partition": "none such"}).json()[
+                "count"
+            ]
+            == 0
+        )
         assert pair.admin("invalidate", {"model": "scripted"}).json()["count"] > 0
-        for careless in ({}, {"dry_run": False}, {"tag": 3}, {"tga": "x"}, {"tag": ""}, [], {"tag": "x", "dry_run": 1}):
+        for careless in (
+            {},
+            {"dry_run": False},
+            {"tag": 3},
+            {"tga": "x"},
+            {"tag": ""},
+            [],
+            {"tag": "x", "dry_run": 1},
+        ):
             assert pair.admin("invalidate", careless).status_code == 400
         monkeypatch.setattr(pair.app.gateway.cache.responses, "invalidate", None)
         answer = pair.admin("invalidate", {"prefix": "news", "dry_run": False})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the store failed: TypeError")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            503,
+            "the store failed: TypeError",
+        )
 
     def test_a_wrong_hit_is_removed_with_its_donor(self, pair: Pair) -> None:
         donor, asked = "Where is the Eiffel tower?", "where is  the Eiffel tower?"
@@ -72,7 +98,9 @@ def near_repeat(pair: Pair, first: str, second: str) -> None:
     """A request, and another that is answered through it."""
     before = pair.metric("semkv_semantic_entries")
     assert pair.post(first).headers["x-semkv"] == "miss"
-    wait_until(lambda: pair.metric("semkv_semantic_entries") > before)  # recorded beside the requests
+    wait_until(
+        lambda: pair.metric("semkv_semantic_entries") > before
+    )  # recorded beside the requests
     assert pair.post(second).headers["x-semkv"].startswith("hit tier=text:normalised")
 
 
@@ -90,7 +118,9 @@ def browser() -> Iterator[object]:
 
 def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     near_repeat(pair, f"Look at this. What is {EVIL}?", f"look at this. What is {EVIL}?")
-    near_repeat(pair, "How tall is the Eiffel tower in Paris?", "how tall is the  Eiffel tower in Paris?")
+    near_repeat(
+        pair, "How tall is the Eiffel tower in Paris?", "how tall is the  Eiffel tower in Paris?"
+    )
     for _ in range(5):
         pair.post("How tall is the Eiffel tower in Paris?")
     pair.post("drawn at random", temperature=0.7)
@@ -98,9 +128,15 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     page.set_default_timeout(300_000)
     complaints: list[str] = []
     outside: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type == "error" else None,
+    )
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith(pair.url) else outside.append(request.url))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith(pair.url) else outside.append(request.url),
+    )
     page.goto(f"{pair.url}/semkv")
     assert page.locator("#board").is_hidden()
     page.fill("#key", "wrong")
@@ -188,7 +224,9 @@ def page(browser: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("how", ["the upstream's", "named", "all"])
 def test_a_page_reads_misses_hits_and_errors(page: Any, tmp_path: Path, how: str) -> None:
-    origins = {"the upstream's": (), "named": (page.evaluate("location.origin"),), "all": ("*",)}[how]
+    origins = {"the upstream's": (), "named": (page.evaluate("location.origin"),), "all": ("*",)}[
+        how
+    ]
     upstream = opened(["*"]) if how == "the upstream's" else opened(["https://another.example"])
     with Pair(tmp_path, upstream=upstream, cors_origins=origins) as pair:
 
@@ -215,7 +253,10 @@ def to_browser(answer: httpx.Response) -> dict[str, str]:
     return {k: v for k, v in answer.headers.items() if k.startswith("access-control-")}
 
 
-TO_ALL = {"access-control-allow-origin": "*", "access-control-expose-headers": "X-Semkv, X-Request-Id"}
+TO_ALL = {
+    "access-control-allow-origin": "*",
+    "access-control-expose-headers": "X-Semkv, X-Request-Id",
+}
 
 
 def reflected(scope: Any) -> list[tuple[bytes, bytes]]:
@@ -223,7 +264,10 @@ def reflected(scope: Any) -> list[tuple[bytes, bytes]]:
     asked = dict(scope["headers"])
     more = [(b"x-request-id", asked.get(b"x-request-id", b"none"))]
     if b"origin" in asked:
-        more += [(b"access-control-allow-origin", asked[b"origin"]), (b"access-control-allow-credentials", b"true")]
+        more += [
+            (b"access-control-allow-origin", asked[b"origin"]),
+            (b"access-control-allow-credentials", b"true"),
+        ]
     return more
 
 
@@ -231,7 +275,11 @@ def test_a_hit_has_nothing_of_the_first_caller(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr(pair.upstream, "says", reflected)
     for stream in (False, True):
         first, again = (
-            pair.post(f"hit {stream}", headers={"Origin": f"https://{name}", "X-Request-Id": name}, stream=stream)
+            pair.post(
+                f"hit {stream}",
+                headers={"Origin": f"https://{name}", "X-Request-Id": name},
+                stream=stream,
+            )
             for name in ("a", "b")
         )
         assert to_browser(first)["access-control-allow-origin"] == "https://a"
@@ -257,8 +305,13 @@ def test_what_is_open_to_all_is_open_on_a_hit(tmp_path: Path) -> None:
 
 
 def preflight(pair: Pair, origin: str) -> httpx.Response:
-    wants = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    return httpx.options(f"{pair.url}/v1/chat/completions", headers={"Origin": origin, **wants}, timeout=120)
+    wants = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    return httpx.options(
+        f"{pair.url}/v1/chat/completions", headers={"Origin": origin, **wants}, timeout=120
+    )
 
 
 def test_named_origins_are_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,14 +334,20 @@ def test_named_origins_are_let_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(Protocol, "most", 0)
         answer = pair.post("too many connections", headers={"Origin": PAGE})
         assert answer.status_code == 503
-        assert answer.headers["access-control-allow-origin"] == PAGE, "who is turned away can read why"
+        assert answer.headers["access-control-allow-origin"] == PAGE, (
+            "who is turned away can read why"
+        )
         assert pair.metric("semkv_turned_away_total") == 1
     with Pair(tmp_path, cors_origins=("*",)) as pair:
         pair.upstream.says = reflected
-        assert [to_browser(pair.post("to all", headers={"Origin": PAGE})) for _ in range(2)] == [TO_ALL] * 2
+        assert [to_browser(pair.post("to all", headers={"Origin": PAGE})) for _ in range(2)] == [
+            TO_ALL
+        ] * 2
 
 
-@pytest.mark.parametrize("origin", ["page.example", "https://page.example/", "https://Page.example", "null", ""])
+@pytest.mark.parametrize(
+    "origin", ["page.example", "https://page.example/", "https://Page.example", "null", ""]
+)
 def test_an_origin_is_one(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors-origin"):
         ServerSettings(cors_origins=(origin,))

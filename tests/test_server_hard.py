@@ -37,7 +37,9 @@ from scripted_upstream import Scripted
 from semkv.stores.tables import CATALOG
 
 
-def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_to_stop(tmp_path: Path) -> None:
+def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_to_stop(
+    tmp_path: Path,
+) -> None:
     with Served(Scripted()) as behind, ThreadPoolExecutor() as pool:
         given: dict[str, bytes] = {}
 
@@ -45,7 +47,9 @@ def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_
             with httpx.Client(timeout=120) as client, suppress(httpx.HTTPError):
                 for i in itertools.count():
                     text = f"question {i} of {worker}"
-                    answer = client.post(f"{url}/v1/chat/completions", json=chat(text, stream=i % 2 == 1))
+                    answer = client.post(
+                        f"{url}/v1/chat/completions", json=chat(text, stream=i % 2 == 1)
+                    )
                     if i % 2 == 0 or answer.text.endswith("[DONE]\n\n"):
                         given[text] = answer.content
 
@@ -68,14 +72,18 @@ def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_
                 assert said(answer) == f"You said: {text}"
                 assert answer.content == content or content.startswith(b"data:")
             behind.app.gate.clear()
-            asked = pool.submit(httpx.post, f"{second.url}/v1/chat/completions", json=chat("open"), timeout=120)
+            asked = pool.submit(
+                httpx.post, f"{second.url}/v1/chat/completions", json=chat("open"), timeout=120
+            )
             wait_until(lambda: behind.app.running == 1)
             os.kill(second.pid, signal.SIGTERM)
             wait_until(lambda: "Waiting for connections to close" in second.log.read_text())
             behind.app.gate.set()
             assert asked.result(120).status_code == 200
             assert second.stop() == -signal.SIGTERM
-        assert all(json.loads(line)["level"] != "error" for line in second.log.read_text().splitlines())
+        assert all(
+            json.loads(line)["level"] != "error" for line in second.log.read_text().splitlines()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +96,9 @@ def test_a_plan_is_sent_as_the_donors_prompt_under_the_tenants_salt(semantic: Pa
     headers, entries = a_tenant(), semantic.entries
     semantic.post(ONE, headers=headers)
     wait_until(lambda: semantic.entries > entries)
-    answer = semantic.post(OTHER, headers=headers, max_tokens=17)  # so the donor's answer will not do
+    answer = semantic.post(
+        OTHER, headers=headers, max_tokens=17
+    )  # so the donor's answer will not do
     assert answer.headers["x-semkv"].startswith("miss reuse=text:semantic")
     assert semantic.asked[-2:] == [ONE, ONE]
     semantic.post(ONE, headers=a_tenant())
@@ -96,14 +106,18 @@ def test_a_plan_is_sent_as_the_donors_prompt_under_the_tenants_salt(semantic: Pa
     assert own == planned != other
 
 
-def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checked_hits_count_wrong_ones_and_keep_the_own_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Pair(tmp_path, **NEAR, verify_rate=1.0) as pair:
         monkeypatch.setattr(pair.semantic, "same_answer", lambda first, second: first == second)
         pair.post(ONE, seed=4)
         wait_until(lambda: pair.entries == 1)
         assert pair.post(OTHER, seed=4).headers["x-semkv"].startswith("hit tier=text:semantic")
         wait_until(lambda: pair.metric("semkv_hits_checked") == 1)
-        assert pair.metric("semkv_wrong_hit_share") == 1.0, "the scripted server says what it was asked"
+        assert pair.metric("semkv_wrong_hit_share") == 1.0, (
+            "the scripted server says what it was asked"
+        )
         answer = pair.post(OTHER, seed=4)
         assert answer.headers["x-semkv"].startswith("hit tier=exact")
         assert said(answer) == f"You said: {OTHER}"
@@ -121,13 +135,20 @@ def test_no_request_of_a_fuzzer_is_answered_with_500(semantic: Pair) -> None:
     for operation in (result.ok() for result in schema.get_all_operations()):
         for mode in modes if operation.method == "post" else [modes.POSITIVE]:
 
-            @settings(max_examples=5, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=5,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: schemathesis.Case) -> None:
                 case.headers["Authorization"] = f"Bearer {ADMIN}"
                 answer = case.call(semantic.url, timeout=120)
                 seen.add((case.path, answer.status_code))
-                assert answer.status_code < 500, f"{case.path}: {answer.status_code} {answer.text[:200]}"
+                assert answer.status_code < 500, (
+                    f"{case.path}: {answer.status_code} {answer.text[:200]}"
+                )
 
             check()
     assert semantic.upstream.total > asked

@@ -15,7 +15,19 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway_helpers import ONE, OTHER, Pair, Served, Started, beside, chat, kind, later, near_pair, wait_until
+from gateway_helpers import (
+    ONE,
+    OTHER,
+    Pair,
+    Served,
+    Started,
+    beside,
+    chat,
+    kind,
+    later,
+    near_pair,
+    wait_until,
+)
 from scripted_upstream import Scripted
 from semkv.errors import ConfigError
 from semkv_gateway import gateway
@@ -46,9 +58,20 @@ def name_of(answer: httpx.Response) -> str:
 
 class TestKey:
     @pytest.mark.parametrize(
-        "name", ["OpenAI-Organization", "OpenAI-Project", "OpenAI-Beta", "Accept-Language", "x-model", "X-Region", "?"]
+        "name",
+        [
+            "OpenAI-Organization",
+            "OpenAI-Project",
+            "OpenAI-Beta",
+            "Accept-Language",
+            "x-model",
+            "X-Region",
+            "?",
+        ],
     )
-    def test_a_header_or_query_that_changes_the_answer_is_part_of_it(self, pair: Pair, name: str) -> None:
+    def test_a_header_or_query_that_changes_the_answer_is_part_of_it(
+        self, pair: Pair, name: str
+    ) -> None:
         ways: list[dict[str, Any]] = [{}, {name: "a"}, {name: "b"}]
         url, body = f"{pair.url}/v1/chat/completions", chat(f"by {name}")
         answers = [
@@ -69,7 +92,11 @@ class TestKey:
             wait_until(lambda: pair.entries == 1)
             assert pair.post(OTHER, headers=french).headers["x-semkv"] == "miss"
             wait_until(lambda: pair.entries == 2)
-            assert pair.post(OTHER.upper(), headers=german).headers["x-semkv"].startswith("hit tier=text")
+            assert (
+                pair.post(OTHER.upper(), headers=german)
+                .headers["x-semkv"]
+                .startswith("hit tier=text")
+            )
             assert pair.asked == [ONE, OTHER]
 
 
@@ -114,7 +141,9 @@ class TestTenants:
         assert salt("api-version=1") == salt("api-version=2") == salt("beta=true")
         assert salt("api-version=1&sig=a") != salt("api-version=1&sig=b")
 
-    def test_neither_do_near_repeats_nor_requests_on_their_way_cross_it(self, tmp_path: Path) -> None:
+    def test_neither_do_near_repeats_nor_requests_on_their_way_cross_it(
+        self, tmp_path: Path
+    ) -> None:
         one, two = {"X-Acme-Wristband": "one"}, {"X-Acme-Wristband": "two"}
         with near_pair(tmp_path) as pair:
             with beside(pair, "at once", headers=one) as first:
@@ -124,7 +153,9 @@ class TestTenants:
             pair.post(ONE, headers=one)
             wait_until(lambda: pair.entries == 3)
             assert pair.post(OTHER, headers=two).headers["x-semkv"] == "miss"
-            assert pair.post(OTHER.upper(), headers=one).headers["x-semkv"].startswith("hit tier=text")
+            assert (
+                pair.post(OTHER.upper(), headers=one).headers["x-semkv"].startswith("hit tier=text")
+            )
 
     @pytest.mark.parametrize(("settings", "more"), [
         ({"single_tenant": True}, {}),
@@ -134,7 +165,11 @@ class TestTenants:
         self, tmp_path: Path, settings: dict[str, Any], more: dict[str, str]
     ) -> None:
         with Pair(tmp_path, **settings) as pair:
-            for name, said in (("X-Api-Key", "hit"), ("X-Forwarded-User", "hit"), ("X-Portkey-Config", "miss")):
+            for name, said in (
+                ("X-Api-Key", "hit"),
+                ("X-Forwarded-User", "hit"),
+                ("X-Portkey-Config", "miss"),
+            ):
                 headers = [{name: value, **more} for value in ("one", "two")]
                 for way in headers:  # each key is let in by a success of its own
                     pair.post(f"in by {name} {way}", headers=way)
@@ -145,7 +180,14 @@ class TestTenants:
     def test_a_metric_names_those_that_split_most(self, tmp_path: Path) -> None:
         with Pair(tmp_path) as pair:
             for number in range(20):
-                pair.post("a", headers={"X-Visit": f"visit {number}", f"X-Made-Up-{number}": "x", "X-Steady": "same"})
+                pair.post(
+                    "a",
+                    headers={
+                        "X-Visit": f"visit {number}",
+                        f"X-Made-Up-{number}": "x",
+                        "X-Steady": "same",
+                    },
+                )
             text = httpx.get(f"{pair.url}/metrics").text
             assert pair.metric("semkv_header_values_total") == 20 + 20 + 1
             names = re.findall(r'semkv_header_values_total\{header="([^"]+)"\}', text)
@@ -163,7 +205,9 @@ def test_every_header_of_the_clients_in_the_tests_is_harmless_or_known(pair: Pai
     """Clients of OpenAI and Anthropic share a tenant between their calls, whatever they say of themselves."""
     before = pair.metric("semkv_header_values_total")
     for _ in range(2):
-        pair.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "by a client"}])
+        pair.client().chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "by a client"}]
+        )
         anthropic.Anthropic(base_url=pair.url, api_key="key", max_retries=0).messages.create(
             model="m", max_tokens=9, messages=[{"role": "user", "content": "by a client"}]
         )
@@ -191,7 +235,11 @@ class TestWhatTheUpstreamSays:
             others = [pair.soon(text, stream=stream) for _ in range(2)]
             wait_until(lambda: pair.readers == 3)
             assert pair.asked.count(text) == 1
-        answers = [first.result(), *(other.result() for other in others), pair.post(text, stream=stream)]
+        answers = [
+            first.result(),
+            *(other.result() for other in others),
+            pair.post(text, stream=stream),
+        ]
         assert [answer.headers["x-semkv"] for answer in answers] == [f"miss reason={reason}"] * 4
         assert len({*map(name_of, answers)}) == 4
 
@@ -200,7 +248,9 @@ class TestWhatTheUpstreamSays:
         says.append((b"cache-control", b"no-cache, must-revalidate"))
         assert [kind(pair.post("with no-cache")) for _ in range(2)] == ["miss", "hit"]
 
-    def test_credentials_are_in_the_key_only_where_they_make_the_tenant(self, pair: Pair, tmp_path: Path) -> None:
+    def test_credentials_are_in_the_key_only_where_they_make_the_tenant(
+        self, pair: Pair, tmp_path: Path
+    ) -> None:
         with Pair(tmp_path, single_tenant=True) as single:
             for gateway, said in ((pair, ["miss", "hit"]), (single, ["miss", "miss"])):
                 gateway.upstream.says = lambda _: [(b"vary", b"Authorization")]
@@ -220,7 +270,9 @@ class TestReason:
             ({"stream": 1}, {}, "pass reason=stream_is_no_boolean"),
         ],
     )
-    def test_every_miss_and_pass_says_why(self, pair: Pair, more: dict, headers: dict, expected: str) -> None:
+    def test_every_miss_and_pass_says_why(
+        self, pair: Pair, more: dict, headers: dict, expected: str
+    ) -> None:
         text, reason = f"why {more} {headers}", expected.partition("=")[2].replace("_", " ")
         assert pair.post(text).headers["x-semkv"] == "miss"
         counter = f'semkv_uncacheable_total{{reason="{reason}"}}'
@@ -232,7 +284,9 @@ class TestReason:
 
     def test_the_page_names_every_reason(self) -> None:
         page = (Path(__file__).parents[1] / "docs/serving.md").read_text("utf-8")
-        text = "".join(source.read_text("utf-8") for source in Path(gateway.__file__).parent.glob("*.py"))
+        text = "".join(
+            source.read_text("utf-8") for source in Path(gateway.__file__).parent.glob("*.py")
+        )
         reasons = re.findall(r'Unkeyable\("([^"]+)"\)', text)
         assert len(set(reasons)) > 15
         assert [reason for reason in reasons if f"`{reason.replace(' ', '_')}`" not in page] == []
@@ -240,7 +294,9 @@ class TestReason:
 
 def test_a_requests_id_goes_to_the_upstream_and_back(pair: Pair, says: list) -> None:
     def answered(given: str | None) -> tuple[str, str]:
-        answer = pair.post(f"id {given!r}", headers={} if given is None else {"X-Request-Id": given})
+        answer = pair.post(
+            f"id {given!r}", headers={} if given is None else {"X-Request-Id": given}
+        )
         return answer.headers["x-request-id"], pair.upstream.headers[-1]["x-request-id"]
 
     assert answered("mine-1") == ("mine-1", "mine-1")
@@ -254,7 +310,9 @@ def test_a_requests_id_goes_to_the_upstream_and_back(pair: Pair, says: list) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_joins_gets_nothing_that_is_meant_for_the_first(pair: Pair, says: list, stream: bool) -> None:
+def test_who_joins_gets_nothing_that_is_meant_for_the_first(
+    pair: Pair, says: list, stream: bool
+) -> None:
     says += [(b"set-cookie", b"session=1"), (b"x-request-id", b"theirs")]
     with beside(pair, f"of the first {stream}", stream=stream):
         joined = later(pair, f"of the first {stream}", waits=True, stream=stream)
@@ -269,10 +327,15 @@ class TestSpans:
     @pytest.fixture
     def exported(self, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         exporter = InMemorySpanExporter()
-        monkeypatch.setattr("opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter", lambda: exporter)
+        monkeypatch.setattr(
+            "opentelemetry.exporter.otlp.proto.http.trace_exporter.OTLPSpanExporter",
+            lambda: exporter,
+        )
         return exporter
 
-    def test_a_span_says_what_became_of_a_request(self, tmp_path: Path, exported: InMemorySpanExporter) -> None:
+    def test_a_span_says_what_became_of_a_request(
+        self, tmp_path: Path, exported: InMemorySpanExporter
+    ) -> None:
         with Pair(tmp_path, otel=True) as pair:
             for more in ({}, {}, {"stream": True}, {"temperature": 1}):
                 pair.post("a prompt for spans", **more, headers={"X-Request-Id": "mine"})
@@ -281,7 +344,11 @@ class TestSpans:
             pair.behind.stop()
             assert pair.post("nobody there").status_code == 502
         spans = exported.get_finished_spans()
-        assert [span.name for span in spans] == ["chat scripted"] * 4 + ["GET", "chat scripted", "chat scripted"]
+        assert [span.name for span in spans] == ["chat scripted"] * 4 + [
+            "GET",
+            "chat scripted",
+            "chat scripted",
+        ]
         assert [span.status.is_ok for span in spans] == [True] * 6 + [False]
         said = [dict(span.attributes or {}) for span in spans]
         tokens = len("You said: a prompt for spans")
@@ -296,14 +363,20 @@ class TestSpans:
         }
         hit = {"semkv.cache": "hit", "semkv.tier": "exact", "semkv.tokens_saved": tokens}
         sampled = {"semkv.cache": "miss", "semkv.reason": "sampled"}
-        assert said[:4] == [{**common, **more} for more in ({"semkv.cache": "miss"}, hit, hit, sampled)]
+        assert said[:4] == [
+            {**common, **more} for more in ({"semkv.cache": "miss"}, hit, hit, sampled)
+        ]
         assert (said[4]["semkv.cache"], said[4]["semkv.reason"]) == ("pass", "route")
         assert "a prompt for spans" not in str(said)
 
-    def test_a_trace_goes_on_to_the_upstream(self, tmp_path: Path, exported: InMemorySpanExporter) -> None:
+    def test_a_trace_goes_on_to_the_upstream(
+        self, tmp_path: Path, exported: InMemorySpanExporter
+    ) -> None:
         trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         with Pair(tmp_path, otel=True) as pair:
-            pair.post("traced", headers={"traceparent": f"00-{trace}-{parent}-01", "tracestate": "a=1"})
+            pair.post(
+                "traced", headers={"traceparent": f"00-{trace}-{parent}-01", "tracestate": "a=1"}
+            )
             pair.post("a trace of its own")
             first, other = (headers["traceparent"].split("-") for headers in pair.upstream.headers)
         spans = exported.get_finished_spans()
@@ -318,10 +391,15 @@ class TestSpans:
             "import sys; sys.modules['opentelemetry'] = None; from semkv.cli import main\n"
             "sys.argv = ['semkv', 'serve', '--otel', '--no-semantic', '--port=0']; main()"
         )
-        said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        said = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        )
         assert said.returncode == 2
         last = said.stderr.splitlines()[-1]
-        assert last == "semkv: --otel needs opentelemetry: in a checkout of semkv, pip install '.[otel]'"
+        assert (
+            last
+            == "semkv: --otel needs opentelemetry: in a checkout of semkv, pip install '.[otel]'"
+        )
 
 
 def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path) -> None:
@@ -331,7 +409,12 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path) -> No
     headers = {"Authorization": f"Bearer {key}", **ids}
     with Served(Scripted()) as behind, Started(behind.url, tmp_path, "--access-log") as front:
         for more in ({}, {}, {"temperature": None}, {"temperature": 1}, {"model": "two\nlines"}):
-            httpx.post(f"{front.url}/v1/chat/completions", json=chat(said, **more), headers=headers, timeout=120)
+            httpx.post(
+                f"{front.url}/v1/chat/completions",
+                json=chat(said, **more),
+                headers=headers,
+                timeout=120,
+            )
         httpx.get(f"{front.url}/v1/models?q={key}", headers=headers, timeout=120)
         wait_until(lambda: front.log.read_text().count("/v1/models") == 1)
         text = front.log.read_text()
@@ -344,7 +427,9 @@ def test_the_access_log_tells_everything_but_what_was_said(tmp_path: Path) -> No
     assert [line["cache"].split(" age")[0] for line in lines] == [
         "miss", "hit tier=exact", "miss reason=sampled", "miss reason=sampled", "miss", "pass reason=route"
     ]  # fmt: skip
-    assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {("mine", 200, 8)}
+    assert {(line["request_id"], line["status"], len(line["tenant"])) for line in lines} == {
+        ("mine", 200, 8)
+    }
     assert {line["tenant"] for line in lines[:-1]} == {lines[0]["tenant"]} != {lines[-1]["tenant"]}
     assert [line.get("model") for line in lines] == ["scripted"] * 4 + ["two\nlines", None]
     assert lines[-1]["route"] == "/v1/models"

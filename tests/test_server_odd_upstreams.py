@@ -71,7 +71,14 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Odd]:
 def chunk(text: str | None = None, finish: str | None = None, **more: Any) -> bytes:
     delta = {} if text is None else {"role": "assistant", "content": text}
     choices = [{"index": 0, "delta": delta, "finish_reason": finish}]
-    top = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": choices, **more}
+    top = {
+        "id": "a",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": choices,
+        **more,
+    }
     return b"data: " + json.dumps(top).encode() + b"\n\n"
 
 
@@ -84,7 +91,9 @@ WHOLE = {
     "object": "chat.completion",
     "created": 1,
     "model": "m",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+    "choices": [
+        {"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}
+    ],
     "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
 }
 
@@ -93,7 +102,13 @@ WHOLE_STREAMS = {
     "plain": HELLO,
     "one byte at a time, CRLF": [bytes([c]) for c in STREAM.replace(b"\n", b"\r\n")],
     "byte order mark": [b"\xef", b"\xbb\xbf" + STREAM],
-    "comments and fields": [b": ping\n\n", b"event: x\nid: 3\nretry: 5\n", HELLO[0], b":\n\n", *HELLO[1:]],
+    "comments and fields": [
+        b": ping\n\n",
+        b"event: x\nid: 3\nretry: 5\n",
+        HELLO[0],
+        b":\n\n",
+        *HELLO[1:],
+    ],
     "no space": [STREAM.replace(b"data: ", b"data:")],
     "data in lines": [STREAM.replace(b'"object"', b'\ndata: "object"')],
     "empty data": [*HELLO[:1], b"data\n\n", b"data:\n\n", b"\n\n\n", *HELLO[1:]],
@@ -125,7 +140,9 @@ def test_a_stream_that_is_whole_is_kept_whole(odd: Odd, which: str) -> None:
 
 
 @pytest.mark.parametrize("which", TORN_STREAMS)
-def test_one_that_is_not_passes_as_it_came_and_is_not_kept_and_counted(odd: Odd, which: str) -> None:
+def test_one_that_is_not_passes_as_it_came_and_is_not_kept_and_counted(
+    odd: Odd, which: str
+) -> None:
     pieces, why = TORN_STREAMS[which]
     counter = f'semkv_uncacheable_total{{reason="stream {why}"}}'
     odd.says(*pieces)
@@ -135,15 +152,25 @@ def test_one_that_is_not_passes_as_it_came_and_is_not_kept_and_counted(odd: Odd,
     assert odd.upstream.asked == 3, "once for each"
     for answer in answers:
         assert (answer.status_code, answer.headers["x-semkv"]) == (200, "miss")
-        assert answer.content.replace(USAGE, b"").split() == b"".join(pieces).replace(USAGE, b"").split()
+        assert (
+            answer.content.replace(USAGE, b"").split()
+            == b"".join(pieces).replace(USAGE, b"").split()
+        )
 
 
 def piece(*calls: Any, **delta: Any) -> bytes:
-    return chunk(choices=[{"index": 0, "delta": {**delta, **({"tool_calls": calls} if calls else {})}}])
+    return chunk(
+        choices=[{"index": 0, "delta": {**delta, **({"tool_calls": calls} if calls else {})}}]
+    )
 
 
 def call(number: str | None, name: str | None, arguments: Any, **more: Any) -> dict[str, Any]:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}, **more}
+    return {
+        "id": number,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+        **more,
+    }
 
 
 CALLED = [chunk(finish="tool_calls"), USAGE, DONE]
@@ -194,10 +221,17 @@ NOT_COMPLETE = {
 def test_a_stream_that_cannot_be_put_together_is_kept_for_streams(odd: Odd, which: str) -> None:
     odd.says(*FOR_STREAMS[which])
     first, again, whole, last = odd.ask(True, True, False, True)
-    assert [kind(answer) for answer in (first, again, whole, last)] == ["miss", "hit", "miss", "hit"]
+    assert [kind(answer) for answer in (first, again, whole, last)] == [
+        "miss",
+        "hit",
+        "miss",
+        "hit",
+    ]
     assert odd.upstream.asked == 2
     assert first.content == again.content == last.content
-    assert first.content == b"".join(FOR_STREAMS[which]).replace(USAGE, b""), "nobody asked for the usage"
+    assert first.content == b"".join(FOR_STREAMS[which]).replace(USAGE, b""), (
+        "nobody asked for the usage"
+    )
     asked = {"stream": True, "stream_options": {"include_usage": True}}
     assert odd.post(f"question {odd.number}", **asked).content == b"".join(FOR_STREAMS[which])
 
@@ -243,10 +277,24 @@ def test_calls_are_put_together(odd: Odd, fragments: list[Any], names: list[str]
 
 
 @pytest.mark.parametrize(
-    "field", [{"obfuscation": "x"}, {"provider": "x"}, {"timings": {"a": 1}}, {"x_groq": {"id": "x"}}, {"error": None}]
+    "field",
+    [
+        {"obfuscation": "x"},
+        {"provider": "x"},
+        {"timings": {"a": 1}},
+        {"x_groq": {"id": "x"}},
+        {"error": None},
+    ],
 )
-def test_what_says_nothing_of_the_answer_keeps_no_form_from_being_made(odd: Odd, field: dict[str, Any]) -> None:
-    odd.says(*(chunk(text, **field) for text in ("Hel", "lo")), chunk(finish="stop", **field), USAGE, DONE)
+def test_what_says_nothing_of_the_answer_keeps_no_form_from_being_made(
+    odd: Odd, field: dict[str, Any]
+) -> None:
+    odd.says(
+        *(chunk(text, **field) for text in ("Hel", "lo")),
+        chunk(finish="stop", **field),
+        USAGE,
+        DONE,
+    )
     assert [kind(answer) for answer in odd.ask(True, True, False)] == ["miss", "hit", "hit"]
     odd.says(json.dumps({**WHOLE, **field}).encode(), kind=b"application/json")
     assert [kind(answer) for answer in odd.ask(False, False, True)] == ["miss", "hit", "hit"]
@@ -257,16 +305,30 @@ def test_what_says_nothing_of_the_answer_keeps_no_form_from_being_made(odd: Odd,
     [
         {"citations": ["u"]},
         {"choices": [{**WHOLE["choices"][0], "filter": {"a": 1}}]},
-        {"choices": [{**WHOLE["choices"][0], "message": {"content": "x", "annotations": [{"a": 1}]}}]},
-        {"choices": [{**WHOLE["choices"][0], "message": {"content": [{"type": "text", "text": "x"}]}}]},
+        {
+            "choices": [
+                {**WHOLE["choices"][0], "message": {"content": "x", "annotations": [{"a": 1}]}}
+            ]
+        },
+        {
+            "choices": [
+                {**WHOLE["choices"][0], "message": {"content": [{"type": "text", "text": "x"}]}}
+            ]
+        },
     ],
 )
-def test_an_answer_of_which_no_stream_can_be_made_is_for_others_only(odd: Odd, more: dict[str, Any]) -> None:
+def test_an_answer_of_which_no_stream_can_be_made_is_for_others_only(
+    odd: Odd, more: dict[str, Any]
+) -> None:
     odd.says(json.dumps({**WHOLE, **more}).encode(), kind=b"application/json")
     assert [kind(answer) for answer in odd.ask(False, False)] == ["miss", "hit"]
     odd.says(*HELLO[:3], DONE)
     question = f"question {odd.number}"
-    assert [kind(odd.post(question, stream=stream)) for stream in (True, True, False)] == ["miss", "hit", "hit"]
+    assert [kind(odd.post(question, stream=stream)) for stream in (True, True, False)] == [
+        "miss",
+        "hit",
+        "hit",
+    ]
 
 
 ODD_ANSWERS = {
@@ -275,7 +337,9 @@ ODD_ANSWERS = {
     "no answer": b'{"choices": 5}',
     "no choices": json.dumps({**WHOLE, "choices": []}).encode(),
     "nested": b'{"choices": ' + b"[" * 2000 + b"]" * 2000 + b"}",
-    "an unknown field": json.dumps({**WHOLE, "choices": [{"index": 0, "message": {"odd": {"a": 1}}}]}).encode(),
+    "an unknown field": json.dumps(
+        {**WHOLE, "choices": [{"index": 0, "message": {"odd": {"a": 1}}}]}
+    ).encode(),
 }
 
 
@@ -290,7 +354,9 @@ def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Od
     whole = {"choices": [{"index": 0, "text": "Hello", "finish_reason": "stop"}]}
     odd.says(json.dumps(whole).encode(), kind=b"application/json")
     body = {"model": "m", "prompt": "which kind?", "temperature": 0}
-    first, again = (httpx.post(f"{odd.url}/v1/completions", json={**body, "stream": s}) for s in (False, True))
+    first, again = (
+        httpx.post(f"{odd.url}/v1/completions", json={**body, "stream": s}) for s in (False, True)
+    )
     assert (kind(first), kind(again)) == ("miss", "hit")
     assert '"text":"Hello"' in again.text
 
@@ -303,7 +369,12 @@ def test_an_answer_with_half_a_character_is_shown(odd: Odd) -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_events_are_the_same_in_whatever_pieces_they_come(end: str) -> None:
-    events = [b"event: a\ndata: one\ndata: two\n\n", b": ping\n\n", b"data: \xef\xbb\xbfthree\n\n", b"id: 4\n\n"]
+    events = [
+        b"event: a\ndata: one\ndata: two\n\n",
+        b": ping\n\n",
+        b"data: \xef\xbb\xbfthree\n\n",
+        b"id: 4\n\n",
+    ]
     data = b"".join(events).replace(b"\n", end.encode())
     for cut in range(len(data)):
         splitter = Splitter()
@@ -331,8 +402,15 @@ def closing_once(status: bytes = b"200 OK", *headers: bytes) -> Iterator[tuple[s
                 file.read(int(head.get(b"content-length", 0)))
                 if health or len(asked) > 1:
                     body = json.dumps(WHOLE).encode()
-                    lines = [b"content-type: application/json", b"connection: close, x-hop", b"x-hop: 1", *headers]
-                    head = b"\r\n".join([b"HTTP/1.1 " + status, *lines, b"content-length: %d" % len(body), b"", b""])
+                    lines = [
+                        b"content-type: application/json",
+                        b"connection: close, x-hop",
+                        b"x-hop: 1",
+                        *headers,
+                    ]
+                    head = b"\r\n".join(
+                        [b"HTTP/1.1 " + status, *lines, b"content-length: %d" % len(body), b"", b""]
+                    )
                     connection.sendall(head + body)
 
     thread = threading.Thread(target=serve)
@@ -347,9 +425,15 @@ def closing_once(status: bytes = b"200 OK", *headers: bytes) -> Iterator[tuple[s
 
 @pytest.mark.parametrize(
     ("method", "path", "again"),
-    [("POST", "/v1/chat/completions?a=b", True), ("GET", "/v1/models", True), ("POST", "/v1/files", False)],
+    [
+        ("POST", "/v1/chat/completions?a=b", True),
+        ("GET", "/v1/models", True),
+        ("POST", "/v1/files", False),
+    ],
 )
-def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, path: str, again: bool) -> None:
+def test_what_may_have_had_an_effect_is_sent_once(
+    tmp_path: Path, method: str, path: str, again: bool
+) -> None:
     with closing_once() as (url, asked):
         settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
@@ -360,9 +444,12 @@ def test_what_may_have_had_an_effect_is_sent_once(tmp_path: Path, method: str, p
 
 
 @pytest.mark.parametrize(
-    ("status", "passed"), [(b"103 Early\r\n\r\nHTTP/1.1 200 OK", 200), (b"101 Other", 502), (b"600 Odd", 502)]
+    ("status", "passed"),
+    [(b"103 Early\r\n\r\nHTTP/1.1 200 OK", 200), (b"101 Other", 502), (b"600 Odd", 502)],
 )
-def test_what_no_server_may_answer_ends_no_request(tmp_path: Path, status: bytes, passed: int) -> None:
+def test_what_no_server_may_answer_ends_no_request(
+    tmp_path: Path, status: bytes, passed: int
+) -> None:
     with closing_once(status, b"x-odd: a\x01b") as (url, _):
         settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
@@ -381,7 +468,9 @@ def test_an_application_inside_ends_when_the_client_hangs_up(listens: bool) -> N
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not listens:
-            await send({"type": "http.response.body", "body": b"more than is read", "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b"more than is read", "more_body": True}
+            )
             await asyncio.sleep(0)
         heard.append((await receive())["type"])
 

@@ -67,7 +67,9 @@ STREAM = pytest.mark.parametrize("stream", [False, True])
 
 @ASKS
 @STREAM
-def test_a_hit_is_to_the_vendors_clients_what_the_miss_was(pair: Pair, ask: Ask, stream: bool) -> None:
+def test_a_hit_is_to_the_vendors_clients_what_the_miss_was(
+    pair: Pair, ask: Ask, stream: bool
+) -> None:
     for form in ("plain", "[think] aloud", "[tool] to call", "[think] and [tool]"):
         text, before = f"{form} {stream} {ask.__name__}", len(pair.upstream.calls)
         answers = [ask(pair, text, stream=stream, key=key) for key in ("one", "one", "two")]
@@ -82,17 +84,28 @@ def test_every_route_is_answered_byte_for_byte_on_its_own(pair: Pair, path: str)
     text = f"on {path}"
     first, again = (post(pair, path, body_for(path, text)) for _ in range(2))
     assert (kind(first), kind(again), again.content) == ("miss", "hit", first.content)
-    assert kind(post(pair, path, body_for(path, text, dimensions=3))) == "miss", "every parameter counts"
+    assert kind(post(pair, path, body_for(path, text, dimensions=3))) == "miss", (
+        "every parameter counts"
+    )
     assert kind(post(pair, path, body_for(path, text.upper()))) == "miss"
     assert kind(post(pair, path, body_for(path, text), Authorization="Bearer other")) == "miss"
-    assert {"stream", "stream_options"}.isdisjoint(pair.upstream.calls[-1]), "what is sent on is what came"
+    assert {"stream", "stream_options"}.isdisjoint(pair.upstream.calls[-1]), (
+        "what is sent on is what came"
+    )
     assert pair.metric("semkv_faults_total") == 0
 
 
 @pytest.mark.parametrize("path", GENERATES)
 @STREAM
 def test_what_is_not_whole_is_not_kept(pair: Pair, path: str, stream: bool) -> None:
-    for how in ("[length]", "[fail]", "[cancel]", "[status=500]", "[status=429]", *["[error]"] * stream):
+    for how in (
+        "[length]",
+        "[fail]",
+        "[cancel]",
+        "[status=500]",
+        "[status=429]",
+        *["[error]"] * stream,
+    ):
         for _ in range(2):
             answer = post(pair, path, body_for(path, f"{how} {path} {stream}", stream=stream))
             assert kind(answer) == "miss"
@@ -112,14 +125,23 @@ def test_an_answer_in_the_form_that_was_not_asked_for(tmp_path: Path, path: str)
     """It goes on as it came; kept, it would come back to others in a form that they cannot read."""
     whole, stream = SCRIPTED[path][0], SCRIPTED[path][1] or SCRIPTED[RESPONSES][1]
     body = body_for(path)
-    events = b"".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in stream(body, "a", {}))
-    forms = {b"application/json": json.dumps(whole(body, "a", {})).encode(), b"text/event-stream": events}
+    events = b"".join(
+        f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in stream(body, "a", {})
+    )
+    forms = {
+        b"application/json": json.dumps(whole(body, "a", {})).encode(),
+        b"text/event-stream": events,
+    }
     with Odd(tmp_path) as odd:
         for form, said in forms.items():
             odd.says(said, kind=form)
             for _ in range(2):
                 answer = post(odd, path, {**body, "stream": form == b"application/json"})
-                assert (answer.content, answer.headers["content-type"], kind(answer)) == (said, form.decode(), "miss")
+                assert (answer.content, answer.headers["content-type"], kind(answer)) == (
+                    said,
+                    form.decode(),
+                    "miss",
+                )
 
 
 ITEM = {"role": "user", "content": [{"type": "input_text", "text": "a"}]}
@@ -138,7 +160,11 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"conversation": {"id": "conv_1"}}, "stateful"),
     (RESPONSES, {"background": True}, "stateful"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "stateful"),
-    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "https://example.org"}]}, "tool of unknown form"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "mcp", "server_url": "https://example.org"}]},
+        "tool of unknown form",
+    ),
     (RESPONSES, {"tools": {"type": "function"}}, "tool of unknown form"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, UNKNOWN),
     (RESPONSES, {"input": [{"type": "web_search_call", "id": "1"}, ITEM]}, UNKNOWN),
@@ -151,15 +177,31 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": None}, "no prompt"),
     (MESSAGES, {"container": "c"}, "stateful"),
     (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://example.org"}]}, "stateful"),
-    (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool of unknown form"),
+    (
+        MESSAGES,
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tool of unknown form",
+    ),
     (MESSAGES, {"system": [{"type": "file"}]}, UNKNOWN),
     (MESSAGES, {"system": {"type": "text"}}, UNKNOWN),
     (MESSAGES, {"messages": "a"}, "no messages"),
     (MESSAGES, {"messages": [user("text", text="a", source={"file_id": "f"})]}, "stateful"),
-    (MESSAGES, {"messages": [user("image", source={"type": "url", "url": "https://a.example/x"})]}, ELSEWHERE),
-    (MESSAGES, {"messages": [user("document", source={"type": "file", "file_id": "f"})]}, ELSEWHERE),
+    (
+        MESSAGES,
+        {"messages": [user("image", source={"type": "url", "url": "https://a.example/x"})]},
+        ELSEWHERE,
+    ),
+    (
+        MESSAGES,
+        {"messages": [user("document", source={"type": "file", "file_id": "f"})]},
+        ELSEWHERE,
+    ),
     (MESSAGES, {"messages": [user("document", source=None)]}, ELSEWHERE),
-    ("/v1/embeddings", {"input": None, "messages": [{"role": "user", "content": "a"}]}, "input of unknown form"),
+    (
+        "/v1/embeddings",
+        {"input": None, "messages": [{"role": "user", "content": "a"}]},
+        "input of unknown form",
+    ),
     ("/v1/embeddings", {"input": [{"role": "user", "content": "a"}]}, "input of unknown form"),
     ("/v1/embeddings", {"input": [[["a"]]]}, "input of unknown form"),
     ("/v1/rerank", {"documents": [{"content": [{"type": "image_url"}]}]}, "input of unknown form"),
@@ -182,14 +224,23 @@ def key(path: str, body: dict[str, Any]) -> str:
 def test_what_is_not_known_of_an_item_is_in_the_key() -> None:
     text = {"type": "text", "text": "a"}
     block = {"role": "user", "content": [text]}
-    hinted = {"role": "user", "content": [{**text, "cache_control": {"type": "ephemeral"}, "citations": None}]}
+    hinted = {
+        "role": "user",
+        "content": [{**text, "cache_control": {"type": "ephemeral"}, "citations": None}],
+    }
     system = "You write code."
     same: list[dict[str, Any]] = [{"messages": [block]}, {"messages": [hinted]}]
-    assert {key(MESSAGES, body_for(MESSAGES, **way)) for way in same} == {key(MESSAGES, body_for(MESSAGES))}
+    assert {key(MESSAGES, body_for(MESSAGES, **way)) for way in same} == {
+        key(MESSAGES, body_for(MESSAGES))
+    }
     told = {"system": [{**text, "text": system, "cache_control": {"type": "ephemeral"}}]}
-    assert key(MESSAGES, body_for(MESSAGES, **told)) == key(MESSAGES, body_for(MESSAGES, system=system))
+    assert key(MESSAGES, body_for(MESSAGES, **told)) == key(
+        MESSAGES, body_for(MESSAGES, system=system)
+    )
     item = {"type": "message", **ITEM, "status": None}
-    assert key(RESPONSES, body_for(RESPONSES, input=[item])) != key(RESPONSES, body_for(RESPONSES, input=[ITEM]))
+    assert key(RESPONSES, body_for(RESPONSES, input=[item])) != key(
+        RESPONSES, body_for(RESPONSES, input=[ITEM])
+    )
     assert key(RESPONSES, body_for(RESPONSES, input=[{**ITEM, "status": None}])) == key(
         RESPONSES, body_for(RESPONSES, input=[ITEM])
     )
@@ -214,13 +265,21 @@ def billed(path: str, text: str) -> str:
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_the_block_that_vllm_takes_out_of_a_system_prompt_separates_nothing(path: str) -> None:
     assert billed(path, f"{BILLED}aaaaa;") == billed(path, f"{BILLED}bbbbb;")
-    others = [f"{BILLED}aaaaa; Speak French.", f"{BILLED}aaaaa;\nSpeak French.", f"{BILLED}aaaaa; cc_x=French;"]
+    others = [
+        f"{BILLED}aaaaa; Speak French.",
+        f"{BILLED}aaaaa;\nSpeak French.",
+        f"{BILLED}aaaaa; cc_x=French;",
+    ]
     assert len({billed(path, text) for text in (f"{BILLED}aaaaa;", *others)}) == 4
 
 
-@pytest.mark.parametrize(("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str)
+@pytest.mark.parametrize(
+    ("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str
+)
 @STREAM
-def test_it_says_why_and_goes_on_as_it_came(pair: Pair, path: str, more: dict[str, Any], stream: bool) -> None:
+def test_it_says_why_and_goes_on_as_it_came(
+    pair: Pair, path: str, more: dict[str, Any], stream: bool
+) -> None:
     body = body_for(path, "stateful", stream=stream, big=12345678901234567890, small=1e-7, **more)
     answers = [post(pair, path, body) for _ in range(2)]
     assert [answer.headers["x-semkv"] for answer in answers] == ["pass reason=stateful"] * 2

@@ -43,14 +43,22 @@ PASSED: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "cacheable": (CHAT, json.dumps(chat("salted")).encode(), {}),
     "bypass": (CHAT, json.dumps(chat("salted")).encode(), {"X-Semkv-Bypass": "1"}),
     "with a query": (CHAT + "?a=b", json.dumps(chat("salted")).encode(), {}),
-    "name twice": (CHAT, b'{"model": "m", "model": "m", "cache_salt": "x", "messages": [{"content": "a"}]}', {}),
+    "name twice": (
+        CHAT,
+        b'{"model": "m", "model": "m", "cache_salt": "x", "messages": [{"content": "a"}]}',
+        {},
+    ),
     "no number": (CHAT, b'{"model": "m", "extra": NaN, "messages": [{"content": "a"}]}', {}),
     "lone surrogate": (CHAT, b'{"model": "m", "messages": [{"content": "\\ud800"}]}', {}),
     "unknown form": (CHAT, b'{"messages": [{"role": "stranger", "content": "a"}]}', {}),
     "remote media": (CHAT, with_image("a", image(None, "http://example.org/x.png")), {}),
     "prompt embeddings": ("/v1/completions", b'{"prompt": "a", "prompt_embeds": "AAAA"}', {}),
     "responses": ("/v1/responses", b'{"model": "m", "input": "a"}', {}),
-    "escaped path": ("/v1/chat%2Fcompletions", json.dumps(chat("salted")).encode(), {"Cache-Control": "no-store"}),
+    "escaped path": (
+        "/v1/chat%2Fcompletions",
+        json.dumps(chat("salted")).encode(),
+        {"Cache-Control": "no-store"},
+    ),
 }
 
 
@@ -58,7 +66,10 @@ class TestSalts:
     @pytest.mark.parametrize("how", PASSED)
     def test_every_way_to_the_upstream_carries_the_tenants_salt(self, pair: Pair, how: str) -> None:
         path, raw, headers = PASSED[how]
-        salts = [sent(pair, path, raw, key=f"{name} {how}", **headers)["cache_salt"] for name in ("one", "two")]
+        salts = [
+            sent(pair, path, raw, key=f"{name} {how}", **headers)["cache_salt"]
+            for name in ("one", "two")
+        ]
         assert len(set(salts)) == 2
         assert all(len(salt) == 64 for salt in salts)
 
@@ -85,19 +96,29 @@ class TestSalts:
     def test_a_server_that_refuses_salts_gets_none(self, tmp_path: Path) -> None:
         with Pair(tmp_path, salt=False) as plain:
             own = with_image("b", image("mine", "data:image/png;base64,iVBORw0KGgo="))
-            for path, raw, headers in (PASSED["cacheable"], PASSED["bypass"], PASSED["responses"], (CHAT, own, {})):
+            for path, raw, headers in (
+                PASSED["cacheable"],
+                PASSED["bypass"],
+                PASSED["responses"],
+                (CHAT, own, {}),
+            ):
                 body = json.dumps(sent(plain, path, raw, key="k", **headers))
                 assert "cache_salt" not in body
                 assert "uuid" not in body
             answer = httpx.post(f"{plain.url}{CHAT}", content=b"{")
             assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no request")
 
-    @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a":' * 10_000, b"\xff", b'{"cache_salt":NaN}'])
+    @pytest.mark.parametrize(
+        "raw", [b"", b"[]", b"{", b'{"a":' * 10_000, b"\xff", b'{"cache_salt":NaN}']
+    )
     def test_what_has_no_place_for_a_salt_does_not_go_on(self, pair: Pair, raw: bytes) -> None:
         before = pair.upstream.total
         for path in (CHAT, "/v1/responses", "/classify"):
             answer = httpx.post(f"{pair.url}{path}", content=raw)
-            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            )
         assert pair.upstream.total == before
 
 
@@ -111,7 +132,9 @@ class Strict(Scripted):
             await super()._answer(scope, raw, receive, send)
             return
         self.total += 1
-        said = json.dumps({"error": {"message": "Unrecognized request argument supplied: cache_salt"}}).encode()
+        said = json.dumps(
+            {"error": {"message": "Unrecognized request argument supplied: cache_salt"}}
+        ).encode()
         headers = [(b"content-type", b"application/json")]
         if self.form == "packed":
             said, headers = gzip.compress(said), [*headers, (b"content-encoding", b"gzip")]
@@ -137,10 +160,12 @@ class TestRefusedSalts:
             assert upstream.total == 4
             assert pair.metric("semkv_salt_refused") == 1
             assert kind(pair.post("a")) == "hit"
-            assert kind(pair.post("a", headers={"Authorization": "Bearer other"})) == "miss", "answers stay apart"
-        assert [record.message[:34] for record in caplog.records if "cache_salt" in record.message] == [
-            "the upstream refuses cache_salt, s"
-        ]
+            assert kind(pair.post("a", headers={"Authorization": "Bearer other"})) == "miss", (
+                "answers stay apart"
+            )
+        assert [
+            record.message[:34] for record in caplog.records if "cache_salt" in record.message
+        ] == ["the upstream refuses cache_salt, s"]
 
     def test_an_error_that_repeats_what_a_client_wrote_turns_nothing_off(self, pair: Pair) -> None:
         pair.upstream.script = {"my cache_salt": {"status": "400", "says": "cache_salt"}}
@@ -149,14 +174,18 @@ class TestRefusedSalts:
             assert answer.status_code == 400
             assert "scripted" in answer.text
         pair.upstream.script = {}
-        assert "cache_salt" in sent(pair, CHAT, json.dumps(chat("still salted")).encode(), key="one")
+        assert "cache_salt" in sent(
+            pair, CHAT, json.dumps(chat("still salted")).encode(), key="one"
+        )
 
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A gateway that believes what its clients say, as if they were proxies."""
     rules = ("prompt:*weather*=weather", "prompt:*rain*=weather", "model:scr*=scripted")
-    with Pair(tmp_path_factory.mktemp("proxied"), tag_rules=rules, trusted_proxies=("127.0.0.0/8",)) as running:
+    with Pair(
+        tmp_path_factory.mktemp("proxied"), tag_rules=rules, trusted_proxies=("127.0.0.0/8",)
+    ) as running:
         yield running
 
 
@@ -175,7 +204,12 @@ class TestTags:
         assert kind(proxied.post("Where is the tram?")) == "miss"
 
     def test_by_header_of_a_trusted_proxy(self, proxied: Pair) -> None:
-        for text, tags in (("a", "doc:1"), ("b", "doc:1, doc:2"), ("c", "doc:2,, doc:2"), ("d", "")):
+        for text, tags in (
+            ("a", "doc:1"),
+            ("b", "doc:1, doc:2"),
+            ("c", "doc:2,, doc:2"),
+            ("d", ""),
+        ):
             asked = [proxied.post(text, headers={"X-Semkv-Tags": tags}) for _ in range(2)]
             assert [kind(answer) for answer in asked] == ["miss", "hit"]
         assert [self.count(proxied, tag) for tag in ("doc:1", "doc:2", "doc")] == [2, 2, 0]
@@ -185,10 +219,15 @@ class TestTags:
 
     def test_an_answer_is_served_under_its_own_tags_alone(self, proxied: Pair) -> None:
         """Else what is removed by a tag would not be all that was served under it."""
-        answers = [proxied.post("shared?", headers={"X-Semkv-Tags": tags}) for tags in ("x", "y", "x,y", "y, x", "")]
+        answers = [
+            proxied.post("shared?", headers={"X-Semkv-Tags": tags})
+            for tags in ("x", "y", "x,y", "y, x", "")
+        ]
         assert [kind(answer) for answer in answers] == ["miss", "miss", "miss", "hit", "miss"]
 
-    @pytest.mark.parametrize("tags", ["x" * 65, ",".join(f"t{i}" for i in range(17)), "a b", "ü", "a\tb", '"a"'])
+    @pytest.mark.parametrize(
+        "tags", ["x" * 65, ",".join(f"t{i}" for i in range(17)), "a b", "ü", "a\tb", '"a"']
+    )
     def test_what_cannot_be_labelled_is_not_kept(self, proxied: Pair, tags: str) -> None:
         for _ in range(2):
             answer = proxied.post("odd labels", headers={"X-Semkv-Tags": tags.encode()})
@@ -207,7 +246,9 @@ class TestNames:
     def test_a_client_cannot_slip_a_name_past_its_proxy(self, proxied: Pair) -> None:
         def ask(*names: str) -> str:
             lines = [("X-Semkv-Tenant", name) for name in names]
-            return str(httpx.post(f"{proxied.url}{CHAT}", json=chat("mine"), headers=lines).json()["id"])
+            return str(
+                httpx.post(f"{proxied.url}{CHAT}", json=chat("mine"), headers=lines).json()["id"]
+            )
 
         victim = ask("victim")
         assert victim == ask("victim")
@@ -225,7 +266,11 @@ class TestNames:
         def asks(*headers: tuple[bytes, bytes]) -> Client:
             return tenants.client({"client": client, "headers": headers})
 
-        name, key, other = (b"x-semkv-tenant", b"a"), (b"authorization", b"k"), (b"authorization", b"other")
+        name, key, other = (
+            (b"x-semkv-tenant", b"a"),
+            (b"authorization", b"k"),
+            (b"authorization", b"other"),
+        )
         assert asks(name, key).believed is believed
         assert (asks(name, key).tenant == asks(name, other).tenant) is believed
         assert asks(name, key).tenant != asks(key).tenant
@@ -240,7 +285,9 @@ def test_as_one_tenant_a_key_counts_once_the_upstream_has_accepted_it(tmp_path: 
         assert [kind(ask(key)) for key in ("a", "b", "b")] == ["miss", "miss", "hit"]
         for status in (429, 400, 503, 401):
             pair.upstream.script = {"common": {"status": str(status)}}
-            assert [ask("stranger").status_code for _ in range(2)] == [status] * 2, "only a success lets a key in"
+            assert [ask("stranger").status_code for _ in range(2)] == [status] * 2, (
+                "only a success lets a key in"
+            )
         assert kind(ask("b")) == "hit"
 
 
@@ -273,7 +320,9 @@ def test_a_refused_key_reads_nothing_after_a_restart_until_it_is_accepted(tmp_pa
         pair.settle()
     with Pair(tmp_path) as pair:
         assert kind(pair.post("before", headers=KEY)) == "hit", "accepted again, and noted"
-    assert b"revoked" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert b"revoked" not in b"".join(
+        file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()
+    )
 
 
 def test_a_key_that_another_gateway_saw_refused_reads_no_more_here(

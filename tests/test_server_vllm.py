@@ -27,7 +27,12 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[1]
 MODEL = "minigqa-vlm"
-COMMAND = [str(prepare() / "python"), *MODULE, "--model", str(ROOT / "src/semkv/assets/minigqa-vlm")]
+COMMAND = [
+    str(prepare() / "python"),
+    *MODULE,
+    "--model",
+    str(ROOT / "src/semkv/assets/minigqa-vlm"),
+]
 COMMAND += ["--served-model-name", MODEL, "--max-model-len", "512"]
 QUESTIONS = ("What color is the large cube?", "What shape is blue?", "Is there a red sphere?")
 Servers = tuple[VllmServer, VllmServer]
@@ -37,10 +42,17 @@ Servers = tuple[VllmServer, VllmServer]
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A stock server, and one with the middleware and an API key; started side by side."""
     folder = tmp_path_factory.mktemp("servers")
-    secrets = {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN, "SEMKV_CACHE_DIR": str(folder / "inside")}
+    secrets = {
+        "SEMKV_SECRET": SECRET,
+        "SEMKV_ADMIN_KEY": ADMIN,
+        "SEMKV_CACHE_DIR": str(folder / "inside"),
+    }
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
     # An untrained model would fill an answer with blanks.
-    plain = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    plain = [
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    ]
     stock = VllmServer([*COMMAND, *tools, *plain], folder / "stock.log")
     middleware = ["--middleware", "semkv_gateway.Middleware", "--api-key", "right"]
     inside = VllmServer([*COMMAND, *middleware], folder / "inside.log", **secrets)
@@ -53,12 +65,16 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="module")
 def gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    settings = ServerSettings(upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"), **PATIENT)
+    settings = ServerSettings(
+        upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"), **PATIENT
+    )
     with Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN})) as served:
         yield served
 
 
-def ask(url: str, question: str, *, picture: str = "", key: str = "right", **more: Any) -> tuple[Any, str]:
+def ask(
+    url: str, question: str, *, picture: str = "", key: str = "right", **more: Any
+) -> tuple[Any, str]:
     """The answer, and what the cache said."""
     content: Any = question
     if picture:
@@ -66,7 +82,12 @@ def ask(url: str, question: str, *, picture: str = "", key: str = "right", **mor
         image = {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}
         content = [image, {"type": "text", "text": question}]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+        "max_tokens": 16,
+    }
     raw = client.chat.completions.with_raw_response.create(**{**body, **more})
     return raw.parse(), raw.headers.get("x-semkv", "")
 
@@ -79,7 +100,9 @@ def streamed(pieces: Any) -> str:
     return "".join(piece.choices[0].delta.content or "" for piece in pieces)
 
 
-def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, servers: Servers) -> None:
+def test_a_picture_question_repeated_reworded_and_streamed(
+    gateway: Served, servers: Servers
+) -> None:
     question = "What color is the large cube?"
     own, _ = ask(servers[0].url, question, picture="scene.jpg")
     first, said = ask(gateway.url, question, picture="scene.jpg")
@@ -88,7 +111,9 @@ def test_a_picture_question_repeated_reworded_and_streamed(gateway: Served, serv
     assert again == first
     assert said.startswith("hit tier=exact")
     for blanks in range(60):  # until a lookup ends in time
-        answer, said = ask(gateway.url, "what color  is the large cube?" + " " * blanks, picture="scene.jpg")
+        answer, said = ask(
+            gateway.url, "what color  is the large cube?" + " " * blanks, picture="scene.jpg"
+        )
         if said.startswith("hit"):
             break
     # By its vector, at 1.000, where the first request is found before its text is recorded.
@@ -109,11 +134,23 @@ def test_answers_of_other_routes_are_kept_where_the_server_holds_no_state(
 
     def ask_it(question: str) -> tuple[list[Any], str]:
         if route == "responses":
-            more: dict[str, Any] = {"input": question, "store": False, "temperature": 0, "max_output_tokens": 16}
-            raw: Any = openais.responses.with_raw_response.create(model=MODEL, stream=stream, **more)
+            more: dict[str, Any] = {
+                "input": question,
+                "store": False,
+                "temperature": 0,
+                "max_output_tokens": 16,
+            }
+            raw: Any = openais.responses.with_raw_response.create(
+                model=MODEL, stream=stream, **more
+            )
         else:
-            more = {"messages": [{"role": "user", "content": question}], "extra_body": {"temperature": 0}}
-            raw = anthropics.messages.with_raw_response.create(model=MODEL, max_tokens=16, stream=stream, **more)
+            more = {
+                "messages": [{"role": "user", "content": question}],
+                "extra_body": {"temperature": 0},
+            }
+            raw = anthropics.messages.with_raw_response.create(
+                model=MODEL, max_tokens=16, stream=stream, **more
+            )
         return list(raw.parse()) if stream else [raw.parse()], raw.headers["x-semkv"]
 
     kept = 0
@@ -162,7 +199,9 @@ def test_inside_vllm(servers: Servers) -> None:
     cached = []
     for salt in ("mine", "mine", "another"):
         headers = {"Authorization": "Bearer right"}
-        passed = httpx.post(f"{url}/v1/responses", json={**body, "cache_salt": salt}, headers=headers, timeout=120)
+        passed = httpx.post(
+            f"{url}/v1/responses", json={**body, "cache_salt": salt}, headers=headers, timeout=120
+        )
         assert passed.headers["x-semkv"] == "pass reason=stateful"
         cached.append(passed.json()["usage"]["input_tokens_details"]["cached_tokens"])
     assert (cached[0], cached[1] > 0, cached[2]) == (0, True, 0)
@@ -170,7 +209,14 @@ def test_inside_vllm(servers: Servers) -> None:
     assert "vllm:" in httpx.get(f"{url}/metrics").text, "vLLM's own metrics stay where they are"
     assert "semkv_requests_total" in httpx.get(f"{url}/semkv/metrics").text
     admin = {"Authorization": f"Bearer {ADMIN}"}  # a request is counted when it has ended
-    wait_until(lambda: httpx.get(f"{url}/semkv/api/stats", headers=admin).json()["totals"]["tiers"].get("exact") == 2)
+    wait_until(
+        lambda: (
+            httpx.get(f"{url}/semkv/api/stats", headers=admin)
+            .json()["totals"]["tiers"]
+            .get("exact")
+            == 2
+        )
+    )
 
 
 def test_embeddings_ranks_and_scores_are_kept(tmp_path: Path) -> None:
@@ -182,18 +228,26 @@ def test_embeddings_ranks_and_scores_are_kept(tmp_path: Path) -> None:
         "/v1/score": {"text_1": "cat", "text_2": ["a cat", "a dog"]},
     }
     with VllmServer(command, tmp_path / "log") as server:
-        settings = ServerSettings(upstream=server.url, cache_dir=tmp_path / "cache", semantic=False, **PATIENT)
+        settings = ServerSettings(
+            upstream=server.url, cache_dir=tmp_path / "cache", semantic=False, **PATIENT
+        )
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             for path, body in bodies.items():
                 other = json.loads(json.dumps(body).replace("a dog", "A dog"))
                 asked = [
-                    httpx.post(front.url + path, json={"model": "mini", **b}, timeout=120) for b in (body, body, other)
+                    httpx.post(front.url + path, json={"model": "mini", **b}, timeout=120)
+                    for b in (body, body, other)
                 ]
                 said = [answer.headers["x-semkv"].split()[0] for answer in asked]
                 assert said == ["miss", "hit", "miss"], path
                 assert asked[0].content == asked[1].content
-            client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120)
-            first, again = (client.embeddings.create(model="mini", input="a bird").data[0].embedding for _ in range(2))
+            client = openai.OpenAI(
+                base_url=f"{front.url}/v1", api_key="k", max_retries=0, timeout=120
+            )
+            first, again = (
+                client.embeddings.create(model="mini", input="a bird").data[0].embedding
+                for _ in range(2)
+            )
             assert first == again
 
 
@@ -201,9 +255,13 @@ def test_nodes_clients(gateway: Served, tmp_path: Path) -> None:
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
         pytest.skip("needs Node.js and npm, such as Debian's packages nodejs and npm")
-    shutil.copytree(ROOT / "tests" / "node", tmp_path / "node", ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(
+        ROOT / "tests" / "node", tmp_path / "node", ignore=shutil.ignore_patterns("node_modules")
+    )
     quiet = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    if (got := subprocess.run(quiet, cwd=tmp_path / "node", capture_output=True, text=True)).returncode:
+    if (
+        got := subprocess.run(quiet, cwd=tmp_path / "node", capture_output=True, text=True)
+    ).returncode:
         pytest.skip(f"npm cannot install the clients: {got.stderr[-300:]}")
     command = [node, "clients.js", gateway.url, MODEL, *QUESTIONS]
     done = subprocess.run(command, cwd=tmp_path / "node", capture_output=True, text=True)
@@ -228,7 +286,9 @@ def test_the_agents_sdk(gateway: Served, kind: str) -> None:
 
     async def ask_all() -> list[list[str]]:
         http = httpx.AsyncClient(event_hooks={"response": [note]}, timeout=120)
-        client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=f"agent {kind}", http_client=http)
+        client = openai.AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key=f"agent {kind}", http_client=http
+        )
         form = agents.OpenAIChatCompletionsModel if kind == "chat" else agents.OpenAIResponsesModel
         settings = agents.ModelSettings(temperature=0, max_tokens=16, store=False)
         agent = agents.Agent("guide", model=form(MODEL, client), model_settings=settings)

@@ -36,7 +36,9 @@ def test_a_table_takes_the_place_of_the_one_before() -> None:
     figures = dict.fromkeys(shape.BEFORE_AND_AIM, 1)
     page = f"# A page\n\n{shape.table(figures)}\n\nWhat follows.\n| another | table |\n"
     better = dict.fromkeys(shape.BEFORE_AND_AIM, 0)
-    assert shape.with_table(page, shape.table(better)) == page.replace(shape.table(figures), shape.table(better))
+    assert shape.with_table(page, shape.table(better)) == page.replace(
+        shape.table(figures), shape.table(better)
+    )
     assert shape.with_table(page, shape.table(figures)) == page
 
 
@@ -78,7 +80,11 @@ def test_branches(text: str, found: int) -> None:
 
 
 def test_a_function_is_counted_without_those_inside_it() -> None:
-    nested = "def f():\n    if a: pass\n    def g():\n" + "        if a: pass\n" * 15 + "    if a: pass\n"
+    nested = (
+        "def f():\n    if a: pass\n    def g():\n"
+        + "        if a: pass\n" * 15
+        + "    if a: pass\n"
+    )
     assert [place.split(" ", 1)[1] for place in shape.hard_functions(code(nested))] == ["g: 16"]
     assert shape.hard_functions(code("async def f():\n" + "    if a: pass\n" * 14)) == []
     assert len(shape.hard_functions(code("async def f():\n" + "    if a: pass\n" * 15))) == 1
@@ -101,7 +107,12 @@ def test_private_names_are_those_that_the_product_does_not_define() -> None:
         "from vllm import _insides, open_\ngetattr(a, '_asked', None); getattr(a, 'plain')\nsetattr(a, '_set', 1)\n"
     )
     found = shape.private_names(code(text), shape.own_names([code(text)]))
-    assert sorted(place.split(" ")[1] for place in found) == ["_asked", "_insides", "_set", "_theirs"]
+    assert sorted(place.split(" ")[1] for place in found) == [
+        "_asked",
+        "_insides",
+        "_set",
+        "_theirs",
+    ]
 
 
 def test_imports_and_paths_that_lead_upwards() -> None:
@@ -116,9 +127,7 @@ def test_imports_and_paths_that_lead_upwards() -> None:
 
 
 def test_records() -> None:
-    text = (
-        "@dataclass(frozen=True)\nclass A: ...\n@dataclass\nclass B: ...\nclass C(NamedTuple): ...\nclass D(A): ...\n"
-    )
+    text = "@dataclass(frozen=True)\nclass A: ...\n@dataclass\nclass B: ...\nclass C(NamedTuple): ...\nclass D(A): ...\n"  # noqa: E501
     assert [place.split(" ")[1] for place in shape.records(code(text))] == ["A", "B", "C"]
 
 

@@ -23,7 +23,9 @@ from vllm_forks import prepare
 
 def prompt(number: int) -> EnginePrompt:
     context = f"Document {number}. " + "The red cube stands left of the small sphere. " * 12
-    return EnginePrompt((TextSegment(context, Role.CONTEXT), TextSegment("What color is the cube?")), max_tokens=6)
+    return EnginePrompt(
+        (TextSegment(context, Role.CONTEXT), TextSegment("What color is the cube?")), max_tokens=6
+    )
 
 
 def computed() -> list[list[int]]:
@@ -35,7 +37,9 @@ def computed() -> list[list[int]]:
 def reused(folder: str) -> dict[str, Any]:
     """The answers with them, three times, and how many tokens were loaded."""
     connectors = ConnectorOptions(Path(folder), max_blocks=60)
-    engine = VllmEngine(VllmOptions(get_preset("minigqa").model, max_model_len=512, connectors=connectors))
+    engine = VllmEngine(
+        VllmOptions(get_preset("minigqa").model, max_model_len=512, connectors=connectors)
+    )
     rounds, loaded = [], 0
     for _ in range(3):
         results = [engine.generate(prompt(i)) for i in range(8)]

@@ -24,10 +24,17 @@ from semkv_gateway.singleflight import InFlight, SingleFlight
 from semkv_gateway.sse import Assembler
 from test_serve import ask, workers_of
 
-MESSAGES = {"model": "m", "max_tokens": 9, "temperature": 0, "messages": [{"role": "user", "content": "held"}]}
+MESSAGES = {
+    "model": "m",
+    "max_tokens": 9,
+    "temperature": 0,
+    "messages": [{"role": "user", "content": "held"}],
+}
 
 
-def held_stream(upstream: Scripted, url: str, path: str, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+def held_stream(
+    upstream: Scripted, url: str, path: str, body: dict[str, Any]
+) -> tuple[threading.Thread, list[Any]]:
     """A request whose answer has begun and does not go on; what its client gets."""
     got: list[Any] = []
 
@@ -81,7 +88,12 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
     with Served(upstream) as behind, Started(behind.url, tmp_path, "--workers=2") as gateway:
         wait_until(lambda: gateway.log.read_text().count("startup complete") == 2)
         before = workers_of(gateway)
-        figures = Path(f"/proc/{before[0]}/environ").read_text().split("PROMETHEUS_MULTIPROC_DIR=")[1].split("\0")[0]
+        figures = (
+            Path(f"/proc/{before[0]}/environ")
+            .read_text()
+            .split("PROMETHEUS_MULTIPROC_DIR=")[1]
+            .split("\0")[0]
+        )
         wait_until(lambda: all((Path(figures) / f"{pid}.beat").exists() for pid in before))
         os.kill(before[0], signal.SIGSTOP)
         wait_until(lambda: before[0] not in workers_of(gateway) and len(workers_of(gateway)) == 2)
@@ -92,7 +104,9 @@ def test_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_does_not_read_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_a_client_that_does_not_read_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     cut: list[bool] = []
     monkeypatch.setattr(serve, "_UNREAD_S", 0.5)
     monkeypatch.setattr(Protocol, "cut", staticmethod(lambda: cut.append(True)))
@@ -109,7 +123,9 @@ def test_a_client_that_does_not_read_is_cut(tmp_path: Path, monkeypatch: pytest.
         assert pair.post("others go on").status_code == 200
 
 
-def test_who_reads_too_slowly_holds_up_no_other_reader_of_one_large_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_too_slowly_holds_up_no_other_reader_of_one_large_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(singleflight, "_BEHIND_S", 0.2)
     chunk = b'data: {"choices": [], "x": "' + b"x" * 100_000 + b'"}\n\n'
 

@@ -22,7 +22,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from block_helpers import ROW, file_ids, files, found, lose_index, open_store, restamp, rewrite, right, save, totals
+from block_helpers import (
+    ROW,
+    file_ids,
+    files,
+    found,
+    lose_index,
+    open_store,
+    restamp,
+    rewrite,
+    right,
+    save,
+    totals,
+)
 from semkv.errors import CorruptValue, StoreError
 from semkv.stores.catalog import Catalog
 from semkv.stores.maintenance import inspect, purge, purge_directory, verify
@@ -81,9 +93,13 @@ def test_bounds_hold_at_every_moment_under_churn(memory: Path) -> None:
     for writer in writers:
         writer.start()
     most = 0
-    with contextlib.closing(sqlite3.connect(memory / "kv" / "index.sqlite", isolation_level=None, timeout=60)) as db:
+    with contextlib.closing(
+        sqlite3.connect(memory / "kv" / "index.sqlite", isolation_level=None, timeout=60)
+    ) as db:
         while any(writer.is_alive() for writer in writers):
-            db.execute("BEGIN IMMEDIATE")  # the size of one moment: nobody evicts while the files are counted
+            db.execute(
+                "BEGIN IMMEDIATE"
+            )  # the size of one moment: nobody evicts while the files are counted
             most = max(most, on_disk(memory / "kv"))
             db.execute("ROLLBACK")
             time.sleep(0.002)
@@ -93,7 +109,9 @@ def test_bounds_hold_at_every_moment_under_churn(memory: Path) -> None:
     assert sum(counters["stored_bytes"] for counters in results) > 10 * bounds.max_bytes
     assert sum(counters.get("corrupt", 0) for counters in results) == 0
     assert sum(counters["evicted_files"] for counters in results) > 100
-    assert totals(open_store(memory / "kv", bounds))[2] == on_disk(memory / "kv") <= bounds.max_bytes
+    assert (
+        totals(open_store(memory / "kv", bounds))[2] == on_disk(memory / "kv") <= bounds.max_bytes
+    )
 
 
 # -- crashes --------------------------------------------------------------------------------------------------------
@@ -140,7 +158,9 @@ def test_killed_at_any_moment_the_store_opens_and_serves_only_what_is_right(
         assert not store.counters.get("corrupt")
         store.close()
     assert kept > 24  # the latest acknowledged values survive the kill
-    monkeypatch.setattr(block_index, "PENDING_S", 0.0)  # dead writers' reservations are given up in time
+    monkeypatch.setattr(
+        block_index, "PENDING_S", 0.0
+    )  # dead writers' reservations are given up in time
     store = open_store(root, bounds)
     store.sweep()
     assert totals(store)[0] >= len(list((root / "extents").glob("??/*.safetensors")))
@@ -192,7 +212,10 @@ def test_any_flipped_bit_of_the_index_stops_nothing(memory: Path, pristine: Path
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda file: file.write_bytes(b"?" + file.read_bytes()[1:]), lambda file: restamp(file, version=6)],
+    [
+        lambda file: file.write_bytes(b"?" + file.read_bytes()[1:]),
+        lambda file: restamp(file, version=6),
+    ],
     ids=["a damaged header", "an earlier format"],
 )
 def test_a_store_whose_index_cannot_be_read_begins_anew_with_one_warning(
@@ -230,7 +253,11 @@ def test_an_index_damaged_while_open_is_begun_anew_by_one_of_those_who_use_it_an
         with monkeypatch.context() as patch:
             patch.setattr(block_index, "find", broken)
             assert found(store, 0) == 0
-        assert (right(store, 0, 4), store.counters["errors"], len(files(tmp_path))) == (kept, 1, kept // 4)
+        assert (right(store, 0, 4), store.counters["errors"], len(files(tmp_path))) == (
+            kept,
+            1,
+            kept // 4,
+        )
         monkeypatch.setattr(store, "_write_after", 0.0)
         assert save(store, 8)
         raise error  # the file that it finds damaged is no longer there
@@ -238,14 +265,22 @@ def test_an_index_damaged_while_open_is_begun_anew_by_one_of_those_who_use_it_an
 
 
 JUNK = st.recursive(
-    st.none() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    st.none()
+    | st.integers(-(10**400), 10**400)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.just("\ud800"),
     lambda inner: st.lists(inner, max_size=3),
 )
-ANY_FILE = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY_FILE = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @ANY_FILE
-@given(field=st.sampled_from(["version", "layout", "keys", "checksums", "owner", "tensor"]), junk=JUNK)
+@given(
+    field=st.sampled_from(["version", "layout", "keys", "checksums", "owner", "tensor"]), junk=JUNK
+)
 def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -> None:
     path = files(pristine)[0]
     raw = path.read_bytes()
@@ -266,7 +301,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         pytest.skip(f"needs the right to mount a file system (run as root): {done.stderr.strip()}")
@@ -281,7 +318,9 @@ def test_a_purge_frees_a_disk_that_is_full_under_running_processes(small_disk: P
     with contextlib.closing(SqliteStore(cache / CATALOG)) as store:
 
         def put(key: str) -> bool:
-            return store.put(StoredResponse(key, "tenant", "model", b"secret words " * 500, time.time()))
+            return store.put(
+                StoredResponse(key, "tenant", "model", b"secret words " * 500, time.time())
+            )
 
         with pytest.raises(StoreError, match="full"):
             all(put(str(number)) for number in range(100))
@@ -332,7 +371,9 @@ except StoreError:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_directory_without_the_right_to_write_serves_what_is_there(memory: Path, killed: bool) -> None:
+def test_a_directory_without_the_right_to_write_serves_what_is_there(
+    memory: Path, killed: bool
+) -> None:
     """Also where a writer was killed, and its log lies there."""
     root = memory / "kv"
     store = open_store(root)
@@ -343,8 +384,12 @@ def test_a_directory_without_the_right_to_write_serves_what_is_there(memory: Pat
     shutil.copytree(root, copy)
     for path in (memory, copy, *copy.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", READER, copy], env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", READER, copy], env=environment, capture_output=True, text=True
+    )
     memory.chmod(0o700)
     assert done.stdout.split() == ["True", "False", "4", "None", "4", "told"], done.stderr
     assert done.stderr.split() == ["WARNING"]

@@ -29,14 +29,21 @@ REPO = Path(__file__).parents[1]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A data set of a few questions, and nothing else."""
-    rows = [{"id": f"q{i}", "question": f"What is number {i % 150}?", "answer": "x"} for i in range(400)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [
+        {"id": f"q{i}", "question": f"What is number {i % 150}?", "answer": "x"} for i in range(400)
+    ]
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return tmp_path
 
 
 def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Path:
     base = {"preset": "opt-125m", "engine": "scripted", "dataset": str(folder / "data.jsonl")}
-    document = {"defaults": {**base, "disable-semantic-cache": True, **defaults}, "experiments": experiments}
+    document = {
+        "defaults": {**base, "disable-semantic-cache": True, **defaults},
+        "experiments": experiments,
+    }
     path = folder / "spec.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     return path
@@ -44,7 +51,14 @@ def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Pa
 
 def command(folder: Path, *flags: str) -> list[str]:
     run = [sys.executable, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
-    return [*run, "--log-file", str(folder / "log.csv"), "--samples-dir", str(folder / "samples"), *flags]
+    return [
+        *run,
+        "--log-file",
+        str(folder / "log.csv"),
+        "--samples-dir",
+        str(folder / "samples"),
+        *flags,
+    ]
 
 
 def sweep(folder: Path, *flags: str) -> Result:
@@ -53,12 +67,21 @@ def sweep(folder: Path, *flags: str) -> Result:
 
 def apart(folder: Path, *flags: str) -> Result:
     """The same in a process of its own; ``-m`` puts the working directory on the path of the experiments, too."""
-    done = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=900, check=False, cwd=folder)
+    done = subprocess.run(
+        command(folder, *flags),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        cwd=folder,
+    )
     return Result(done.returncode, done.stdout, done.stderr)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def hits(folder: Path, name: str = "a") -> int:
@@ -74,14 +97,26 @@ def table(folder: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("experiment", "words"),
     [
-        ({"name": "a", "similarity-treshold": 0.5}, ("experiment a", "similarity-treshold", "similarity-threshold")),
-        ({"name": "a", "similarity-threshold": 1.5}, ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1")),
+        (
+            {"name": "a", "similarity-treshold": 0.5},
+            ("experiment a", "similarity-treshold", "similarity-threshold"),
+        ),
+        (
+            {"name": "a", "similarity-threshold": 1.5},
+            ("experiment a", "--similarity-threshold", "1.5", "from 0 to 1"),
+        ),
         ({"name": "a", "max-samples": [5]}, ("experiment a", "--max-samples", "[5]", "a number")),
         ({"name": "a", "samples-out": "x"}, ("experiment a", "samples_out")),
         ({"name": "../a"}, ("name of experiment 2", "letters")),
         ({"preset": "minigqa"}, ("name of experiment 2", "None")),
-        ({"name": "a", "max-samples": 1, "max_samples": 2}, ("experiment a", "max_samples", "given twice")),
-        ({"name": "a", "embedding-layer": [], "embedding_layers": []}, ("experiment a", "given twice")),
+        (
+            {"name": "a", "max-samples": 1, "max_samples": 2},
+            ("experiment a", "max_samples", "given twice"),
+        ),
+        (
+            {"name": "a", "embedding-layer": [], "embedding_layers": []},
+            ("experiment a", "given twice"),
+        ),
         ({"name": "first"}, ("name of experiment 2", "'first'", "no other")),
     ],
 )
@@ -105,7 +140,10 @@ def test_the_specs_of_the_repository_are_ones() -> None:
 
 
 def test_toml_says_the_same_as_json(folder: Path) -> None:
-    given = [{"name": "a", "similarity_threshold": 0.5, "notes": "half", "embedding-layer": []}, {"name": "b"}]
+    given = [
+        {"name": "a", "similarity_threshold": 0.5, "notes": "half", "embedding-layer": []},
+        {"name": "b"},
+    ]
     from_json = read_spec(spec(folder, given))
     (folder / "spec.toml").write_text(
         'defaults = {preset = "opt-125m", engine = "scripted", disable-semantic-cache = true, dataset = "%s"}\n'
@@ -122,7 +160,11 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
     (folder / "crashing.py").write_text(crash, encoding="utf-8")
     crashing = {"embedding-hook": "crashing:Hook", "embedding-layer": ["x:2:0.9"]}
     missing = {"dataset": str(folder / "gone.jsonl")}
-    names = [{"name": "lost", **missing}, {"name": "crash", **crashing}, {"name": "fine", "baseline": True}]
+    names = [
+        {"name": "lost", **missing},
+        {"name": "crash", **crashing},
+        {"name": "fine", "baseline": True},
+    ]
     spec(folder, [*names, {"name": "also-fine", "baseline": True, "cache-mode": "off"}])
     done = apart(folder)
     assert done.exit_code == 1, done.stderr
@@ -137,10 +179,15 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
     assert found["fine"]["environment"]["python"]
     assert found["fine"]["settings"]["cache"]["exact"] is True
     assert found["also-fine"]["baseline_from"] == "fine"
-    assert found["fine"]["summary"]["baseline_accuracy"] == found["also-fine"]["summary"]["baseline_accuracy"]
+    assert (
+        found["fine"]["summary"]["baseline_accuracy"]
+        == found["also-fine"]["summary"]["baseline_accuracy"]
+    )
     flat = table(folder)
     assert sorted(row["name"] for row in flat) == sorted(found)
-    assert all(None not in row and None not in row.values() for row in flat)  # as many cells as columns
+    assert all(
+        None not in row and None not in row.values() for row in flat
+    )  # as many cells as columns
     assert "--resume" in sweep(folder).stderr
     log = semkv_lab.load(folder / "log.csv").set_index("name")
     assert log.equals(semkv_lab.load(str(folder / "log.jsonl")).set_index("name"))
@@ -161,12 +208,16 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
     spec(folder, [{"name": name, "max-samples": 300} for name in names])
     samples = folder / "samples"
     for seen in (folder / "log.lock", samples / "e0.jsonl", samples / "e2.jsonl"):
-        with subprocess.Popen(command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        with subprocess.Popen(
+            command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as run:
             _until(lambda seen=seen: seen.exists())
             run.kill()
         if (folder / "log.jsonl").exists():
             whole = (folder / "log.jsonl").read_bytes().rpartition(b"\n")[0]
-            assert len({json.loads(line)["name"] for line in whole.splitlines()}) == len(whole.splitlines())
+            assert len({json.loads(line)["name"] for line in whole.splitlines()}) == len(
+                whole.splitlines()
+            )
     last = sweep(folder, "--resume")
     assert last.exit_code == 0, last.stderr
     assert [row["name"] for row in rows(folder)] == names
@@ -175,14 +226,18 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
     for row in rows(folder):
         lines = (folder / row["samples"]).read_text(encoding="utf-8").splitlines()
         assert len({json.loads(line)["sample_id"] for line in lines}) == len(lines) == 300
-        assert sum(json.loads(line)["hit"] for line in lines) == 150, "it met what a killed try had left"
+        assert sum(json.loads(line)["hit"] for line in lines) == 150, (
+            "it met what a killed try had left"
+        )
 
 
 CURVE = Calibration("any", 24.0, dict.fromkeys(FEATURES, 0.0), 0.05)
 OWN = "from semkv_lab.samples import Sample\n\ndef make(options):\n    return [Sample('1', 'q?', '%s')]\n"
 
 
-@pytest.mark.parametrize("changed", ["question file", "picture", "own function", "official file", "calibration"])
+@pytest.mark.parametrize(
+    "changed", ["question file", "picture", "own function", "official file", "calibration"]
+)
 def test_a_sweep_does_not_go_on_over_data_that_has_changed(folder: Path, changed: str) -> None:
     """Neither with the other experiments of its spec, nor with only some of them."""
     rows_of = '{"question": "q?", "answer": "%s", "image": "p.png"}\n'
@@ -195,7 +250,11 @@ def test_a_sweep_does_not_go_on_over_data_that_has_changed(folder: Path, changed
     given: dict[str, Any] = {
         "own function": {"dataset": "owndata:make"},
         "official file": {"dataset": "gqa", "dataset-root": str(folder)},
-        "calibration": {"calibration": str(folder / "c.json"), "policy": "calibrated", "cache-mode": "off"},
+        "calibration": {
+            "calibration": str(folder / "c.json"),
+            "policy": "calibrated",
+            "cache-mode": "off",
+        },
     }.get(changed, {})
     spec(folder, [{"name": "a"}, {"name": "b"}], **given)
     assert apart(folder, "--only", "a").exit_code == 0
@@ -218,16 +277,22 @@ def test_a_sweep_does_not_go_on_over_data_that_has_changed(folder: Path, changed
         assert done.exit_code == 2, flags
         assert "what a in" in done.stderr
         assert "has changed since" in done.stderr
-        assert (folder / "log.jsonl").read_bytes() == before, "nothing ran, and nothing is forgotten"
+        assert (folder / "log.jsonl").read_bytes() == before, (
+            "nothing ran, and nothing is forgotten"
+        )
 
 
 def test_own_code_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    settings = resolve(engine="ownengine:Make", embedding_hook="ownhook:Make", **{"embedding-layer": "x:2:0.9"})
+    settings = resolve(
+        engine="ownengine:Make", embedding_hook="ownhook:Make", **{"embedding-layer": "x:2:0.9"}
+    )
     found = []
     for text in ("1", "2", "1"):
         for name in ("ownengine", "ownhook"):
-            (tmp_path / f"{name}.py").write_text(text if name == "ownhook" else "", encoding="utf-8")
+            (tmp_path / f"{name}.py").write_text(
+                text if name == "ownhook" else "", encoding="utf-8"
+            )
         found.append({one.source.flag: one.digest for one in inputs(settings, [])})
     assert found[0] == found[2]
     assert [flag for flag in found[0] if found[0][flag] != found[1][flag]] == ["--embedding-hook"]
@@ -280,7 +345,11 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     spec(folder, [{"name": "short", "max-samples": 5}, {"name": "long", "trace-requests": 200_000}])
     samples = folder / "samples" / "long.jsonl"
     with subprocess.Popen(
-        command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=allow_ctrl_c
+        command(folder),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=allow_ctrl_c,
     ) as run:
         _until(lambda: samples.exists() and samples.stat().st_size > 0)
         run.send_signal(signal.SIGINT)
@@ -325,7 +394,9 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     assert [hits(folder, name) for name in "ab"] == [250, 400]
     for lacks in ("a.jsonl", "a.json"):
         other = sweep(folder, "--log-file", str(folder / "other.csv"))
-        assert (other.exit_code, f"a folder without {lacks}\n" in other.stderr) == (2, True), "another sweep's stay"
+        assert (other.exit_code, f"a folder without {lacks}\n" in other.stderr) == (2, True), (
+            "another sweep's stay"
+        )
         (folder / "samples" / lacks).unlink()
     for name in ("log.csv", "log.jsonl"):
         (folder / name).unlink()
@@ -346,4 +417,8 @@ def test_only_what_was_chosen_and_failed_is_tried_again(folder: Path) -> None:
     assert "experiment fine" in sweep(folder, "--resume").stderr
     assert (folder / "log.jsonl").read_bytes() == before, "nothing ran, and nothing is forgotten"
     assert sweep(folder, "--resume", "--only", "f1").exit_code == 1  # f2 is still there
-    assert {row["name"]: row["status"] for row in rows(folder)} == {"fine": "ok", "f2": "failed", "f1": "ok"}
+    assert {row["name"]: row["status"] for row in rows(folder)} == {
+        "fine": "ok",
+        "f2": "failed",
+        "f1": "ok",
+    }

@@ -62,7 +62,9 @@ def test_a_byte_order_mark_and_packing_change_nothing(tmp_path: Path, packed: bo
         ('"x"'.encode("utf-16"), ": not UTF-8 text (UTF-16); save the file as UTF-8"),
     ],
 )  # fmt: skip
-def test_what_can_be_taken_in_two_ways_is_an_error_that_names_the_place(tmp_path: Path, data: bytes, said: str) -> None:
+def test_what_can_be_taken_in_two_ways_is_an_error_that_names_the_place(
+    tmp_path: Path, data: bytes, said: str
+) -> None:
     whole, line = tmp_path / "a.json", tmp_path / "a.jsonl"
     whole.write_bytes(data)
     with pytest.raises(DatasetError) as caught:
@@ -125,7 +127,9 @@ def test_every_reader_refuses_a_name_that_comes_twice(tmp_path: Path) -> None:
         "calibration": lambda: Calibration.load(document),
     }
     for what, read in readers.items():
-        with pytest.raises((ConfigError, DatasetError), match="the name 'name' comes twice") as caught:
+        with pytest.raises(
+            (ConfigError, DatasetError), match="the name 'name' comes twice"
+        ) as caught:
             read()
         assert str(tmp_path) in str(caught.value), what
     said = invoke(["bench", "connector", "--extra", TWICE]).stderr
@@ -137,12 +141,18 @@ def test_every_reader_takes_a_byte_order_mark(tmp_path: Path) -> None:
     marked = codecs.BOM_UTF8.decode()
     spec = '{"experiments": [{"name": "a", "engine": "scripted"}]}'
     (tmp_path / "x.json").write_text(marked + spec, encoding="utf-8")
-    (tmp_path / "x.toml").write_text(f'{marked}[[experiments]]\nname = "a"\nengine = "scripted"', encoding="utf-8")
+    (tmp_path / "x.toml").write_text(
+        f'{marked}[[experiments]]\nname = "a"\nengine = "scripted"', encoding="utf-8"
+    )
     assert read_spec(tmp_path / "x.json") == read_spec(tmp_path / "x.toml")
     (tmp_path / "x.jsonl").write_text(marked + '{"question": "q"}', encoding="utf-8")
-    assert [sample.question for sample in load_jsonl(DatasetOptions(root=tmp_path / "x.jsonl"))] == ["q"]
+    assert [
+        sample.question for sample in load_jsonl(DatasetOptions(root=tmp_path / "x.jsonl"))
+    ] == ["q"]
     (tmp_path / "c.json").write_text(marked + "{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="calibrate` wrote"):  # it is read, and found to be something else
+    with pytest.raises(
+        ConfigError, match="calibrate` wrote"
+    ):  # it is read, and found to be something else
         Calibration.load(tmp_path / "c.json")
     (tmp_path / "gateway.toml").write_text(marked + "nonsense = 1", encoding="utf-8")
     assert "nonsense" in invoke(["serve", "--config", str(tmp_path / "gateway.toml")]).stderr

@@ -20,13 +20,25 @@ def tokenizer(directory: Path, extra: list[str], **special: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL + extra, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
     )
-    bpe.train_from_iterator(["what color is the car? is there a dog left of the tree?"] * 10, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL + extra,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(
+        ["what color is the car? is there a dog left of the tree?"] * 10, trainer
+    )
     result = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", **special
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        **special,
     )
     result.save_pretrained(directory)
     return result
@@ -39,7 +51,9 @@ def llava(directory: Path) -> Path:
 
     tok = tokenizer(directory, ["<image>"])
     image = tok.convert_tokens_to_ids("<image>")
-    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
+    processor = transformers.CLIPImageProcessor(
+        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}
+    )
     transformers.LlavaProcessor(
         image_processor=processor, tokenizer=tok, patch_size=8, vision_feature_select_strategy="default",
         num_additional_image_tokens=1, image_token="<image>",
@@ -57,7 +71,9 @@ def llava(directory: Path) -> Path:
         vision_feature_select_strategy="default", vision_feature_layer=-2, image_seq_length=64,
     )  # fmt: skip
     _save(transformers.LlavaForConditionalGeneration, config, directory)
-    file = directory / "model.safetensors"  # vLLM wants vision_tower.vision_model.*, transformers 5 saves without
+    file = (
+        directory / "model.safetensors"
+    )  # vLLM wants vision_tower.vision_model.*, transformers 5 saves without
     tensors = {
         k if "vision_model." in k else k.replace("vision_tower.", "vision_tower.vision_model."): v
         for k, v in load_file(file).items()
@@ -72,12 +88,16 @@ _QWEN_TOKENS = {
 }  # fmt: skip
 
 
-def qwen3_vl_config(directory: Path, text: Any, vision: Any, pixels: Any, template: str | None = None) -> Any:
+def qwen3_vl_config(
+    directory: Path, text: Any, vision: Any, pixels: Any, template: str | None = None
+) -> Any:
     """A configuration of Qwen3-VL whose tokenizer and processor are in the directory: deepstack (the encoder's output
     is wider than the model), interleaved M-RoPE. ``pixels``: the least and the most of a picture."""
     import transformers
 
-    tok = tokenizer(directory, [*_QWEN_TOKENS.values()], **({"chat_template": template} if template else {}))
+    tok = tokenizer(
+        directory, [*_QWEN_TOKENS.values()], **({"chat_template": template} if template else {})
+    )
     least, most = pixels
     transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(
@@ -112,8 +132,16 @@ def internvl(directory: Path) -> Path:
     """InternVL in the layout of transformers: InternViT with pixel shuffle, Qwen2 language model."""
     import transformers
 
-    tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    tok = tokenizer(directory, [*tokens.values(), "<video>"], extra_special_tokens={**tokens, "video_token": "<video>"})
+    tokens = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+    }
+    tok = tokenizer(
+        directory,
+        [*tokens.values(), "<video>"],
+        extra_special_tokens={**tokens, "video_token": "<video>"},
+    )
     size = {"height": 64, "width": 64}
     transformers.InternVLProcessor(
         image_processor=transformers.GotOcr2ImageProcessor(size=size, crop_to_patches=False),
@@ -184,7 +212,9 @@ def text(family: str, directory: Path) -> Path:
     tokenizer(directory, [])
     name, fields = TEXT[family]
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = transformers.CONFIG_MAPPING[name](vocab_size=512, max_position_embeddings=2048, **ids, **fields)
+    config = transformers.CONFIG_MAPPING[name](
+        vocab_size=512, max_position_embeddings=2048, **ids, **fields
+    )
     return _save(transformers.AutoModelForCausalLM.from_config, config, directory, "float32")
 
 
@@ -207,7 +237,9 @@ def picture(seed: int = 0, size: int = 64) -> Any:
     import numpy as np
     from PIL import Image
 
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 255, (size, size, 3), dtype=np.uint8)
+    )
 
 
 MAKERS: dict[str, Callable[[Path], Path]] = {

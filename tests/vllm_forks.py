@@ -65,7 +65,9 @@ def prepare() -> Path:
         os.environ |= {_FOLDER: folder, _RUN: str(os.getpid())}
         for name, more in (("python", ""), ("semkv", "-m semkv")):
             program = Path(folder, name)
-            program.write_text(f"#!/bin/sh\nexec '{_REAL}' -S '{Path(__file__).resolve()}' {more} \"$@\"\n")
+            program.write_text(
+                f"#!/bin/sh\nexec '{_REAL}' -S '{Path(__file__).resolve()}' {more} \"$@\"\n"
+            )
             program.chmod(0o700)
     return Path(os.environ[_FOLDER])
 
@@ -114,7 +116,10 @@ def be_plain() -> None:
     from multiprocessing import context
 
     sys.executable = _REAL
-    context._concrete_contexts |= {"spawn": context.SpawnContext(), "forkserver": context.ForkServerContext()}  # type: ignore[attr-defined]
+    context._concrete_contexts |= {
+        "spawn": context.SpawnContext(),
+        "forkserver": context.ForkServerContext(),
+    }  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- the process that forks
@@ -225,8 +230,15 @@ def _stand_in(arguments: list[str]) -> int:
     """Run a program in a fork that has this process's open files and gets its signals."""
     if not {"-c", "-m"} & set(arguments[:2]):
         os.execv(_REAL, [_REAL, *arguments])
-    files = [int(entry.name) for entry in Path("/proc/self/fd").iterdir() if _inherited(int(entry.name))]
-    order = {"command": arguments, "files": files, "environment": dict(os.environ), "folder": str(Path.cwd())}
+    files = [
+        int(entry.name) for entry in Path("/proc/self/fd").iterdir() if _inherited(int(entry.name))
+    ]
+    order = {
+        "command": arguments,
+        "files": files,
+        "environment": dict(os.environ),
+        "folder": str(Path.cwd()),
+    }
     line = socket.socket(socket.AF_UNIX)
     line.connect(_address())
     with tempfile.TemporaryFile("w+") as text:

@@ -14,7 +14,12 @@ from ports import free_port
 
 ROOT = Path(__file__).parents[1]
 MODULE = ["-m", "vllm.entrypoints.openai.api_server"]
-_PLAIN = ["--enforce-eager", "--kv-cache-memory-bytes", str(1 << 28), "--enable-prompt-tokens-details"]
+_PLAIN = [
+    "--enforce-eager",
+    "--kv-cache-memory-bytes",
+    str(1 << 28),
+    "--enable-prompt-tokens-details",
+]
 _START_S = 1200.0
 
 

@@ -33,7 +33,12 @@ class _Finder:
 
 def _built_for_cuda(init_file: Path) -> bool:
     try:
-        return re.search(r"__version__ = '[^']*\+cu", init_file.with_name("version.py").read_text("utf-8")) is not None
+        return (
+            re.search(
+                r"__version__ = '[^']*\+cu", init_file.with_name("version.py").read_text("utf-8")
+            )
+            is not None
+        )
     except OSError:
         return False
 
@@ -43,11 +48,18 @@ def _declare_operators() -> None:
 
     if torch.version.cuda is None and torch.version.hip is None:
         for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
 
 
 def install() -> None:
     """Register the finder, where both packages are installed. Costs a few microseconds."""
     waiting = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    if not waiting and "torchvision" not in sys.modules and importlib.util.find_spec("torch") is not None:
+    if (
+        not waiting
+        and "torchvision" not in sys.modules
+        and importlib.util.find_spec("torch") is not None
+    ):
         sys.meta_path.insert(0, _Finder())

@@ -77,7 +77,9 @@ _MODULES = {
     "tiers.tier": "Tier",
     "tiers.policies": "Decider Decision",
 }
-_ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}  # the rest: `semkv.types`
+_ELSEWHERE = {
+    name: module for module, names in _MODULES.items() for name in names.split()
+}  # the rest: `semkv.types`
 
 
 def __getattr__(name: str) -> Any:

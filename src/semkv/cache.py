@@ -143,7 +143,9 @@ class SemanticCache:
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
         own = None if decider is None else plug.require("decider", decider, Decider)
-        self._decider: Decider = own or build_policy(config, plain.fingerprint if config.calibration else "")
+        self._decider: Decider = own or build_policy(
+            config, plain.fingerprint if config.calibration else ""
+        )
         self._checking = Checking(
             config.checked_share,
             self._decider,
@@ -154,17 +156,26 @@ class SemanticCache:
             self._tally,
         )
         judge = plain if config.embedding_hook.startswith("prompt") else encoder
-        self._planner = Planner(config, self.media, self._decider, self._checking, self._tally, judge)
+        self._planner = Planner(
+            config, self.media, self._decider, self._checking, self._tally, judge
+        )
         self.pending = PendingTier(config, self._planner, self._checking, self._tally)
         least = self._planner.least
-        self._similar = SimilarTier(config, self._catalog, hook.fingerprint, encoder, least, self._tally, index)
+        self._similar = SimilarTier(
+            config, self._catalog, hook.fingerprint, encoder, least, self._tally, index
+        )
         self._matching = Matching(
             config, self._catalog, hook, encoder, self._planner, self._similar, self._tally, tiers
         )
         self._sharing = None
         if log is not None:
             self._sharing = Sharing(
-                log, self._catalog, self._matching.shared_record, self._add, self._forget, self._tally
+                log,
+                self._catalog,
+                self._matching.shared_record,
+                self._add,
+                self._forget,
+                self._tally,
             )
 
     def __enter__(self) -> SemanticCache:
@@ -187,7 +198,9 @@ class SemanticCache:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
-    def try_reuse(self, request: Request, *, embeddings: Mapping[str, Vector] | None = None) -> ReuseReport:
+    def try_reuse(
+        self, request: Request, *, embeddings: Mapping[str, Vector] | None = None
+    ) -> ReuseReport:
         """Find what the request may use, and the canonical prompt to send instead of it.
 
         Args:
@@ -208,10 +221,14 @@ class SemanticCache:
         with self._tally.boundary("decider"):
             self._decider.arrived()
         found = self._matching.look_up(request, embeddings)
-        plan, proposed, answer, hit_id = found.plan, None, None, ""
+        plan = found.plan
+        proposed = None
+        answer = None
+        hit_id = ""
         sent = plan or own
         if plan is not None and self.config.mode is CacheMode.DRY_RUN:
-            proposed, sent = plan, Plan(request.segments, 0, plan.match)
+            proposed = plan
+            sent = Plan(request.segments, 0, plan.match)
         if plan is not None and plan.full and found.donor is not None:
             answer = found.donor.response
         seconds = time.perf_counter() - start
@@ -224,7 +241,17 @@ class SemanticCache:
             self._tally.add(f"hit:{plan.match.tier}")
             with self._tally.boundary("hit"):
                 hit_id = self._checking.open(request, plan.match, found.decision)
-        return ReuseReport(request, sent, found.statuses, found.vectors, seconds, answer, proposed, hit_id, found.near)
+        return ReuseReport(
+            request,
+            sent,
+            found.statuses,
+            found.vectors,
+            seconds,
+            answer,
+            proposed,
+            hit_id,
+            found.near,
+        )
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -258,7 +285,9 @@ class SemanticCache:
         with self._tally.boundary("record"):
             now = time.time()
             if match is not None and report.plan.full:
-                there = self._catalog.tag(match.entry_id, all_tags if match.exactness is Exactness.EXACT else ())
+                there = self._catalog.tag(
+                    match.entry_id, all_tags if match.exactness is Exactness.EXACT else ()
+                )
                 self._tally.add("repeats")
                 return match.entry_id if there else None
             record = self._matching.record(report, response, all_tags, dict(metadata or {}), now)
@@ -349,7 +378,9 @@ class SemanticCache:
             StoreError: the catalog could not be read or written; nothing was deleted.
         """
         try:
-            removed = self._catalog.invalidate(tag=tag, entry_id=entry_id, namespace=namespace, dry_run=dry_run)
+            removed = self._catalog.invalidate(
+                tag=tag, entry_id=entry_id, namespace=namespace, dry_run=dry_run
+            )
         except sqlite3.Error as error:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
         if removed.entry_ids and not dry_run:
@@ -364,9 +395,20 @@ class SemanticCache:
         counts = self._tally.counts()
 
         def named(prefix: str) -> dict[str, int]:
-            return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix)}
+            return {
+                name.removeprefix(prefix): n
+                for name, n in counts.items()
+                if name.startswith(prefix)
+            }
 
         faults = named("fault:") | {name: counts[name] for name in _PLAIN_FAULTS if name in counts}
-        counted: dict[str, Any] = {f.name: counts.get(f.name.replace("_", " "), 0) for f in fields(CacheStats)}
-        counted |= {"lookup_s": self._lookup_s, "hits": named("hit:"), "vetoes": named("veto:"), "faults": faults}
+        counted: dict[str, Any] = {
+            f.name: counts.get(f.name.replace("_", " "), 0) for f in fields(CacheStats)
+        }
+        counted |= {
+            "lookup_s": self._lookup_s,
+            "hits": named("hit:"),
+            "vetoes": named("veto:"),
+            "faults": faults,
+        }
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})

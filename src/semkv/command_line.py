@@ -21,9 +21,17 @@ _S = TypeVar("_S")
 
 # What may stand in the environment though it is no flag of a command (the last three are none inside vLLM), and what
 # Kubernetes puts there for every Service.
-_OTHERS = ("SEMKV_SECRET", "SEMKV_ADMIN_KEY", "SEMKV_CONFIG", "SEMKV_HOST", "SEMKV_PORT", "SEMKV_WORKERS")
+_OTHERS = (
+    "SEMKV_SECRET",
+    "SEMKV_ADMIN_KEY",
+    "SEMKV_CONFIG",
+    "SEMKV_HOST",
+    "SEMKV_PORT",
+    "SEMKV_WORKERS",
+)
 _KUBERNETES = re.compile(
-    r"SEMKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT_\d+_(TCP|UDP|SCTP))\w*=.*|SEMKV_(\w+_)?PORT=\w+://.*", re.DOTALL
+    r"SEMKV_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT_\d+_(TCP|UDP|SCTP))\w*=.*|SEMKV_(\w+_)?PORT=\w+://.*",
+    re.DOTALL,
 )
 
 
@@ -41,25 +49,38 @@ class Environment:
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = variables
 
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
+    def __call__(
+        self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection"
+    ) -> None:
         flags = {
             name.removeprefix("--"): argument
             for argument in arguments
             for name in argument.names
-            if argument.parse and name.startswith("--") and name not in argument.negatives  # NO_SALT=0 were a riddle
+            if argument.parse
+            and name.startswith("--")
+            and name not in argument.negatives  # NO_SALT=0 were a riddle
         }
         own = flags.pop("config", None)
-        known = {f"SEMKV_{flag.replace('-', '_').upper()}": argument for flag, argument in flags.items()}
+        known = {
+            f"SEMKV_{flag.replace('-', '_').upper()}": argument for flag, argument in flags.items()
+        }
         for name, text in self._variables.items():
-            if not name.startswith("SEMKV_") or not text.strip() or _KUBERNETES.fullmatch(f"{name}={text}"):
+            if (
+                not name.startswith("SEMKV_")
+                or not text.strip()
+                or _KUBERNETES.fullmatch(f"{name}={text}")
+            ):
                 continue
             if name not in known:
                 if name in _OTHERS:
                     continue
                 raise ConfigError("environment", name, {*known, *_OTHERS})
             words = text.split(",") if get_origin(known[name].hint) is tuple else [text]
-            _give(known[name], [word.strip() for word in words if word.strip()], name, "environment")
-        key, file = "SEMKV_CONFIG", self._variables.get("SEMKV_CONFIG", "")
+            _give(
+                known[name], [word.strip() for word in words if word.strip()], name, "environment"
+            )
+        key = "SEMKV_CONFIG"
+        file = self._variables.get("SEMKV_CONFIG", "")
         if own and own.tokens:
             key, file = "--config", own.tokens[-1].value
         try:
@@ -77,7 +98,9 @@ def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str)
     """Give a flag what it has from no other source. Raises `ConfigError` where one source gives it by two names."""
     given = argument.tokens[0] if argument.tokens else None
     if given is not None and given.source == source:
-        raise ConfigError(source, keyword, f"one name for {argument.name}, which {given.keyword} gives already")
+        raise ConfigError(
+            source, keyword, f"one name for {argument.name}, which {given.keyword} gives already"
+        )
     for index, word in enumerate(words if given is None else ()):
         argument.append(Token(keyword=keyword, value=word, source=source, index=index))
 
@@ -96,10 +119,14 @@ def _name_sources(app: App, commands: tuple[str, ...], arguments: "ArgumentColle
 def _read(kind: Any, tokens: Sequence[Token]) -> Any:
     """The words of a flag as its type."""
     words = [token.value for token in tokens]
-    return typed(tokens[0].keyword or "an argument", words if get_origin(kind) is tuple else words[-1], kind)
+    return typed(
+        tokens[0].keyword or "an argument", words if get_origin(kind) is tuple else words[-1], kind
+    )
 
 
-def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"], None], **options: Any) -> App:
+def command_line(
+    *sources: Callable[[App, tuple[str, ...], "ArgumentCollection"], None], **options: Any
+) -> App:
     """An application or a command whose parser raises instead of printing; `setting_error` makes it our words.
 
     Args:
@@ -107,9 +134,17 @@ def command_line(*sources: Callable[[App, tuple[str, ...], "ArgumentCollection"]
         options: of `cyclopts.App`.
     """
     plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}
-    raising: dict[str, Any] = {"result_action": "return_value", "exit_on_error": False, "print_error": False}
+    raising: dict[str, Any] = {
+        "result_action": "return_value",
+        "exit_on_error": False,
+        "print_error": False,
+    }
     reading = Parameter(converter=_read, negative_iterable=(), allow_repeating=True)
-    return App(config=(*sources, _name_sources), default_parameter=reading, **{**plain, **raising, **options})
+    return App(
+        config=(*sources, _name_sources),
+        default_parameter=reading,
+        **{**plain, **raising, **options},
+    )
 
 
 def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
@@ -135,8 +170,11 @@ def parse(kind: type[_S], arguments: Sequence[str], *sources: Any) -> _S:
 def setting_error(error: CycloptsError) -> SemkvError:
     """What the command line's parser refused, in our words."""
     if isinstance(error, UnusedCliTokensError):
-        return SemkvError(f"not expected: {' '.join(error.unused_tokens or ())}; --help names the options")
-    token, kind = getattr(error, "token", None), getattr(error, "target_type", None)
+        return SemkvError(
+            f"not expected: {' '.join(error.unused_tokens or ())}; --help names the options"
+        )
+    token = getattr(error, "token", None)
+    kind = getattr(error, "target_type", None)
     if token is not None and kind is not None:
         try:
             typed(token.keyword or "", token.value, kind)

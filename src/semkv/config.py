@@ -18,12 +18,21 @@ from cyclopts import Parameter
 from semkv import plug
 from semkv.errors import ConfigError
 from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
-from semkv_stores.settings import COSINE, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Allowed, check, default_cache_dir
+from semkv_stores.settings import (
+    COSINE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SOME_SHARE,
+    Allowed,
+    check,
+    default_cache_dir,
+)
 
 IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IMAGE_ROOT")
 
 OWN_POLICY = Allowed(
-    f"one of {', '.join(PolicyName)}, or {plug.FORM}", lambda name: name in list(PolicyName) or plug.is_path(name)
+    f"one of {', '.join(PolicyName)}, or {plug.FORM}",
+    lambda name: name in list(PolicyName) or plug.is_path(name),
 )
 
 
@@ -38,8 +47,12 @@ def switch(name: str, *negative: str) -> Parameter:
     return Parameter(name=f"--{name}", negative=tuple(f"--{word}" for word in negative))
 
 
-FUSION = Parameter(name=("--enable-fusion-cache", "--fusion-cache"), negative="--disable-fusion-cache")
-LAYERS = Parameter(name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="--no-embedding-layer")
+FUSION = Parameter(
+    name=("--enable-fusion-cache", "--fusion-cache"), negative="--disable-fusion-cache"
+)
+LAYERS = Parameter(
+    name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="--no-embedding-layer"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +86,15 @@ class PolicyConfig:
         if self.policy in list(PolicyName):
             object.__setattr__(self, "policy", PolicyName(self.policy))
         if self.policy is PolicyName.CALIBRATED and self.calibration is None:
-            raise ConfigError("--calibration", None, "a file that `semkv calibrate` wrote, for --policy calibrated")
+            raise ConfigError(
+                "--calibration",
+                None,
+                "a file that `semkv calibrate` wrote, for --policy calibrated",
+            )
         if self.policy is PolicyName.FIXED and self.calibration is not None:
-            raise ConfigError("--calibration", str(self.calibration), "given with another --policy than fixed")
+            raise ConfigError(
+                "--calibration", str(self.calibration), "given with another --policy than fixed"
+            )
 
     @property
     def checked_share(self) -> float:
@@ -106,8 +125,12 @@ class LookupConfig(PolicyConfig):
 
     cache_dir: Path = field(default_factory=default_cache_dir)
     mode: Annotated[CacheMode, Parameter(name=("--cache-mode", "--mode")), NEAR] = CacheMode.LIVE
-    semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = True
-    normalised: Annotated[bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR] = True
+    semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = (
+        True
+    )
+    normalised: Annotated[
+        bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR
+    ] = True
     embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, NEAR] = ()
     embedding_hook: Annotated[str, NEAR] = "none"
     vision_encoder: Annotated[str, NEAR] = ""
@@ -122,7 +145,9 @@ class LookupConfig(PolicyConfig):
                 raise ConfigError("--embedding-layer", name, "each layer once")
         if names and self.embedding_hook == "none":
             raise ConfigError(
-                "--embedding-hook", "none", f"a hook that fills {', '.join(names)}, such as prompt_vision"
+                "--embedding-hook",
+                "none",
+                f"a hook that fills {', '.join(names)}, such as prompt_vision",
             )
 
 
@@ -199,7 +224,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "opt-125m": Preset(model="facebook/opt-125m", dataset="gqa", max_model_len=2048),
         "qwen3-vl-2b": _VLM,
-        "internvl3.5-2b": replace(_VLM, model="OpenGVLab/InternVL3_5-2B-Instruct", trust_remote_code=True),
+        "internvl3.5-2b": replace(
+            _VLM, model="OpenGVLab/InternVL3_5-2B-Instruct", trust_remote_code=True
+        ),
         "qwen2.5-vl-7b": replace(_VLM, model="Qwen/Qwen2.5-VL-7B-Instruct"),
     }
 )

@@ -42,7 +42,8 @@ class Boundary:
     """See `Tally.boundary`. A `ConfigError` is no fault: it says what to change."""
 
     def __init__(self, tally: Tally, kind: str) -> None:
-        self._tally, self._kind = tally, kind
+        self._tally = tally
+        self._kind = kind
 
     def __enter__(self) -> None:
         return None

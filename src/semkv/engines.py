@@ -161,7 +161,9 @@ def load_image(media: MediaSegment) -> Image:
 
 def system_text(segments: tuple[Segment, ...]) -> str:
     """All system text of a prompt, joined."""
-    return TEXT_SEPARATOR.join(s.text for s in segments if isinstance(s, TextSegment) and s.role is Role.SYSTEM)
+    return TEXT_SEPARATOR.join(
+        s.text for s in segments if isinstance(s, TextSegment) and s.role is Role.SYSTEM
+    )
 
 
 def user_parts(segments: tuple[Segment, ...]) -> list[MediaSegment | str]:
@@ -216,7 +218,13 @@ class FusionEngine:
         StoreError: the directory cannot be opened.
     """
 
-    def __init__(self, engine: Engine, provider: FusionProvider, directory: Path, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        provider: FusionProvider,
+        directory: Path,
+        bounds: Bounds | None = None,
+    ) -> None:
         self._engine: Engine = plug.require("engine", engine, Engine)
         self._provider: FusionProvider = plug.require("provider", provider, FusionProvider)
         self._store = FusionStore.open(directory, digest("provider", provider.fingerprint), bounds)
@@ -232,7 +240,11 @@ class FusionEngine:
         return {name.removeprefix("fault:"): count for name, count in self._tally.counts().items()}
 
     def generate(self, prompt: EnginePrompt) -> EngineResult:
-        media = {segment.media_id: segment for segment in prompt.segments if isinstance(segment, MediaSegment)}
+        media = {
+            segment.media_id: segment
+            for segment in prompt.segments
+            if isinstance(segment, MediaSegment)
+        }
         since = self._store.blocks.last_purge() if media else 0
         new = [item for item in media.values() if not self._inject(prompt, item)]
         result = self._engine.generate(prompt)
@@ -242,7 +254,9 @@ class FusionEngine:
                 if tensor is not None:
                     state = FusionState.from_array(prompt.uuid(item), tensor)
                     self._store.save(state, tenant_tag(prompt.cache_salt), since)
-        return replace(result, fusion=Status.SKIP if not media else Status.MISS if new else Status.HIT)
+        return replace(
+            result, fusion=Status.SKIP if not media else Status.MISS if new else Status.HIT
+        )
 
     def _inject(self, prompt: EnginePrompt, item: MediaSegment) -> bool:
         with self._tally.boundary("inject"):

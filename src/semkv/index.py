@@ -36,8 +36,13 @@ FLAT = 1024  # plain rows from which a partition gets a graph
 _CHUNK = 1024  # rows that are compared, or added to a graph, in one call
 _MOVED = 1 << 13  # plain rows that move into a graph at once
 _STALE = 0.2  # share of removed rows at which a partition is built anew
-_LINKS, _BUILD_BREADTH, _SEARCH_BREADTH = 16, 80, 96  # M, efConstruction and efSearch of HNSW
-_MANY = 1 << 18  # rows from which a graph is searched more broadly, by the root of their number: it would find less
+# M, efConstruction and efSearch of HNSW
+_LINKS = 16
+_BUILD_BREADTH = 80
+_SEARCH_BREADTH = 96
+_MANY = (
+    1 << 18
+)  # rows from which a graph is searched more broadly, by the root of their number: it would find less
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +112,15 @@ class Graph:
         codes_of(self.index)[row] = 0
 
     def search(self, query: Vector, k: int) -> list[tuple[float, int]]:
-        params = faiss_module().SearchParametersHNSW(efSearch=max(self._breadth, 2 * k), sel=self._selected)
+        params = faiss_module().SearchParametersHNSW(
+            efSearch=max(self._breadth, 2 * k), sel=self._selected
+        )
         scores, rows = self.index.search(query.reshape(1, -1), k, params=params)
-        return [(score, row) for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True) if row >= 0]
+        return [
+            (score, row)
+            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True)
+            if row >= 0
+        ]
 
 
 class Partition:
@@ -141,18 +152,24 @@ class Partition:
         used = len(self.items) - self.covered
         needed = used + len(items)
         if needed > len(self._room):
-            larger = np.zeros((max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32)
+            larger = np.zeros(
+                (max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32
+            )
             larger[:used] = self.rows
             self._room = larger
         self._room[used:needed] = vectors
         self.place.update({item: row for row, item in enumerate(items, len(self.items))})
         self.items += items
 
-    def take(self, other: Partition, rows: Sequence[int], items: Sequence[str | None] | None = None) -> None:
+    def take(
+        self, other: Partition, rows: Sequence[int], items: Sequence[str | None] | None = None
+    ) -> None:
         """Append rows of another partition; ``items`` are its items of a while ago."""
         names = other.items if items is None else items
         if rows:
-            self.append([str(names[row]) for row in rows], np.stack([other.vector(row) for row in rows]))
+            self.append(
+                [str(names[row]) for row in rows], np.stack([other.vector(row) for row in rows])
+            )
 
     def remove(self, item: str) -> None:
         row = self.place.pop(item)
@@ -180,7 +197,11 @@ class Partition:
         for start in range(0, len(rows), _CHUNK):  # a larger product would wait for BLAS's threads
             np.dot(rows[start : start + _CHUNK], query, out=scores[start : start + _CHUNK])
         scores[self._removed] = -np.inf
-        best = [int(scores.argmax())] if k == 1 else np.argpartition(scores, max(0, len(scores) - k))[-k:].tolist()
+        best = (
+            [int(scores.argmax())]
+            if k == 1
+            else np.argpartition(scores, max(0, len(scores) - k))[-k:].tolist()
+        )
         return [(float(scores[row]), self.items[self.covered + row]) for row in best]
 
     def cover(self, index: Any, rows: int) -> None:
@@ -188,7 +209,8 @@ class Partition:
         moved = rows - self.covered
         self._room = self.rows[moved:].copy()
         self._removed = [row - moved for row in self._removed if row >= moved]
-        self.covered, self.graph = rows, Graph(index, self.items[:rows])
+        self.covered = rows
+        self.graph = Graph(index, self.items[:rows])
 
 
 class VectorIndex:
@@ -204,7 +226,8 @@ class VectorIndex:
     """
 
     def __init__(self, dim: int, *, flat: int = FLAT) -> None:
-        self.dim, self._flat = dim, flat
+        self.dim = dim
+        self._flat = flat
         self._lock = threading.Lock()
         self._partitions: dict[str, Partition] = {}
         self._home: dict[str, str] = {}  # item -> partition
@@ -257,7 +280,11 @@ class VectorIndex:
         if graph is not None:
             found += [(score, items[row]) for score, row in graph.search(query, k)]
         found.sort(key=lambda one: -one[0])
-        near = [Neighbour(item, as_cosine(score)) for score, item in found if item in self._home and item]
+        near = [
+            Neighbour(item, as_cosine(score))
+            for score, item in found
+            if item in self._home and item
+        ]
         return near[:k]
 
     def score(self, item: str, vector: Vector) -> float | None:
@@ -305,7 +332,11 @@ class VectorIndex:
         """Move plain rows into the graph."""
         with self._lock:
             moved = home.rows[:_MOVED].copy()
-        index = _empty_graph(self.dim) if home.graph is None else faiss_module().clone_index(home.graph.index)
+        index = (
+            _empty_graph(self.dim)
+            if home.graph is None
+            else faiss_module().clone_index(home.graph.index)
+        )
         if self._grow(index, moved):
             with self._lock:
                 home.cover(index, home.covered + len(moved))
@@ -314,7 +345,8 @@ class VectorIndex:
         """Put a new partition in place, of the rows that are left."""
         with self._lock:
             items = home.items.copy()
-        fresh, left = Partition(self.dim), [row for row, item in enumerate(items) if item is not None]
+        fresh = Partition(self.dim)
+        left = [row for row, item in enumerate(items) if item is not None]
         for start in range(0, len(left), _MOVED):
             fresh.take(home, left[start : start + _MOVED], items)
             if len(fresh.rows) >= self._flat:
@@ -326,7 +358,10 @@ class VectorIndex:
             for row in left:
                 if home.items[row] is None:  # removed meanwhile
                     fresh.remove(str(items[row]))
-            fresh.take(home, [row for row in range(len(items), len(home.items)) if home.items[row] is not None])
+            fresh.take(
+                home,
+                [row for row in range(len(items), len(home.items)) if home.items[row] is not None],
+            )
             if self._partitions.get(name) is home:  # else all of it was removed meanwhile
                 self._partitions[name] = fresh
 
@@ -361,6 +396,8 @@ def codes_of(index: Any) -> npt.NDArray[np.uint8]:
 
 def _empty_graph(dim: int) -> Any:
     faiss = faiss_module()
-    index = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_fp16, _LINKS, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexHNSWSQ(
+        dim, faiss.ScalarQuantizer.QT_fp16, _LINKS, faiss.METRIC_INNER_PRODUCT
+    )
     index.hnsw.efConstruction = _BUILD_BREADTH
     return index

@@ -16,7 +16,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 
-from semkv.types import Entry, Exactness, MediaSegment, Namespace, Request, Role, Segment, TextSegment
+from semkv.types import (
+    Entry,
+    Exactness,
+    MediaSegment,
+    Namespace,
+    Request,
+    Role,
+    Segment,
+    TextSegment,
+)
 from semkv_guards.folding import asks_of_typing, normalise
 from semkv_stores.digests import digest
 
@@ -45,7 +54,9 @@ def segment_key(segment: Segment, *, normalised: bool, with_media: bool = True) 
     return digest("text", segment.role, normalise(segment.text) if normalised else segment.text)
 
 
-def chain_keys(segments: Iterable[Segment], *, normalised: bool, with_media: bool = True) -> list[str]:
+def chain_keys(
+    segments: Iterable[Segment], *, normalised: bool, with_media: bool = True
+) -> list[str]:
     """One key per leading run of segments: ``keys[i]`` covers ``segments[: i + 1]``.
 
     The same idea as vLLM's chained block hashes, one level up: the longest stored key is the longest shared prefix.
@@ -53,7 +64,9 @@ def chain_keys(segments: Iterable[Segment], *, normalised: bool, with_media: boo
     keys: list[str] = []
     parent = "root"
     for segment in segments:
-        parent = digest("chain", parent, segment_key(segment, normalised=normalised, with_media=with_media))
+        parent = digest(
+            "chain", parent, segment_key(segment, normalised=normalised, with_media=with_media)
+        )
         keys.append(parent)
     return keys
 
@@ -86,11 +99,9 @@ class Keyed:
     """
 
     def __init__(self, namespace: Namespace, segments: tuple[Segment, ...]) -> None:
-        self.space, self.segments, self.exact = (
-            namespace_key(namespace),
-            segments,
-            chain_keys(segments, normalised=False),
-        )
+        self.space = namespace_key(namespace)
+        self.segments = segments
+        self.exact = chain_keys(segments, normalised=False)
         self.question: int | None = None
         self.last_media: int | None = None
         self.first_context: int | None = None
@@ -117,7 +128,11 @@ class Keyed:
     @cached_property
     def as_typed(self) -> frozenset[int]:
         """Positions of the texts that ask about typing: where there is one, no text of the prompt is folded."""
-        texts = ((i, segment) for i, segment in enumerate(self.segments) if isinstance(segment, TextSegment))
+        texts = (
+            (i, segment)
+            for i, segment in enumerate(self.segments)
+            if isinstance(segment, TextSegment)
+        )
         return frozenset(i for i, segment in texts if asks_of_typing(segment.text))
 
     def _folded(self, *, with_media: bool) -> list[str]:
@@ -137,11 +152,19 @@ class Keyed:
 
     def media_prefix(self) -> str:
         """Digest of the leading run up to the last media item, media alike; empty where there is none."""
-        return "" if self.last_media is None else digest("run", self.space, self.any_media[self.last_media])
+        return (
+            ""
+            if self.last_media is None
+            else digest("run", self.space, self.any_media[self.last_media])
+        )
 
     def media_key(self) -> str:
         """Digest of the same run with its own media items; empty where there is none."""
-        return "" if self.last_media is None else digest("media", self.space, self.folded[self.last_media])
+        return (
+            ""
+            if self.last_media is None
+            else digest("media", self.space, self.folded[self.last_media])
+        )
 
     def context_depths(self) -> range:
         """Lengths of the leading runs that hold a context and leave something over, shortest first."""
@@ -165,13 +188,21 @@ class Keyed:
         """All keys under which an entry with this prompt is registered."""
         keys = {self.media_key()}
         for depth in (*self.context_depths(), len(self.segments)):
-            keys |= {self.exact_key(depth), self.folded_key(depth), self.folded_key(depth, with_media=False)}
+            keys |= {
+                self.exact_key(depth),
+                self.folded_key(depth),
+                self.folded_key(depth, with_media=False),
+            }
         return tuple(sorted(keys - {""}))
 
 
 def is_context(segment: Segment) -> bool:
     """Whether a segment is a text with the role ``context`` that says anything."""
-    return isinstance(segment, TextSegment) and segment.role is Role.CONTEXT and bool(segment.text.strip())
+    return (
+        isinstance(segment, TextSegment)
+        and segment.role is Role.CONTEXT
+        and bool(segment.text.strip())
+    )
 
 
 def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
@@ -190,10 +221,15 @@ def _folds_to(mine: Segment, theirs: Segment) -> bool:
     return not typed and segment_key(mine, normalised=True) == segment_key(theirs, normalised=True)
 
 
-def same_characters(own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None) -> bool:
+def same_characters(
+    own: Sequence[Segment], donor: Sequence[Segment], but: int | None = None
+) -> bool:
     """Whether two runs have the same characters, whatever the media items; ``but`` is a text that is left out."""
     pairs = enumerate(zip(own, donor, strict=False))
-    return all(i == but or getattr(mine, "text", "") == getattr(theirs, "text", "") for i, (mine, theirs) in pairs)
+    return all(
+        i == but or getattr(mine, "text", "") == getattr(theirs, "text", "")
+        for i, (mine, theirs) in pairs
+    )
 
 
 def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segment, ...]:

@@ -16,7 +16,9 @@ class Every(threading.Thread):
 
     def __init__(self, seconds: float, method: Callable[[], object], name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._seconds, self._method, self._stopping = seconds, weakref.WeakMethod(method), threading.Event()
+        self._seconds = seconds
+        self._method = weakref.WeakMethod(method)
+        self._stopping = threading.Event()
         self.start()
 
     def run(self) -> None:

@@ -28,13 +28,17 @@ _SIDES = (32, 64, 128, 256)  # of the copies that are aligned, coarse to fine
 _FARTHEST = 0.09  # share of half a side: a pixel near an edge is moved by 4.5% of the side at most
 _STRETCH = 0.03  # between the scales of the two axes: a circle is no ellipse
 _SIZES = 1.13  # between the two pictures' sides
-_GAINS, _OFFSET = (0.75, 1.33), 60.0  # of the contrast; levels of 255 by which black or white may move
+# of the contrast; levels of 255 by which black or white may move
+_GAINS = (0.75, 1.33)
+_OFFSET = 60.0
 _BURNT = 40.0  # levels that white or black may hide
 _FLAT = 50.0  # variance that is taken for noise
 
 # A change is at least so many levels of 255 in a window of 3 x 3, and such a share of the contrast there: both are more
 # where contours differ more all over the picture, up to the second number. Chosen on docs/quality.md's tuned scenes.
-_LEVELS, _NOISY, _SHARE = (5.0, 22.0), 4.5, 0.8
+_LEVELS = (5.0, 22.0)
+_NOISY = 4.5
+_SHARE = 0.8
 # Of colors at 1/2, 1/4, 1/8 and 1/16 of the size: the larger a thing, the less re-encoding explains. 99% of the scenes'
 # copies stay below 18, 8, 5 and 3.
 _COLORS = (24.0, 14.0, 8.0, 5.0)
@@ -57,15 +61,22 @@ def difference(a: Image, b: Image) -> float:
     across, down = moved
     columns, rows = _shared(across, a.width), _shared(down, a.height)
     mine = np.asarray(a, np.float32)
-    if _lost(mine @ _GRAY, columns, rows) or _lost(np.asarray(b, np.float32) @ _GRAY, *_other_way(across, down, b)):
+    if _lost(mine @ _GRAY, columns, rows) or _lost(
+        np.asarray(b, np.float32) @ _GRAY, *_other_way(across, down, b)
+    ):
         return np.inf
     other = np.asarray(_laid(b, a.size, across, down), np.float32)
     mine, other = mine[rows, columns], other[rows, columns]
     gain, offset = _light(mine @ _GRAY, other @ _GRAY)
-    if not _GAINS[0] < gain < _GAINS[1] or max(abs(offset), abs(255 * gain + offset - 255)) > _OFFSET:
+    if (
+        not _GAINS[0] < gain < _GAINS[1]
+        or max(abs(offset), abs(255 * gain + offset - 255)) > _OFFSET
+    ):
         return np.inf
     laid = (gain * other + offset).clip(0, 255)
-    burnt = (other > 253.5) & (laid < mine) | (other < 1.5) & (laid > mine)  # what was brighter, or darker, is lost
+    burnt = (other > 253.5) & (laid < mine) | (other < 1.5) & (
+        laid > mine
+    )  # what was brighter, or darker, is lost
     return _changed(mine, np.where(burnt & (abs(mine - laid) < _BURNT), mine, laid))
 
 
@@ -82,20 +93,30 @@ def _align(a: Image, b: Image) -> tuple[Move, Move] | None:
     p = np.zeros(4)
     for side in _SIDES:
         w, h = (max(min(n, 24), round(n * min(1.0, side / max(a.size)))) for n in a.size)
-        first, second = _smooth(np.asarray(_resized(a, w, h), np.float32)), _resized(b, w, h).convert("F")
+        first = _smooth(np.asarray(_resized(a, w, h), np.float32))
+        second = _resized(b, w, h).convert("F")
         x, y = (np.linspace(1 / n - 1, 1 - 1 / n, n, dtype=np.float32)[1:-1] for n in (w, h))
         for _ in range(10):
-            over = _smooth(np.asarray(_laid(second, (w, h), (p[0], p[1]), (p[2], p[3])), np.float32))
-            inside = tuple(_within(_shared(m, n)) for m, n in (((p[2], p[3]), h - 2), ((p[0], p[1]), w - 2)))
+            over = _smooth(
+                np.asarray(_laid(second, (w, h), (p[0], p[1]), (p[2], p[3])), np.float32)
+            )
+            inside = tuple(
+                _within(_shared(m, n)) for m, n in (((p[2], p[3]), h - 2), ((p[0], p[1]), w - 2))
+            )
             slope_y, slope_x = (g[inside] for g in np.gradient(over))
             mine, theirs = first[inside], over[inside]
             if min(mine.shape) < 4:
                 return None
             gain = np.clip((mine.std() + 1) / (theirs.std() + 1), *_GAINS)
             rest = mine - mine.mean() - gain * (theirs - theirs.mean())
-            dx, dy = slope_x * np.float32(gain * w / 2), slope_y * np.float32(gain * h / 2)
-            jacobian = np.stack((dx * x[inside[1]], dx, dy * y[inside[0], None], dy), -1).reshape(-1, 4)
-            weighted, damping = jacobian, 0.02  # where there is little to align by
+            dx = slope_x * np.float32(gain * w / 2)
+            dy = slope_y * np.float32(gain * h / 2)
+            jacobian = np.stack((dx * x[inside[1]], dx, dy * y[inside[0], None], dy), -1).reshape(
+                -1, 4
+            )
+            # where there is little to align by
+            weighted = jacobian
+            damping = 0.02
             if side > _SIDES[1]:  # a thing that has changed does not pull
                 damping = 0.002
                 far = max(8.0, 2 * float(np.sqrt((rest * rest).mean())))
@@ -108,7 +129,8 @@ def _align(a: Image, b: Image) -> tuple[Move, Move] | None:
                 return None
             if abs(step).max() * max(w, h) < 0.03:
                 break
-    across, down = (float(p[0]), float(p[1])), (float(p[2]), float(p[3]))
+    across = (float(p[0]), float(p[1]))
+    down = (float(p[2]), float(p[3]))
     far = max(abs(stretch) + abs(shift) for stretch, shift in (across, down))
     pixels = (b.width / a.width * (1 + across[0])) / (b.height / a.height * (1 + down[0]))
     return None if far > _FARTHEST or abs(pixels - 1) > _STRETCH else (across, down)
@@ -125,7 +147,9 @@ def _laid(image: Image, size: tuple[int, int], across: Move, down: Move) -> Imag
     """An image as it lies over one of ``size``."""
     from PIL.Image import Resampling, Transform
 
-    (w, h), (sx, dx), (sy, dy) = size, across, down
+    (w, h) = size
+    (sx, dx) = across
+    (sy, dy) = down
     x, y = image.width / w * (1 + sx), image.height / h * (1 + sy)
     where = (x, 0, (dx - sx) * image.width / 2, 0, y, (dy - sy) * image.height / 2)
     return image.transform(size, Transform.AFFINE, where, Resampling.BICUBIC)
@@ -183,7 +207,9 @@ def _light(mine: Plane, other: Plane) -> tuple[float, float]:
         weight = 1 / (1 + ((a - gain * b - offset) / 8) ** 2)
         weight /= weight.sum()
         middle_a, middle_b = float(weight @ a), float(weight @ b)
-        spread_a, spread_b = (float(weight @ (x - m) ** 2) for x, m in ((a, middle_a), (b, middle_b)))
+        spread_a, spread_b = (
+            float(weight @ (x - m) ** 2) for x, m in ((a, middle_a), (b, middle_b))
+        )
         gain = ((spread_a + 25) / (spread_b + 25)) ** 0.5
         offset = middle_a - gain * middle_b
     return gain, offset
@@ -193,7 +219,8 @@ def _changed(a: Any, b: Any) -> float:
     """The largest change in any window, in units of what is one: of light at full and half size, of color below."""
     most = 0.0
     for x, y in ((a, b), (_half(a), _half(b))):
-        first, second = _smooth(x @ _GRAY - 128), _smooth(y @ _GRAY - 128)
+        first = _smooth(x @ _GRAY - 128)
+        second = _smooth(y @ _GRAY - 128)
         rest = first - second
         contrast = np.maximum(*(_mean3(z * z) - _mean3(z) ** 2 for z in (first, second)))
         power = _mean3(rest * rest)
@@ -201,7 +228,12 @@ def _changed(a: Any, b: Any) -> float:
         levels = np.clip(_NOISY * noise, *_LEVELS)
         share = power / (contrast + _FLAT)
         most = max(
-            most, float(np.minimum(abs(_mean3(rest)) / levels, share / (_SHARE * levels / _LEVELS[1])).max(initial=0.0))
+            most,
+            float(
+                np.minimum(abs(_mean3(rest)) / levels, share / (_SHARE * levels / _LEVELS[1])).max(
+                    initial=0.0
+                )
+            ),
         )
     colors = (a - b) @ _CHROMA
     for limit in _COLORS:

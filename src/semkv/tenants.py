@@ -23,5 +23,11 @@ def keyed_digest(secret: bytes, kind: str, name: str) -> bytes:
 
 def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
     """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none)."""
-    said = json.dumps(["salt", tenant, own], sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    said = json.dumps(
+        ["salt", tenant, own],
+        sort_keys=True,
+        ensure_ascii=False,
+        separators=(",", ":"),
+        allow_nan=False,
+    )
     return hmac.digest(secret, said.encode(), "sha256").hex()

@@ -139,7 +139,9 @@ class EmbeddingLayer:
         """
         form = "NAME:DIM[:THRESHOLD] such as prompt:384:0.8"
         try:
-            parts = spec.split(":") if isinstance(spec, str) else [str(part) for part in astuple(spec)]
+            parts = (
+                spec.split(":") if isinstance(spec, str) else [str(part) for part in astuple(spec)]
+            )
             layer = cls(parts[0], *map(int, parts[1:2]), *map(float, parts[2:]))
         except (TypeError, ValueError):
             raise ConfigError("--embedding-layer", spec, form) from None
@@ -309,7 +311,14 @@ class ReuseReport:
 
     def unchanged(self) -> ReuseReport:
         """The same lookup with nothing substituted: what a check runs, and records when it is answered."""
-        return replace(self, plan=Plan(self.request.segments), donor_response=None, proposed=None, hit_id="", near=None)
+        return replace(
+            self,
+            plan=Plan(self.request.segments),
+            donor_response=None,
+            proposed=None,
+            hit_id="",
+            near=None,
+        )
 
     def unused(self) -> ReuseReport:
         """The same lookup, where the request was computed beside it: its answer tells what the donor's was worth."""

@@ -23,7 +23,9 @@ from semkv.errors import DatasetError
 
 _MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_PART_OF_A_PAIR = re.compile(r"\\ud[89a-f]", re.IGNORECASE)  # escapes; most are halves of one whole character
+_PART_OF_A_PAIR = re.compile(
+    r"\\ud[89a-f]", re.IGNORECASE
+)  # escapes; most are halves of one whole character
 
 
 def read_json(path: Path, *, nan_is_null: bool = False) -> Any:
@@ -47,7 +49,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise DatasetError(f"{path}: not valid TOML ({error})") from error
 
 
-def read_json_lines(path: Path, *, nan_is_null: bool = False, cut_off: bool = False) -> Iterator[tuple[int, Any]]:
+def read_json_lines(
+    path: Path, *, nan_is_null: bool = False, cut_off: bool = False
+) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for every line that is not blank.
 
     Args:
@@ -102,9 +106,15 @@ def parse_json(text: str, where: str, *, nan_is_null: bool = False) -> Any:
         return value if math.isfinite(value) else no_number(written)
 
     try:
-        found = json.loads(text, object_pairs_hook=of_pairs, parse_constant=no_number, parse_float=number)
+        found = json.loads(
+            text, object_pairs_hook=of_pairs, parse_constant=no_number, parse_float=number
+        )
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        place = (
+            f"column {error.colno}"
+            if error.lineno == 1
+            else f"line {error.lineno}, column {error.colno}"
+        )
         raise DatasetError(f"{where}: not valid JSON ({error.msg}: {place})") from error
     except RecursionError as error:
         raise DatasetError(f"{where}: not valid JSON (nested too deeply)") from error
@@ -176,4 +186,6 @@ def _decoded(data: bytes, where: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         place = f", line {line}" if line > 1 else ""
         found = "UTF-16" if data.startswith(_UTF_16) else f"byte 0x{data[error.start]:02x}"
-        raise DatasetError(f"{where}{place}: not UTF-8 text ({found}); save the file as UTF-8") from None
+        raise DatasetError(
+            f"{where}{place}: not UTF-8 text ({found}); save the file as UTF-8"
+        ) from None

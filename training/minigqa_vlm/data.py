@@ -20,7 +20,16 @@ import numpy.typing as npt
 import prompt
 
 from semkv_lab.minigqa import make_document
-from semkv_lab.minigqa.questions import KINDS, WEIGHTS, Program, ask, change_case, change_whitespace, references, word
+from semkv_lab.minigqa.questions import (
+    KINDS,
+    WEIGHTS,
+    Program,
+    ask,
+    change_case,
+    change_whitespace,
+    references,
+    word,
+)
 from semkv_lab.minigqa.scenes import WIDTH, Scene, draw, make_scene
 
 ROW = 448
@@ -84,25 +93,38 @@ class Chunk:
     kinds: npt.NDArray[np.int8]
 
 
-def make_chunk(rng: Random, bpe: Any, images: int, rows_per_image: int = 2, *, plain: bool = False) -> Chunk:
+def make_chunk(
+    rng: Random, bpe: Any, images: int, rows_per_image: int = 2, *, plain: bool = False
+) -> Chunk:
     """``images`` new pictures with their rows. ``plain``: no case, white-space, system or context variants."""
     chunk = _empty(images, np.repeat(np.arange(images), rows_per_image), ROW)
     for i in range(images):
         scene = make_scene(rng)
         chunk.images[i] = _picture(scene, rng)
         for row in range(i * rows_per_image, (i + 1) * rows_per_image):
-            _fill_row(chunk, row, _head(rng, plain), [_ask(scene, rng, plain) for _ in range(QUESTIONS)], bpe)
+            _fill_row(
+                chunk,
+                row,
+                _head(rng, plain),
+                [_ask(scene, rng, plain) for _ in range(QUESTIONS)],
+                bpe,
+            )
     return chunk
 
 
-def make_text_chunk(rng: Random, bpe: Any, rows: int, *, plain: bool = False, most_words: int = 1300) -> Chunk:
+def make_text_chunk(
+    rng: Random, bpe: Any, rows: int, *, plain: bool = False, most_words: int = 1300
+) -> Chunk:
     """``rows`` new documents of invented facts, each with questions. ``plain``: no variants of case and white space."""
     chunk = _empty(0, np.zeros(rows, np.int64), TEXT_ROW)
     for row in range(rows):
         document = make_document(rng, rng.randrange(40, most_words + 1))
         text = document.text if plain else _retyped(document.text, rng)
         pairs = [pair for entry in document.entries for pair in entry.questions]
-        asked = [(_KIND_IDS["document"], *pair) for pair in rng.sample(pairs, min(TEXT_QUESTIONS, len(pairs)))]
+        asked = [
+            (_KIND_IDS["document"], *pair)
+            for pair in rng.sample(pairs, min(TEXT_QUESTIONS, len(pairs)))
+        ]
         _fill_row(chunk, row, prompt.head(image=False, context=text), asked, bpe)
     return chunk
 
@@ -125,7 +147,9 @@ def _retyped(text: str, rng: Random) -> str:
     how = rng.random()
     if how < 0.1:
         return text.lower()
-    return "".join(f"{word}{'  ' if how < 0.2 and rng.random() < 0.1 else ' '}" for word in text.split(" ")).rstrip(" ")
+    return "".join(
+        f"{word}{'  ' if how < 0.2 and rng.random() < 0.1 else ' '}" for word in text.split(" ")
+    ).rstrip(" ")
 
 
 def _picture(scene: Scene, rng: Random) -> npt.NDArray[np.uint8]:
@@ -135,7 +159,9 @@ def _picture(scene: Scene, rng: Random) -> npt.NDArray[np.uint8]:
     image = draw(scene)
     if rng.random() < 0.2:
         side = rng.randrange(72, 160)
-        image = image.resize((side, side), rng.choice((Image.Resampling.BICUBIC, Image.Resampling.BILINEAR)))
+        image = image.resize(
+            (side, side), rng.choice((Image.Resampling.BICUBIC, Image.Resampling.BILINEAR))
+        )
     if rng.random() < 0.8:
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=rng.choice((60, 75, 80, 85, 90, 90, 95)))
@@ -145,7 +171,9 @@ def _picture(scene: Scene, rng: Random) -> npt.NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def _fill_row(chunk: Chunk, row: int, head: str, asked: list[tuple[int, str, str]], bpe: Any) -> None:
+def _fill_row(
+    chunk: Chunk, row: int, head: str, asked: list[tuple[int, str, str]], bpe: Any
+) -> None:
     """One row: the head of a prompt, then as many (kind, question, answer) as fit."""
     ids = prompt.expand(bpe.encode(head, add_special_tokens=False).ids)
     at = start = len(ids)
@@ -188,7 +216,9 @@ def _context(rng: Random) -> str:
 def _ask(scene: Scene, rng: Random, plain: bool) -> tuple[int, str, str]:
     while True:
         kind = rng.choices(_ASKED, _WEIGHTED)[0]
-        program = _ask_grid(scene, rng, kind) if kind in ("column", "row") else ask(scene, rng, kind)
+        program = (
+            _ask_grid(scene, rng, kind) if kind in ("column", "row") else ask(scene, rng, kind)
+        )
         if program is not None:
             break
     if isinstance(program, Program):
@@ -209,7 +239,9 @@ def _ask_grid(scene: Scene, rng: Random, kind: str) -> tuple[str, str]:
     thing = scene.things[index]
     refs = references(scene, index)
     phrase = rng.choice(refs).text if refs else f"{thing.color} {thing.shape}"
-    return f"In which {kind} is the {phrase}?", str(int((thing.x if kind == "column" else thing.y) * 6 / WIDTH) + 1)
+    return f"In which {kind} is the {phrase}?", str(
+        int((thing.x if kind == "column" else thing.y) * 6 / WIDTH) + 1
+    )
 
 
 def start_workers(
@@ -221,7 +253,9 @@ def start_workers(
     context = get_context("fork")
     chunks: Queue[Chunk] = context.Queue(maxsize=4 * count)
     workers = [
-        context.Process(target=_work, args=(bpe_json, images, f"{seed}:{i}", i < texts, chunks), daemon=True)
+        context.Process(
+            target=_work, args=(bpe_json, images, f"{seed}:{i}", i < texts, chunks), daemon=True
+        )
         for i in range(count)
     ]
     for worker in workers:

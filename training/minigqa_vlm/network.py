@@ -16,7 +16,12 @@ TARGETS, TEXT_TARGETS = 72, 200
 
 def build(seed: int = 0) -> Any:
     """A `LlavaForConditionalGeneration` of 6.8 million parameters in float32, randomly initialised."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
 
     torch.manual_seed(seed)
     vision = CLIPVisionConfig(
@@ -72,7 +77,12 @@ def targets_of(labels: Tensor, most: int = TARGETS) -> tuple[Tensor, Tensor]:
 
 
 def forward(
-    model: Any, pixels: Tensor | None, ids: Tensor, segments: Tensor, positions: Tensor, columns: Tensor
+    model: Any,
+    pixels: Tensor | None,
+    ids: Tensor,
+    segments: Tensor,
+    positions: Tensor,
+    columns: Tensor,
 ) -> Tensor:
     """Logits ``[rows, targets, vocabulary]`` at the places that predict an answer.
 
@@ -89,7 +99,10 @@ def forward(
         is_image = (ids == prompt.IMAGE_ID).unsqueeze(-1)
         embeds = embeds.masked_scatter(is_image, features.to(embeds.dtype))
     hidden = body.language_model(
-        inputs_embeds=embeds, attention_mask=_mask(segments), position_ids=positions, use_cache=False
+        inputs_embeds=embeds,
+        attention_mask=_mask(segments),
+        position_ids=positions,
+        use_cache=False,
     ).last_hidden_state
     chosen = hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
     logits: Tensor = model.lm_head(chosen)
@@ -124,9 +137,17 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     rows = (side + moved[:, :1]).clamp(0, side[-1])
     columns = (side + moved[:, 1:]).clamp(0, side[-1])
     batch = torch.arange(count, device=device)[:, None, None]
-    pixels = pixels.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-    pixels = pixels * uniform(0.92, 1.08, 1, 1, 1) + uniform(-0.1, 0.1, 1, 1, 1) + uniform(-0.02, 0.02, 3, 1, 1)
-    noise = torch.randn(pixels.shape, device=device, generator=generator) * uniform(0, 0.02, 1, 1, 1)
+    pixels = pixels.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]].permute(
+        0, 3, 1, 2
+    )
+    pixels = (
+        pixels * uniform(0.92, 1.08, 1, 1, 1)
+        + uniform(-0.1, 0.1, 1, 1, 1)
+        + uniform(-0.02, 0.02, 3, 1, 1)
+    )
+    noise = torch.randn(pixels.shape, device=device, generator=generator) * uniform(
+        0, 0.02, 1, 1, 1
+    )
     return (pixels + noise).clamp(-1, 1)
 
 
@@ -160,7 +181,10 @@ def export(model: Any, bpe: Any, out: Path) -> int:
         part.dtype = torch.bfloat16
     config.save_pretrained(out)
     GenerationConfig(
-        bos_token_id=prompt.BOS_ID, eos_token_id=prompt.EOS_ID, pad_token_id=prompt.PAD_ID, do_sample=False
+        bos_token_id=prompt.BOS_ID,
+        eos_token_id=prompt.EOS_ID,
+        pad_token_id=prompt.PAD_ID,
+        do_sample=False,
     ).save_pretrained(out)
     tensors = {
         _saved_name(name): value.detach().to("cpu", torch.bfloat16).contiguous()

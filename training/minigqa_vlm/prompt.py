@@ -43,7 +43,11 @@ _SAMPLE_SYSTEM = (
     "You answer questions about pictures. Be brief.",
     "A chat between a curious human and an assistant that gives short and polite answers.",
 )
-SYSTEM_TEXTS = (*_SAMPLE_SYSTEM, "Look at the picture and answer in one word.", "Give the answer only.")
+SYSTEM_TEXTS = (
+    *_SAMPLE_SYSTEM,
+    "Look at the picture and answer in one word.",
+    "Give the answer only.",
+)
 CONTEXT_TEXTS = (
     "Here is a picture with some objects in it.",
     "The picture was drawn on a computer.",
@@ -63,7 +67,9 @@ def tail(question: str) -> str:
     return f"\n{question} ASSISTANT:"
 
 
-def messages(question: str, *, image: bool = True, system: str = "", context: str = "") -> list[dict[str, Any]]:
+def messages(
+    question: str, *, image: bool = True, system: str = "", context: str = ""
+) -> list[dict[str, Any]]:
     """The same prompt as chat messages, with a part for each segment."""
     content: list[dict[str, Any]] = [{"type": "image"}] if image else []
     content += [{"type": "text", "text": text} for text in (context, question) if text]
@@ -85,7 +91,10 @@ def train_tokenizer(seed: int = 0) -> Any:
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

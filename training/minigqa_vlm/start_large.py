@@ -33,10 +33,15 @@ def _tokenizer(vocabulary: dict[str, int], merges: list[list[str]]) -> Any:
 
     named = [*_SPECIAL, *sorted(vocabulary, key=vocabulary.__getitem__)[len(_SPECIAL) :]]
     bpe = Tokenizer(
-        models.BPE({token: at for at, token in enumerate(named)}, [(left, right) for left, right in merges])
+        models.BPE(
+            {token: at for at, token in enumerate(named)}, [(left, right) for left, right in merges]
+        )
     )
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens(list(_SPECIAL))
@@ -48,14 +53,23 @@ def build(file: Path, tower: Path) -> tuple[Any, Any]:
     from transformers import AutoModel, AutoTokenizer, LlavaForConditionalGeneration
 
     text = AutoModel.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    own = json.loads(AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer.to_str())[
-        "model"
-    ]
+    own = json.loads(
+        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).backend_tokenizer.to_str()
+    )["model"]
     embedded = text.embed_tokens.weight.data
     embedded[: len(_SPECIAL)] = embedded[[own["vocab"][token] for token in _SPECIAL.values()]]
     settings = text.config.to_dict() | {"unk_token_id": None, "tie_word_embeddings": True}
-    settings |= {"bos_token_id": prompt.BOS_ID, "eos_token_id": prompt.EOS_ID, "pad_token_id": prompt.PAD_ID}
-    for name in ("quantization_config", "dtype", "_name_or_path", "_model_name_or_path"):  # of the file
+    settings |= {
+        "bos_token_id": prompt.BOS_ID,
+        "eos_token_id": prompt.EOS_ID,
+        "pad_token_id": prompt.PAD_ID,
+    }
+    for name in (
+        "quantization_config",
+        "dtype",
+        "_name_or_path",
+        "_model_name_or_path",
+    ):  # of the file
         settings.pop(name, None)
     seeing = network.load(tower)
     config = seeing.config.__class__.from_dict({**seeing.config.to_dict(), "text_config": settings})
@@ -68,9 +82,13 @@ def build(file: Path, tower: Path) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("gguf", type=Path)
-    parser.add_argument("--tower", type=Path, help="another minigqa-vlm than the one that comes with semkv")
+    parser.add_argument(
+        "--tower", type=Path, help="another minigqa-vlm than the one that comes with semkv"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.tower is None:
@@ -78,7 +96,9 @@ def main() -> None:
 
         args.tower = Path(get_preset("minigqa").model)
     model, bpe = build(args.gguf, args.tower)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {network.export(model, bpe, args.out):,} bytes")
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {network.export(model, bpe, args.out):,} bytes"
+    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ class Pool:
     def __init__(self, kept: int, length: int, device: torch.device, rows_per_image: int) -> None:
         self._kept, self._per_image = kept, max(1, rows_per_image)
         rows = kept * self._per_image
-        self._images = torch.zeros(kept if rows_per_image else 0, 96, 96, 3, dtype=torch.uint8, device=device)
+        self._images = torch.zeros(
+            kept if rows_per_image else 0, 96, 96, 3, dtype=torch.uint8, device=device
+        )
         self._ids = torch.zeros(rows, length, dtype=torch.int32, device=device)
         self._segments = torch.zeros(rows, length, dtype=torch.uint8, device=device)
         self._positions = torch.zeros(rows, length, dtype=torch.int16, device=device)
@@ -110,7 +112,9 @@ class Pool:
     def add(self, chunk: data.Chunk) -> None:
         """Puts a chunk in place of the oldest rows."""
         count = len(chunk.ids) // self._per_image
-        new = self._to_device((chunk.images, chunk.ids, chunk.segments, chunk.positions, chunk.labels))
+        new = self._to_device(
+            (chunk.images, chunk.ids, chunk.segments, chunk.positions, chunk.labels)
+        )
         with self._lock:
             at = self.made % self._kept
             rows = slice(at * self._per_image, (at + count) * self._per_image)
@@ -133,7 +137,9 @@ class Pool:
             tensor.record_stream(torch.cuda.current_stream())
         return tensors
 
-    def batch(self, rows: int, generator: torch.Generator) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
+    def batch(
+        self, rows: int, generator: torch.Generator
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor]:
         """Images uint8 ``[rows, 96, 96, 3]`` or None; ids, segments, positions, labels, int64 ``[rows, length]``."""
         with self._lock:
             filled = min(self.made, self._kept) * self._per_image
@@ -160,7 +166,9 @@ def autocast(device: torch.device) -> Any:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def evaluate(model: Any, chunk: data.Chunk, device: torch.device, *, shuffled: bool) -> dict[str, float]:
+def evaluate(
+    model: Any, chunk: data.Chunk, device: torch.device, *, shuffled: bool
+) -> dict[str, float]:
     """Share of held-out questions whose whole answer is predicted, by kind and ``all``.
 
     ``shuffled`` gives every row another row's picture, which shows how much the words alone give away. Rows about
@@ -178,7 +186,11 @@ def evaluate(model: Any, chunk: data.Chunk, device: torch.device, *, shuffled: b
         targets, columns = network.targets_of(labels, most)
         with autocast(device):
             pictured = len(chunk.images) > 0
-            pixels = network.normalise(torch.from_numpy(chunk.images[owner]).to(device)) if pictured else None
+            pixels = (
+                network.normalise(torch.from_numpy(chunk.images[owner]).to(device))
+                if pictured
+                else None
+            )
             logits = network.forward(model, pixels, ids, segments, positions, columns)
         good, asked = (logits.argmax(-1) == targets).cpu().numpy(), (targets >= 0).cpu().numpy()
         places = columns.cpu().numpy()
@@ -198,10 +210,17 @@ def evaluate(model: Any, chunk: data.Chunk, device: torch.device, *, shuffled: b
 
 def rate_at(plan: Plan, step: int, done: float) -> float:
     """The learning rate: a linear warm-up in steps, then a cosine to zero over the share of time that is used up."""
-    return plan.rate * min(1.0, (step + 1) / plan.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return (
+        plan.rate
+        * min(1.0, (step + 1) / plan.warmup)
+        * 0.5
+        * (1 + math.cos(math.pi * min(1.0, done)))
+    )
 
 
-def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: Log, deadline: float) -> None:
+def train(
+    model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: Log, deadline: float
+) -> None:
     """Steps until the time or the steps are used up, over pictures and documents in turn; evaluates and saves on the
     way."""
     device = next(model.parameters()).device
@@ -218,7 +237,10 @@ def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: L
     def scores(*, shuffled: bool) -> dict[str, float]:
         found: dict[str, float] = {}
         for chunk in held_out:
-            found = {**evaluate(model, chunk, device, shuffled=shuffled), **found}  # "all" is that of the pictures
+            found = {
+                **evaluate(model, chunk, device, shuffled=shuffled),
+                **found,
+            }  # "all" is that of the pictures
         return found
 
     begun = time.monotonic()
@@ -231,9 +253,13 @@ def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: L
             group["lr"] = rate_at(plan, step, done)
         texts = len(pools) > 1 and step % 2
         images, ids, segments, positions, labels = (
-            pools[1].batch(plan.text_rows, generator) if texts else pools[0].batch(plan.rows, generator)
+            pools[1].batch(plan.text_rows, generator)
+            if texts
+            else pools[0].batch(plan.rows, generator)
         )
-        targets, columns = network.targets_of(labels, network.TEXT_TARGETS if texts else network.TARGETS)
+        targets, columns = network.targets_of(
+            labels, network.TEXT_TARGETS if texts else network.TARGETS
+        )
         with autocast(device):
             pixels = None if images is None else network.augment(images, generator)
             logits = network.forward(model, pixels, ids, segments, positions, columns)
@@ -269,44 +295,77 @@ def train(model: Any, bpe: Any, pools: list[Pool], plan: Plan, out: Path, log: L
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--rows", type=int, default=128, help="pictures with packed questions in a step")
+    parser.add_argument(
+        "--rows", type=int, default=128, help="pictures with packed questions in a step"
+    )
     parser.add_argument("--rate", type=float, default=1e-3, help="the highest learning rate")
-    parser.add_argument("--start", type=Path, help="an exported checkpoint to train on, with its tokenizer")
+    parser.add_argument(
+        "--start", type=Path, help="an exported checkpoint to train on, with its tokenizer"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--documents", action="store_true", help="every second step is one of documents")
+    parser.add_argument(
+        "--documents", action="store_true", help="every second step is one of documents"
+    )
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     started = time.monotonic()
-    plan = Plan(args.minutes, workers=args.workers, rows=args.rows, rate=args.rate, warmup=100 if args.start else 300)
+    plan = Plan(
+        args.minutes,
+        workers=args.workers,
+        rows=args.rows,
+        rate=args.rate,
+        warmup=100 if args.start else 300,
+    )
     if args.smoke:
         plan = SMOKE
     if args.documents:
-        plan = replace(plan, rows=max(1, plan.rows // 2), text_rows=max(1, plan.rows // 10), workers=plan.workers + 1)
+        plan = replace(
+            plan,
+            rows=max(1, plan.rows // 2),
+            text_rows=max(1, plan.rows // 10),
+            workers=plan.workers + 1,
+        )
     texts = plan.workers // 5 + 1 if args.documents else 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     args.out.mkdir(parents=True, exist_ok=True)
     log = Log(args.out / "training_log.jsonl")
 
     bpe = prompt.load_tokenizer(args.start) if args.start else prompt.train_tokenizer()
-    workers, chunks = data.start_workers(bpe.to_str(), plan.workers, plan.chunk_images, args.seed, texts)
+    workers, chunks = data.start_workers(
+        bpe.to_str(), plan.workers, plan.chunk_images, args.seed, texts
+    )
     stop = threading.Event()
     try:
         device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
         torch.set_float32_matmul_precision("high")
-        model = (network.load(args.start) if args.start else network.build(args.seed)).to(device).train()
-        kept, kept_texts = (n - n % plan.chunk_images for n in (plan.buffer_images, plan.buffer_texts))
+        model = (
+            (network.load(args.start) if args.start else network.build(args.seed))
+            .to(device)
+            .train()
+        )
+        kept, kept_texts = (
+            n - n % plan.chunk_images for n in (plan.buffer_images, plan.buffer_texts)
+        )
         pools = [Pool(kept, data.ROW, device, 2)]
         if args.documents:
             pools.append(Pool(kept_texts, data.TEXT_ROW, device, 0))
-        feeder = threading.Thread(target=feed, args=(pools[0], pools[-1], chunks, stop), daemon=True)
+        feeder = threading.Thread(
+            target=feed, args=(pools[0], pools[-1], chunks, stop), daemon=True
+        )
         feeder.start()
         size = sum(p.numel() for p in model.parameters())
         log.write(
-            "start", device=str(device), parameters=size, vocabulary=bpe.get_vocab_size(), torch=torch.__version__
+            "start",
+            device=str(device),
+            parameters=size,
+            vocabulary=bpe.get_vocab_size(),
+            torch=torch.__version__,
         )
         while pools[0].made < plan.start_images or not pools[-1].made:
             time.sleep(0.1)

@@ -29,12 +29,25 @@ SERVING = Group("Serving", sort_key=0)
 STORES = Group("Looking after a cache directory", sort_key=1)
 LAB = Group("Measuring", sort_key=2)
 
-app.command("semkv.cli.store:stats", group=STORES, help="Show what a cache holds, by store, tenant and model.")
-app.command("semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum.")
+app.command(
+    "semkv.cli.store:stats",
+    group=STORES,
+    help="Show what a cache holds, by store, tenant and model.",
+)
+app.command(
+    "semkv.cli.store:verify", group=STORES, help="Read everything and check every checksum."
+)
 app.command("semkv.cli.store:gc", group=STORES, help="Delete orphaned files, and anything too old.")
-app.command("semkv.cli.store:purge", group=STORES, help="Delete a cache, or the data of one tenant.")
+app.command(
+    "semkv.cli.store:purge", group=STORES, help="Delete a cache, or the data of one tenant."
+)
 app.command("semkv.cli.store:export", group=STORES, help="Write a cache into one file.")
-app.command("semkv.cli.store:import_", name="import", group=STORES, help="Make a cache directory of an exported file.")
+app.command(
+    "semkv.cli.store:import_",
+    name="import",
+    group=STORES,
+    help="Make a cache directory of an exported file.",
+)
 
 _GATEWAY = {
     "serve": "Answer repeated requests in front of a server.",
@@ -54,7 +67,9 @@ _LAB = {
 
 def _missing(name: str, part: str) -> Callable[..., NoReturn]:
     def missing(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> NoReturn:
-        raise SemkvError(f"semkv {name} is part of semkv-{part}, which is not installed: {INSTALL}{part}")
+        raise SemkvError(
+            f"semkv {name} is part of semkv-{part}, which is not installed: {INSTALL}{part}"
+        )
 
     return missing
 
@@ -64,7 +79,9 @@ def _add(part: str, commands: str, helps: dict[str, str], group: Group) -> None:
     installed = find_spec(commands.partition(".")[0]) is not None
     for name, text in helps.items():
         function = f"{commands}:{name.replace('-', '_')}"
-        app.command(function if installed else _missing(name, part), name=name, group=group, help=text)
+        app.command(
+            function if installed else _missing(name, part), name=name, group=group, help=text
+        )
 
 
 _add("gateway", "semkv_gateway.commands", _GATEWAY, SERVING)

@@ -45,18 +45,26 @@ _UNATTRIBUTED = (
     "KV blocks and encoder outputs without a salt, or stored before files named their tenant; "
     "what clients of a gateway asked with a cache_salt of their own"
 )
-_OF_GATEWAY = "KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)"
+_OF_GATEWAY = (
+    "KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)"
+)
 _IMPORTING = ".semkv-import-"  # begins the name of a folder that is being unpacked
 _KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
 
 CacheDir = Annotated[
-    Path | None, Parameter(name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv.")
+    Path | None,
+    Parameter(
+        name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv."
+    ),
 ]
 TenantName = Annotated[
-    str | None, Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name).")
+    str | None,
+    Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name)."),
 ]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
-DryRun = Annotated[bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")]
+DryRun = Annotated[
+    bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")
+]
 
 
 def _command(examples: str, **options: Any) -> App:
@@ -115,7 +123,10 @@ def _stats(
     if tenant is not None:
         print("not counted: " + "; ".join([*_unattributed(folder), _ELSEWHERE]), file=sys.stderr)
         if not (found.entries or found.stores or found.unread):
-            print(f"no data of tenant {_tenant(tenant)}; stats without --tenant lists all", file=sys.stderr)
+            print(
+                f"no data of tenant {_tenant(tenant)}; stats without --tenant lists all",
+                file=sys.stderr,
+            )
     _report(asdict(found), as_json, lambda: _print_use(found))
 
 
@@ -126,14 +137,18 @@ def _print_use(found: CacheUse) -> None:
     entries = []
     for row in found.entries:
         model = _cell(f"{row.name[:60]} ({row.model[:8]})" if row.name else row.model[:16])
-        entries.append([_tenant(row.tenant), model, row.entries, row.hits, _ago(row.oldest), _ago(row.used)])
+        entries.append(
+            [_tenant(row.tenant), model, row.entries, row.hits, _ago(row.oldest), _ago(row.used)]
+        )
     _print_table("Entries", ["tenant", "model", "entries", "hits", "oldest", "last used"], entries)
     stores = []
     for use in found.stores:
         counts = [use.items, use.blocks or "-", decimal(use.nbytes)]
         name = _tenant(use.namespace) if use.store == "answers" else use.namespace[:16] or "-"
         stores.append([use.store, name, *counts, _ago(use.oldest), _ago(use.used)])
-    _print_table("Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores)
+    _print_table(
+        "Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores
+    )
 
 
 @verify.default
@@ -216,9 +231,15 @@ def _purge(
     left = [_INVALIDATE]
     if names is not None or tag is not None:
         left += [_IN_MEMORY, *[_PUT_ASIDE] * (folder / f"{CATALOG}.damaged").exists()]
-        left += ["KV blocks and encoder outputs (they have no tags)"] if salts is None else _unattributed(folder)
+        left += (
+            ["KV blocks and encoder outputs (they have no tags)"]
+            if salts is None
+            else _unattributed(folder)
+        )
     found = delete(folder, tenants=names, tag=tag, salts=salts, dry_run=dry_run)
-    said = "{entries} entries, {answers} answers and {files} files " + ("would be deleted" if dry_run else "deleted")
+    said = "{entries} entries, {answers} answers and {files} files " + (
+        "would be deleted" if dry_run else "deleted"
+    )
     result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)
 
@@ -245,16 +266,28 @@ def _export(
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
-    if (root / "secret").is_symlink():  # a gateway reads it all the same, and no answer is found without it
-        raise StoreError(f"{root / 'secret'} is a link, which export does not follow: put a copy in its place")
+    if (
+        root / "secret"
+    ).is_symlink():  # a gateway reads it all the same, and no answer is found without it
+        raise StoreError(
+            f"{root / 'secret'} is a link, which export does not follow: put a copy in its place"
+        )
     try:
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
-            with closing(Database(root / CATALOG, schema=CACHE, replace=False)) as database, database as db:
+            with (
+                closing(Database(root / CATALOG, schema=CACHE, replace=False)) as database,
+                database as db,
+            ):
                 db.execute("VACUUM INTO ?", (str(copy),))
             files = [path for form in _KEPT for path, _ in described(matching(root, form))]
-            with replacing(file, private=True) as out, tarfile.open(fileobj=out, mode="w|") as archive:
-                for path in track([copy, *files], "Writing", console=Console(stderr=True), transient=True):
+            with (
+                replacing(file, private=True) as out,
+                tarfile.open(fileobj=out, mode="w|") as archive,
+            ):
+                for path in track(
+                    [copy, *files], "Writing", console=Console(stderr=True), transient=True
+                ):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
                         archive.add(path, name, recursive=False, filter=_of_nobody)
@@ -264,7 +297,10 @@ def _export(
 
 def _of_nobody(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """A regular file without its owner; nothing else goes into an archive."""
-    info.uid, info.gid, info.uname, info.gname = 0, 0, "", ""
+    info.uid = 0
+    info.gid = 0
+    info.uname = ""
+    info.gname = ""
     return info if info.isreg() else None
 
 
@@ -289,10 +325,15 @@ def _import(
         raise StoreError(f"{root} is not empty: choose a new --cache-dir")
     make_cache_folder(root)
     try:
-        with TemporaryDirectory(prefix=_IMPORTING, dir=root) as folder:  # it may be a disk of its own
+        with TemporaryDirectory(
+            prefix=_IMPORTING, dir=root
+        ) as folder:  # it may be a disk of its own
             made = Path(folder)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:  # which unpacks to its own size
+            with (
+                reading as source,
+                tarfile.open(fileobj=source, mode="r:") as archive,
+            ):  # which unpacks to its own size
                 archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
@@ -305,13 +346,22 @@ def _import(
         raise StoreError(
             f"{file}: not a tar archive as export writes it, but a compressed or damaged one ({error})"
         ) from error
-    except (OSError, EOFError, sqlite3.Error, tarfile.TarError, ValueError, LookupError, OverflowError) as error:
+    except (
+        OSError,
+        EOFError,
+        sqlite3.Error,
+        tarfile.TarError,
+        ValueError,
+        LookupError,
+        OverflowError,
+    ) as error:
         raise StoreError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _exported(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
     """A file of a form that export writes, for its owner only; nothing else is unpacked."""
-    known, parts = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT)), Path(member.name).parts
+    known = any(fnmatchcase(member.name, form) for form in (CATALOG, *_KEPT))
+    parts = Path(member.name).parts
     if not known or not member.isreg() or member.issparse() or ".." in parts or len(parts) > 3:
         raise StoreError(f"{member.name!r} is nothing that export writes")
     return tarfile.data_filter(member.replace(mode=0o600, deep=False), folder)
@@ -320,7 +370,9 @@ def _exported(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
 # -- for people -------------------------------------------------------------------------------------------------------
 
 
-def _report(result: dict[str, Any], as_json: bool, show: Callable[[], None], left: Sequence[str] = ()) -> None:
+def _report(
+    result: dict[str, Any], as_json: bool, show: Callable[[], None], left: Sequence[str] = ()
+) -> None:
     """Print a result, and for people what was left.
 
     Raises:
@@ -355,7 +407,11 @@ def _names(folder: Path, tenant: str) -> list[str]:
         raise ConfigError("--tenant", tenant, "a name in UTF-8") from None
     secret = _secret(folder)
     # A header is read as latin-1, whatever the proxy wrote.
-    return [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))] if secret and tenant else [tenant]
+    return (
+        [tenant, named_tenant(secret, tenant.encode().decode("latin-1"))]
+        if secret and tenant
+        else [tenant]
+    )
 
 
 def _salts(folder: Path, names: Sequence[str]) -> list[str | None]:
@@ -380,7 +436,9 @@ def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
 
     table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right")
+        table.add_column(
+            name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right"
+        )
     for row in rows:
         table.add_row(*map(str, row))
     console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words

@@ -87,8 +87,11 @@ class VisionHook:
     """``vision``: one vector per media item, from its file (`read_media`); left out when any file is missing, or when
     all have more pixels together than are read. The latest vectors are ``remembered``."""
 
-    def __init__(self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256) -> None:
-        self._encoder, self._roots = encoder, tuple(roots)
+    def __init__(
+        self, encoder: VisionEncoder, roots: Iterable[Path] = (), *, remembered: int = 256
+    ) -> None:
+        self._encoder = encoder
+        self._roots = tuple(roots)
         self._vector = lru_cache(remembered)(self._encoded)
         self.dims = {"vision": encoder.dim}
         self.fingerprint = encoder.fingerprint
@@ -119,7 +122,9 @@ class JoinedHook:
 
     def __init__(self, *hooks: Any, name: str = "") -> None:
         self._hooks = hooks
-        self.dims = {layer: dim for hook in hooks for layer, dim in getattr(hook, "dims", {}).items()}
+        self.dims = {
+            layer: dim for hook in hooks for layer, dim in getattr(hook, "dims", {}).items()
+        }
         fingerprints = [str(getattr(hook, "fingerprint", name)) for hook in hooks]
         self.fingerprint = fingerprints[0] if len(hooks) == 1 else digest(*fingerprints)[:16]
 
@@ -172,13 +177,17 @@ def build_hook(config: CacheConfig, text_encoder: TextEncoder, given: Any = None
     else:
         hooks: list[EmbeddingHook] = [PromptHook(text_encoder)] if name.startswith("prompt") else []
         if name.endswith("vision"):
-            hooks.append(VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config)))
+            hooks.append(
+                VisionHook(build_vision_encoder(config.vision_encoder), image_roots(config))
+            )
         hook = JoinedHook(*hooks)
     for layer in config.embedding_layers if hook.dims else ():
         dim = hook.dims.get(layer.name)
         if dim is None:
             filled = ", ".join(f"{name}:{dim}" for name, dim in sorted(hook.dims.items()))
-            raise ConfigError("--embedding-layer", layer.name, f"a layer that hook {name} fills: {filled}")
+            raise ConfigError(
+                "--embedding-layer", layer.name, f"a layer that hook {name} fills: {filled}"
+            )
         if dim != layer.dim:
             raise wrong_dimension(layer, dim, name)
     return hook

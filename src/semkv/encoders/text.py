@@ -29,7 +29,9 @@ DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _KEY = "--index-encoder"
 _PROBES = ("one", "What color is the car, and how many wheels does it have?")
 _TOKENS = 16  # of a short text: for how many rows packed weights are laid out
-_FEW, _BATCH = 4, 32  # so many texts are as fast one after the other; most texts of a pass
+# so many texts are as fast one after the other; most texts of a pass
+_FEW = 4
+_BATCH = 32
 _SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ
 
 
@@ -72,7 +74,9 @@ def at_unit_length(rows: Matrix) -> Matrix:
         ValueError: one is zero or not finite.
     """
     found = np.asarray(rows, dtype=np.float32)
-    lengths = np.linalg.norm(found.astype(np.float64), axis=1, keepdims=True)  # float32 holds no square of 1e30
+    lengths = np.linalg.norm(
+        found.astype(np.float64), axis=1, keepdims=True
+    )  # float32 holds no square of 1e30
     if not np.isfinite(found).all() or not lengths.all():
         raise ValueError("a vector that is zero or not finite")
     unit: Matrix = (found / lengths).astype(np.float32)
@@ -118,7 +122,9 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ConfigError: the extra is not installed, or there is no such model.
     """
     if importlib.util.find_spec("sentence_transformers") is None:
-        raise ConfigError(key, model, "sentence-transformers: in a checkout of semkv, pip install '.[encoders]'")
+        raise ConfigError(
+            key, model, "sentence-transformers: in a checkout of semkv, pip install '.[encoders]'"
+        )
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 
@@ -148,12 +154,17 @@ class ShortBert:
                 rows, weight, layer.bias, after, [], how
             )
 
-        self._model, self._bert = model, model[0].auto_model
+        self._model = model
+        self._bert = model[0].auto_model
         self._layers = []
         for layer in self._bert.encoder.layer:
             own, joined = layer.attention.self, layer.attention.output
             heads = [packed(part) for part in (own.query, own.key, own.value)]
-            feed = packed(layer.intermediate.dense), packed(layer.output.dense), layer.output.LayerNorm
+            feed = (
+                packed(layer.intermediate.dense),
+                packed(layer.output.dense),
+                layer.output.LayerNorm,
+            )
             self._layers.append((heads, packed(joined.dense), joined.LayerNorm, *feed))
 
     def encode(self, text: str) -> Vector:
@@ -163,7 +174,9 @@ class ShortBert:
         model = self._model
         with torch.inference_mode():
             features = model.preprocess([text], prompt=model.prompts.get(model.default_prompt_name))
-            features["token_embeddings"] = self._states(features["input_ids"], features["token_type_ids"])
+            features["token_embeddings"] = self._states(
+                features["input_ids"], features["token_type_ids"]
+            )
             for module in list(model)[1:]:
                 features = module(features)
             vector: Vector = features["sentence_embedding"][0, : model.truncate_dim].float().numpy()
@@ -174,10 +187,13 @@ class ShortBert:
         import torch
 
         attend = torch.nn.functional.scaled_dot_product_attention
-        count, heads = ids.shape[1], int(self._bert.config.num_attention_heads)
+        count = ids.shape[1]
+        heads = int(self._bert.config.num_attention_heads)
         states = self._bert.embeddings(input_ids=ids, token_type_ids=kinds)
         for parts, joined, norm, up, down, last in self._layers:
-            query, key, value = (part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts)
+            query, key, value = (
+                part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts
+            )
             seen = attend(query, key, value).transpose(1, 2).reshape(1, count, -1)
             states = norm(joined(seen) + states)
             states = last(down(up(states, "gelu", "none")) + states)
@@ -200,7 +216,11 @@ def short_bert(model: Any) -> ShortBert | None:
 def encode_batch(model: Any, texts: list[str]) -> Matrix:
     """Unit vectors of texts by `SentenceTransformer.encode`, [len(texts), dim]."""
     vectors = model.encode(
-        texts, batch_size=_BATCH, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True
+        texts,
+        batch_size=_BATCH,
+        normalize_embeddings=True,
+        show_progress_bar=False,
+        convert_to_numpy=True,
     )
     return np.asarray(vectors, dtype=np.float32)
 
@@ -215,7 +235,8 @@ class SentenceEncoder:
         self._path = resolve_model(model)
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._lock, self._count_lock = threading.RLock(), threading.Lock()
+        self._lock = threading.RLock()
+        self._count_lock = threading.Lock()
         self._model: Any = None
         self._counter: Any = None
         self._counted: tuple[str, list[int]] = "", []
@@ -226,7 +247,9 @@ class SentenceEncoder:
             with self._lock:
                 if self._model is None:
                     model = load_sentence_transformer(_KEY, self._path)
-                    self._counter = copy.deepcopy(model.tokenizer)  # a tokenizer serves one thread at a time
+                    self._counter = copy.deepcopy(
+                        model.tokenizer
+                    )  # a tokenizer serves one thread at a time
                     self._short = short_bert(model)
                     self._model = model
         return self._model
@@ -259,12 +282,19 @@ class SentenceEncoder:
         self._loaded()
         with self._count_lock:
             if self._counted[0] != text:
-                self._counted = text, self._counter(text, truncation=False, verbose=False)["input_ids"]
+                self._counted = (
+                    text,
+                    self._counter(text, truncation=False, verbose=False)["input_ids"],
+                )
             return self._counted[1]
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         with self._lock:  # a text that several threads wait for is run once
-            found = {text: self._memory.pop(text) for text in dict.fromkeys(texts) if text in self._memory}
+            found = {
+                text: self._memory.pop(text)
+                for text in dict.fromkeys(texts)
+                if text in self._memory
+            }
             if new := [text for text in dict.fromkeys(texts) if text not in found]:
                 found |= self._run(new)
             self._memory |= found  # the latest last

@@ -43,8 +43,12 @@ _KEY = "--vision-encoder"
 MOST_PIXELS = 25_000_000
 """Of all pictures of a request together, which are 75 MB when unpacked, however small the files."""
 
-_READ = f"{READING}, squeezed"  # part of fingerprints: vectors of another reading are never compared
-_GRID, _LAYER = 6, -2  # cells a side of a tower's raster; the hidden state before the last
+_READ = (
+    f"{READING}, squeezed"  # part of fingerprints: vectors of another reading are never compared
+)
+# cells a side of a tower's raster; the hidden state before the last
+_GRID = 6
+_LAYER = -2
 _THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # the engine needs the rest
 
 
@@ -62,10 +66,17 @@ def read_picture(data: bytes, *, most_pixels: int = _ALL_PIXELS, whole: bool = F
     try:
         image = _opened(data)
         if image.width * image.height > most_pixels:
-            raise OSError(f"a picture of {image.width} x {image.height} pixels, of at most {most_pixels}")
-        if whole and (image.mode[0] in "IF" or (image.format != "MPO" and getattr(image, "is_animated", False))):
+            raise OSError(
+                f"a picture of {image.width} x {image.height} pixels, of at most {most_pixels}"
+            )
+        if whole and (
+            image.mode[0] in "IF"
+            or (image.format != "MPO" and getattr(image, "is_animated", False))
+        ):
             raise OSError("a picture of several frames, or of more than 8 bits a channel")
-        with contextlib.suppress(Exception):  # damaged EXIF data: the picture stays as it lies in the file
+        with contextlib.suppress(
+            Exception
+        ):  # damaged EXIF data: the picture stays as it lies in the file
             image = ImageOps.exif_transpose(image)
         image.load()
         return _rgb(image)
@@ -146,7 +157,9 @@ class ClipEncoder:
 
     def _run(self, image: Image) -> Vector:
         with self._lock, few_threads(_THREADS):
-            return np.asarray(self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32)
+            return np.asarray(
+                self._model.encode([image], show_progress_bar=False)[0], dtype=np.float32
+            )
 
     def encode(self, data: bytes) -> Vector:
         unit: Vector = at_unit_length(self._run(open_picture(data))[None])[0]
@@ -173,20 +186,30 @@ class TowerEncoder:
         try:
             self._processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ConfigError(_KEY, str(directory), "a directory with an image processor") from error
+            raise ConfigError(
+                _KEY, str(directory), "a directory with an image processor"
+            ) from error
         weights, found = _tower_weights(directory)
         model = CLIPVisionModel(CLIPVisionConfig(**config)).eval()
         wanted = {name.removeprefix("vision_model."): name for name in model.state_dict()}
-        missing = [name for name in wanted if name not in weights and not name.endswith("position_ids")]
+        missing = [
+            name for name in wanted if name not in weights and not name.endswith("position_ids")
+        ]
         if missing:
             raise ConfigError(
-                _KEY, str(directory), f"a checkpoint with the whole vision tower ({missing[0]} is missing)"
+                _KEY,
+                str(directory),
+                f"a checkpoint with the whole vision tower ({missing[0]} is missing)",
             )
-        model.load_state_dict({wanted[k]: v.float() for k, v in weights.items() if k in wanted}, strict=False)
+        model.load_state_dict(
+            {wanted[k]: v.float() for k, v in weights.items() if k in wanted}, strict=False
+        )
         self._model = model
         self._lock = threading.Lock()
         self.dim = _GRID * _GRID * int(config["hidden_size"])
-        settings = json.dumps([config, self._processor.to_dict(), _GRID, _LAYER], sort_keys=True, default=str)
+        settings = json.dumps(
+            [config, self._processor.to_dict(), _GRID, _LAYER], sort_keys=True, default=str
+        )
         self.fingerprint = digest("tower", _READ, found, settings)[:16]
 
     def encode(self, data: bytes) -> Vector:
@@ -194,17 +217,25 @@ class TowerEncoder:
 
         pixels = self._processor(images=open_picture(data), return_tensors="pt")["pixel_values"]
         with self._lock, torch.inference_mode(), few_threads(_THREADS):
-            states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[_LAYER]
+            states = self._model(pixel_values=pixels, output_hidden_states=True).hidden_states[
+                _LAYER
+            ]
         patches = states[0, 1:].reshape(self._side, self._side, -1).permute(2, 0, 1)[None]
-        cells = torch.nn.functional.adaptive_avg_pool2d(patches, _GRID)[0].flatten(1).T  # [cells, hidden]
-        unit: Vector = at_unit_length((cells - cells.mean(dim=0, keepdim=True)).flatten()[None].numpy())[0]
+        cells = (
+            torch.nn.functional.adaptive_avg_pool2d(patches, _GRID)[0].flatten(1).T
+        )  # [cells, hidden]
+        unit: Vector = at_unit_length(
+            (cells - cells.mean(dim=0, keepdim=True)).flatten()[None].numpy()
+        )[0]
         return unit
 
 
 def _vision_config(directory: Path) -> dict[str, Any]:
     allowed = "a directory with a config.json whose vision_config is of type clip_vision_model"
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["vision_config"]
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))[
+            "vision_config"
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(_KEY, str(directory), allowed) from error
     if not isinstance(config, dict) or config.get("model_type") != "clip_vision_model":
@@ -227,7 +258,9 @@ def _tower_weights(directory: Path) -> tuple[dict[str, Any], str]:
                     weights[bare] = tensors.get_tensor(name)
                     found.update(bare.encode() + b"\0" + weights[bare].float().numpy().tobytes())
     if not weights:
-        raise ConfigError(_KEY, str(directory), "a directory with safetensors weights under vision_tower.")
+        raise ConfigError(
+            _KEY, str(directory), "a directory with safetensors weights under vision_tower."
+        )
     return weights, found.hexdigest()
 
 
@@ -247,7 +280,10 @@ def build_vision_encoder(name: str) -> VisionEncoder:
     local = _local_snapshot(wanted if "/" in wanted else f"sentence-transformers/{wanted}")
     if local is not None:
         return ClipEncoder(local)
-    told = (os.environ.get(variable, "").upper() for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    told = (
+        os.environ.get(variable, "").upper()
+        for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
     if not name or any(value in ("1", "ON", "YES", "TRUE") for value in told):
         raise ConfigError(
             _KEY,

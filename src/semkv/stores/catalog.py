@@ -129,8 +129,16 @@ class Catalog:
         StoreError: as `Database`.
     """
 
-    def __init__(self, path: Path, *, max_entries: int = 100_000, timeout_s: float = 2.0, replace: bool = True) -> None:
-        self.path, self.max_entries = path, max_entries
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_entries: int = 100_000,
+        timeout_s: float = 2.0,
+        replace: bool = True,
+    ) -> None:
+        self.path = path
+        self.max_entries = max_entries
         self.database = Database(path, schema=CACHE, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
 
@@ -152,9 +160,14 @@ class Catalog:
         entry = record.entry
         space = namespace_key(entry.namespace)
         with self.database.write() as db:
-            found = db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
+            found = db.execute(
+                "SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)
+            ).fetchone()
             if found:
-                db.execute("UPDATE entries SET used=MAX(used, ?) WHERE id=?", (entry.created, int(found[0])))
+                db.execute(
+                    "UPDATE entries SET used=MAX(used, ?) WHERE id=?",
+                    (entry.created, int(found[0])),
+                )
                 self._add_vectors(db, int(found[0]), space, record)
                 return False, Removed()
             row = self._insert(db, record, space)
@@ -176,19 +189,29 @@ class Catalog:
             ),
         )
         row = int(cursor.lastrowid or 0)
-        db.executemany("INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys])
-        db.executemany("INSERT INTO entry_media VALUES (?, ?, ?, ?)", [(row, i, space, m) for i, m in enumerate(media)])
+        db.executemany(
+            "INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys]
+        )
+        db.executemany(
+            "INSERT INTO entry_media VALUES (?, ?, ?, ?)",
+            [(row, i, space, m) for i, m in enumerate(media)],
+        )
         return row
 
     def _add_vectors(self, db: sqlite3.Connection, row: int, space: str, record: Record) -> None:
-        db.executemany("INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags])
+        db.executemany(
+            "INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags]
+        )
         db.executemany(
             "INSERT OR IGNORE INTO vectors (entry, layer, vector) VALUES (?, ?, ?)",
             [(row, layer, pack(vector)) for layer, vector in record.vectors.items()],
         )
         db.executemany(
             "INSERT OR IGNORE INTO media_vectors VALUES (?, ?, ?, ?)",
-            [(space, layer, media, pack(vector)) for (layer, media), vector in record.media_vectors.items()],
+            [
+                (space, layer, media, pack(vector))
+                for (layer, media), vector in record.media_vectors.items()
+            ],
         )
 
     def tag(self, entry_id: str, tags: Sequence[str]) -> bool:
@@ -198,7 +221,9 @@ class Catalog:
                 "INSERT OR IGNORE INTO tags SELECT ?, id FROM entries WHERE entry_id=?",
                 [(tag, entry_id) for tag in tags],
             )
-            (found,) = db.execute("SELECT COUNT(*) FROM entries WHERE entry_id=?", (entry_id,)).fetchone()
+            (found,) = db.execute(
+                "SELECT COUNT(*) FROM entries WHERE entry_id=?", (entry_id,)
+            ).fetchone()
         return bool(found)
 
     def hit(self, entry_id: str, now: float) -> None:
@@ -210,8 +235,12 @@ class Catalog:
         was."""
         with self.database.write() as db:
             db.execute("INSERT OR REPLACE INTO barred VALUES (?, ?)", (pair, entry_id))
-            db.execute("DELETE FROM barred WHERE rowid<=(SELECT MAX(rowid) FROM barred)-?", (_BARRED,))
-            return int(db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,)).fetchone()[0])
+            db.execute(
+                "DELETE FROM barred WHERE rowid<=(SELECT MAX(rowid) FROM barred)-?", (_BARRED,)
+            )
+            return int(
+                db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,)).fetchone()[0]
+            )
 
     def is_barred(self, pair: str) -> bool:
         """Whether an entry was wrong for a text."""
@@ -222,7 +251,9 @@ class Catalog:
         if excess <= 0:
             return Removed()
         most = max(excess, min(self.max_entries // 100, _AT_ONCE))
-        rows = db.execute("SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most))
+        rows = db.execute(
+            "SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most)
+        )
         return delete(db, [int(r[0]) for r in rows.fetchall()])
 
     def invalidate(
@@ -255,7 +286,9 @@ class Catalog:
                 return removal(db, self._meeting(db, criteria))
         with self.database.write() as db:
             if db.execute("SELECT COUNT(*) FROM shared").fetchone()[0]:
-                if db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS:  # others were away for long
+                if (
+                    db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS
+                ):  # others were away for long
                     db.execute("DELETE FROM removals")
                     db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
                 db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
@@ -263,7 +296,9 @@ class Catalog:
 
     def _meeting(self, db: sqlite3.Connection, criteria: Criteria) -> list[int]:
         tests = " AND ".join(_TESTS[name] for name in criteria) or "1"
-        values = [json.dumps(value) if isinstance(value, list) else value for value in criteria.values()]
+        values = [
+            json.dumps(value) if isinstance(value, list) else value for value in criteria.values()
+        ]
         return [int(r[0]) for r in db.execute(f"SELECT id FROM entries WHERE {tests}", values)]  # noqa: S608 (our own words)
 
     def _remove(self, db: sqlite3.Connection, criteria: Criteria) -> Removed:
@@ -323,7 +358,9 @@ class Catalog:
 
     def find(self, key: str, limit: int = 4) -> list[Entry]:
         """The entries registered under a key, oldest first, so that every request settles on the same donor."""
-        return self._entries("entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit)
+        return self._entries(
+            "entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit
+        )
 
     def has(self, key: str) -> bool:
         """Whether any entry is registered under a key."""
@@ -350,7 +387,8 @@ class Catalog:
     def changed(self) -> bool:
         """Whether another connection has written to this file since the last call, or the file was replaced."""
         with self.database.lock:
-            before, self._version = self._version, self.database.version()
+            before = self._version
+            self._version = self.database.version()
             return before != self._version
 
     def purge(self) -> str:
@@ -360,9 +398,13 @@ class Catalog:
     def missing(self, entry_ids: Sequence[str]) -> list[str]:
         """Which of some entries are not here."""
         statement = (
-            "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
+            "SELECT value FROM json_each(?)"
+            " WHERE NOT EXISTS (SELECT 1 FROM entries WHERE entry_id=json_each.value)"
         )
-        return [str(entry_id) for (entry_id,) in self.database.rows(statement, json.dumps(list(entry_ids)))]
+        return [
+            str(entry_id)
+            for (entry_id,) in self.database.rows(statement, json.dumps(list(entry_ids)))
+        ]
 
     def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
@@ -383,10 +425,15 @@ class Catalog:
     def media_vector(self, space: str, layer: str, media: str) -> bytes | None:
         """The packed vector of one media item, or None."""
         statement = "SELECT vector FROM media_vectors WHERE space=? AND layer=? AND media=?"
-        return next((bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)), None)
+        return next(
+            (bytes(vector) for (vector,) in self.database.rows(statement, space, layer, media)),
+            None,
+        )
 
 
-def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, response: bytes, *columns: Any) -> Entry:
+def _entry(
+    name: str, tenant: str, model: str, segments: str, chunk: str, response: bytes, *columns: Any
+) -> Entry:
     """An entry of the columns of `_ENTRIES`. Its id is a digest of all that it is found by.
 
     Raises:
@@ -409,7 +456,9 @@ def _entry(name: str, tenant: str, model: str, segments: str, chunk: str, respon
 def removal(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
     """What `delete` would take away."""
     ids = (json.dumps(rows),)
-    gone = db.execute("SELECT entry_id FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids).fetchall()
+    gone = db.execute(
+        "SELECT entry_id FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids
+    ).fetchall()
     media = db.execute(
         "WITH gone AS (SELECT value FROM json_each(?)),"
         " shown AS (SELECT DISTINCT media FROM entry_media WHERE entry IN gone)"
@@ -427,7 +476,10 @@ def delete(db: sqlite3.Connection, rows: Sequence[int]) -> Removed:
     """
     removed, ids = removal(db, rows), (json.dumps(rows),)
     of_them = "entry IN (SELECT value FROM json_each(?))"
-    media = db.execute(f"SELECT DISTINCT media, space FROM entry_media WHERE {of_them}", ids).fetchall()  # noqa: S608
+    media = db.execute(
+        f"SELECT DISTINCT media, space FROM entry_media WHERE {of_them}",  # noqa: S608
+        ids,
+    ).fetchall()
     db.execute("DELETE FROM entries WHERE id IN (SELECT value FROM json_each(?))", ids)
     db.executemany(
         "DELETE FROM media_vectors WHERE media=?1 AND space=?2"
@@ -451,7 +503,9 @@ def unpack(data: bytes, dim: int) -> Vector:
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
     vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
-    if not abs(np.dot(vector, vector) - 1.0) < _ROUNDING:  # one pass; a catalog is opened by reading all of them
+    if (
+        not abs(np.dot(vector, vector) - 1.0) < _ROUNDING
+    ):  # one pass; a catalog is opened by reading all of them
         raise CorruptValue("a vector that is not of length 1")
     return vector
 
@@ -459,7 +513,9 @@ def unpack(data: bytes, dim: int) -> Vector:
 def dump_segments(segments: Iterable[Segment]) -> str:
     """Segments as JSON; a media item keeps its id and name, never a path."""
     rows = [
-        {"media": s.media_id, "name": s.name} if isinstance(s, MediaSegment) else {"role": s.role, "text": s.text}
+        {"media": s.media_id, "name": s.name}
+        if isinstance(s, MediaSegment)
+        else {"role": s.role, "text": s.text}
         for s in segments
     ]
     return json.dumps(rows, ensure_ascii=False)
@@ -468,6 +524,8 @@ def dump_segments(segments: Iterable[Segment]) -> str:
 def load_segments(text: str) -> tuple[Segment, ...]:
     """The segments behind `dump_segments`; raises what JSON and a missing field raise."""
     return tuple(
-        MediaSegment(row["media"], None, row["name"]) if "media" in row else TextSegment(row["text"], Role(row["role"]))
+        MediaSegment(row["media"], None, row["name"])
+        if "media" in row
+        else TextSegment(row["text"], Role(row["role"]))
         for row in json.loads(text)
     )

@@ -114,7 +114,9 @@ def prepare(config: CacheConfig, *, purge: bool = False) -> None:
         if purge:
             purge_directory(folder)
     if root.is_dir() and not is_ours(root) and not _is_empty(root):
-        raise StoreError(f"{root} holds files that are not semkv's; choose an empty or new --cache-dir")
+        raise StoreError(
+            f"{root} holds files that are not semkv's; choose an empty or new --cache-dir"
+        )
     make_cache_folder(root)
 
 
@@ -123,8 +125,14 @@ def make_cache_folder(root: Path) -> None:
     try:
         make_folder(root)
     except OSError as error:
-        reason = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
-        raise StoreError(f"{root} cannot be written ({reason}); choose another --cache-dir") from error
+        reason = (
+            os.strerror(errno.ENOTDIR)
+            if isinstance(error, FileExistsError)
+            else error.strerror or error
+        )
+        raise StoreError(
+            f"{root} cannot be written ({reason}); choose another --cache-dir"
+        ) from error
 
 
 def is_ours(root: Path) -> bool:
@@ -145,10 +153,16 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
     """
     try:
         if not is_ours(cache_dir):
-            raise StoreError(f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR")
+            raise StoreError(
+                f"{cache_dir} holds no semkv cache: name one with --cache-dir, or in SEMKV_CACHE_DIR"
+            )
     except OSError as error:
         raise StoreError(f"{cache_dir} cannot be read ({error.strerror or error})") from error
-    closed = [f for f in _folders(cache_dir) if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)]  # noqa: PTH112
+    closed = [
+        f
+        for f in _folders(cache_dir)
+        if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)  # noqa: PTH112
+    ]
     return Report(counts, unread=[f"{folder} cannot be read" for folder in closed])
 
 
@@ -225,7 +239,9 @@ def _owners(salts: Iterable[str | None]) -> list[str]:
 # -- stats and verify -------------------------------------------------------------------------------------------------
 
 
-def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterable[str | None] = ()) -> CacheUse:
+def inspect(
+    cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterable[str | None] = ()
+) -> CacheUse:
     """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
 
     Args:
@@ -242,24 +258,37 @@ def inspect(cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterab
             ages = block_index.ages(db, owners)
             stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
     entries, theirs = list[NamespaceUse](), set[str]()
-    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir) as (catalog, responses):
+    with (
+        _noting(found, "catalog", cache_dir / CATALOG),
+        _entries(cache_dir) as (catalog, responses),
+    ):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
             theirs |= catalog.media(tenant)
         for whom, count, nbytes, oldest, used in responses.by_tenant():
             if tenants is None or whom in tenants:
-                stores.append(StoreUse("answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used))
-    if images := [status for image, status in _images(cache_dir) if tenants is None or image.name in theirs]:
-        times, nbytes = [status.st_mtime for status in images], sum(status.st_size for status in images)
+                stores.append(
+                    StoreUse(
+                        "answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used
+                    )
+                )
+    if images := [
+        status for image, status in _images(cache_dir) if tenants is None or image.name in theirs
+    ]:
+        times = [status.st_mtime for status in images]
+        nbytes = sum(status.st_size for status in images)
         stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
-    whose, unread = None if tenants is None else tuple(tenants), (*found.damaged, *found.unread)
+    whose = None if tenants is None else tuple(tenants)
+    unread = (*found.damaged, *found.unread)
     return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
 
 
 Watched = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
-def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda rows, what: rows) -> Report:
+def verify(
+    cache_dir: Path, *, repair: bool = False, watched: Watched = lambda rows, what: rows
+) -> Report:
     """Read every file, entry and response, and check every checksum. Counts what was ``checked`` of files, ``entries``,
     ``answers`` and, with ``repair``, ``deleted``.
 
@@ -283,7 +312,9 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
     def read(check: Callable[..., str], *what: Any) -> str:
         try:
             return check(*what)
-        except OSError as error:  # a fault that says nothing of the content: nothing is deleted for it
+        except (
+            OSError
+        ) as error:  # a fault that says nothing of the content: nothing is deleted for it
             found.unread.append(f"{what[-1]} cannot be read ({error.strerror or error})")
             return ""
 
@@ -296,16 +327,23 @@ def verify(cache_dir: Path, *, repair: bool = False, watched: Watched = lambda r
         if repair and len(found.damaged) > faults:
             found.counts["deleted"] += 1
             found.unread += _begin_anew(root / INDEX, block_index.SCHEMA)
-        damaged = [file for file in watched(files, name) if is_damaged(name, read(check_file, root, file))]
+        damaged = [
+            file for file in watched(files, name) if is_damaged(name, read(check_file, root, file))
+        ]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 store.drop(damaged)
                 store.sweep()
     images = [
-        image for image, _ in watched(_images(cache_dir), "media") if is_damaged("media", read(check_image, image))
+        image
+        for image, _ in watched(_images(cache_dir), "media")
+        if is_damaged("media", read(check_image, image))
     ]
     _delete(images * repair, found)
-    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as (catalog, responses):
+    with (
+        _noting(found, "catalog", cache_dir / CATALOG),
+        _entries(cache_dir, whole=True) as (catalog, responses),
+    ):
         for reason in watched(catalog.verify(repair=repair), "catalog"):
             is_damaged("catalog", reason, "entries")
         for reason in watched(responses.verify(repair=repair), "answers"):
@@ -333,12 +371,21 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
     for name, root in _block_stores(cache_dir):
         with _noting(found, name, root / INDEX), _store(found, name, root, max_age_s) as store:
             found.counts[name] = store.sweep()
-    with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=bool(max_age_s)) as opened:
+    with (
+        _noting(found, "catalog", cache_dir / CATALOG),
+        _entries(cache_dir, whole=bool(max_age_s)) as opened,
+    ):
         if max_age_s:
-            found.counts["media"] = _purge_entries(cache_dir, *opened, found, before=now - max_age_s)
+            found.counts["media"] = _purge_entries(
+                cache_dir, *opened, found, before=now - max_age_s
+            )
         shown = opened[0].media()
         # The entry of a younger image may be about to be written.
-        loose = [i for i, status in _images(cache_dir) if status.st_mtime < now - _DAY_S and i.name not in shown]
+        loose = [
+            i
+            for i, status in _images(cache_dir)
+            if status.st_mtime < now - _DAY_S and i.name not in shown
+        ]
         found.counts["media"] += _delete(loose, found)
     return found
 
@@ -370,8 +417,13 @@ def purge(
     if tenants is None and tag is None and salts is None:
         _purge_all(cache_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
-        with _noting(found, "catalog", cache_dir / CATALOG), _entries(cache_dir, whole=True) as opened:
-            found.counts["files"] = _purge_entries(cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run)
+        with (
+            _noting(found, "catalog", cache_dir / CATALOG),
+            _entries(cache_dir, whole=True) as opened,
+        ):
+            found.counts["files"] = _purge_entries(
+                cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run
+            )
         if not dry_run:
             _drop_strays(cache_dir)
     if salts is not None:
@@ -379,7 +431,9 @@ def purge(
         for name, root in _block_stores(cache_dir):
             if dry_run:
                 with _noting(found, name, root / INDEX), _index(root) as db:
-                    found.counts["files"] += sum(len(block_index.file_ids(db, {"owner": owner})) for owner in owners)
+                    found.counts["files"] += sum(
+                        len(block_index.file_ids(db, {"owner": owner})) for owner in owners
+                    )
                 continue
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 found.counts["files"] += sum(store.purge(owner) for owner in owners)
@@ -412,7 +466,9 @@ def _purge_entries(
     if dry_run:
         return len(images)
     if not catalog.database.truncate_log():
-        found.unread.append(f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again")
+        found.unread.append(
+            f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again"
+        )
     return _delete(images, found)
 
 
@@ -425,16 +481,24 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
-    look, file, schema = Report({}), root / CATALOG, CACHE  # a catalog that cannot be read goes all the same
+    # a catalog that cannot be read goes all the same
+    look = Report({})
+    file = root / CATALOG
+    schema = CACHE
     with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
         found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
         schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
     if database.is_ours(file) is False:
         found.unread += look.unread
-    stores = [folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()]
+    stores = [
+        folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()
+    ]
 
     def listed() -> set[Path]:
-        return {*_files(root, *_FORMS), *(file for store in stores for file in _files(store, f"{FILES}/??/*"))}
+        return {
+            *_files(root, *_FORMS),
+            *(file for store in stores for file in _files(store, f"{FILES}/??/*")),
+        }
 
     files = listed()
     found.unread += [
@@ -498,4 +562,6 @@ def _files(root: Path, *patterns: str) -> list[Path]:
     there = {path for pattern in patterns for path in matching(root, pattern)}
     found = [path for path in there if os.path.isfile(path) or os.path.islink(path)]  # noqa: PTH113, PTH114 (no error)
     within = len(root.parents) + 1
-    return sorted(file for file in found if not any(part.is_symlink() for part in file.parents[:-within]))
+    return sorted(
+        file for file in found if not any(part.is_symlink() for part in file.parents[:-within])
+    )

@@ -37,11 +37,13 @@ class MediaStore:
     """
 
     def __init__(self, root: Path, *, max_bytes: int = 4 << 30) -> None:
-        self.root, self.max_bytes = root, max_bytes
+        self.root = root
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
             make_folder(root)
-            self.nbytes, self._written = sum(status.st_size for _, status in self._files()), 0
+            self.nbytes = sum(status.st_size for _, status in self._files())
+            self._written = 0
         except OSError as error:
             raise StoreError(f"media store {root}: {error.strerror or error}") from error
 
@@ -105,12 +107,17 @@ class MediaStore:
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         found = described(matching(self.root, "??/*"))
-        return [(file, s) for file, s in found if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)]
+        return [
+            (file, s)
+            for file, s in found
+            if _DIGEST.fullmatch(file.name) or file.name.endswith(_NEW)
+        ]
 
     def _keep_bound(self) -> None:
         """Count anew, with what other processes wrote, and bring what is over the bound down to nine tenths of it."""
         found = self._files()
-        self.nbytes, self._written = sum(status.st_size for _, status in found), 0
+        self.nbytes = sum(status.st_size for _, status in found)
+        self._written = 0
         if self.nbytes <= self.max_bytes:
             return
         for file, status in sorted(found, key=lambda row: row[1].st_mtime):
@@ -127,6 +134,10 @@ def check_image(file: Path) -> str:
         OSError: it cannot be read, which says nothing of what is in it.
     """
     try:
-        return "" if digest_of(read_bytes(file)) == file.name else f"{file.name} is not what its name says"
+        return (
+            ""
+            if digest_of(read_bytes(file)) == file.name
+            else f"{file.name} is not what its name says"
+        )
     except FileNotFoundError:  # it was evicted
         return ""

@@ -71,7 +71,10 @@ _ADDED = (
     "DROP TABLE IF EXISTS contexts",
 )
 
-_PROBES = tuple(f"SELECT created FROM {table} NOT INDEXED LIMIT 1" for table in ("entries", "responses"))  # noqa: S608
+_PROBES = tuple(
+    f"SELECT created FROM {table} NOT INDEXED LIMIT 1"  # noqa: S608
+    for table in ("entries", "responses")
+)
 CACHE = Schema(tables=_TABLES, version=FORMAT, file=CATALOG, probes=_PROBES, added=_ADDED)
 """Of `CATALOG`."""
 

@@ -42,7 +42,9 @@ from semkv_stores.digests import digest
 
 FLOOR = 0.6
 BANDS = 20  # of estimated risks
-_WORST, _BEST = 1.0, -7.0  # log odds of the first band and of the last
+# log odds of the first band and of the last
+_WORST = 1.0
+_BEST = -7.0
 
 # The bound holds with any values; these were chosen for hits on streams of labeled pairs.
 _PRIOR = 8.0  # observations that the prior is worth
@@ -77,16 +79,32 @@ class Arm:
     lately: list[float] = field(default_factory=_zeros)  # comparisons, with a short memory
     wrong_lately: list[float] = field(default_factory=_zeros)
     risk: list[float] = field(default_factory=_zeros, init=False)
-    open: list[bool] = field(default_factory=lambda: [False] * BANDS, init=False)  # whether a band is served
+    open: list[bool] = field(
+        default_factory=lambda: [False] * BANDS, init=False
+    )  # whether a band is served
 
 
-_COUNTS = ("asked", "seen", "wrong", "lately", "wrong_lately")  # of an arm, which are kept across restarts
+_COUNTS = (
+    "asked",
+    "seen",
+    "wrong",
+    "lately",
+    "wrong_lately",
+)  # of an arm, which are kept across restarts
 
 
 def _kind(match: Match) -> str:
     """What there is to doubt in a match that no guard objects to: traps come in clusters of one kind."""
     unmatched, unshared, reordered = match.wording or (0.0, 0.0, 0.0)
-    return "order" if reordered else "other words" if unmatched else "other forms" if unshared else "same words"
+    return (
+        "order"
+        if reordered
+        else "other words"
+        if unmatched
+        else "other forms"
+        if unshared
+        else "same words"
+    )
 
 
 def band(risk: float) -> int:
@@ -104,23 +122,35 @@ def falling(values: list[float], weights: list[float]) -> list[float]:
     """The closest values that do not increase, by pooling adjacent violators."""
     blocks: list[tuple[float, float, int]] = []
     for value, weight in zip(values, weights, strict=True):
-        total, size, count = value * weight, weight, 1
+        total = value * weight
+        size = weight
+        count = 1
         while blocks and blocks[-1][0] / blocks[-1][1] < total / size:
             before = blocks.pop()
-            total, size, count = total + before[0], size + before[1], count + before[2]
+            total = total + before[0]
+            size = size + before[1]
+            count = count + before[2]
         blocks.append((total, size, count))
     return [total / size for total, size, count in blocks for _ in range(count)]
 
 
-def estimated(prior: Sequence[float], worth: float, seen: Sequence[float], wrong: Sequence[float]) -> list[float]:
+def estimated(
+    prior: Sequence[float], worth: float, seen: Sequence[float], wrong: Sequence[float]
+) -> list[float]:
     """The risk of each band after some comparisons, where a prior is worth so many of them."""
     weights = [worth + count for count in seen]
-    values = [(risk * worth + bad) / weight for risk, bad, weight in zip(prior, wrong, weights, strict=True)]
+    values = [
+        (risk * worth + bad) / weight
+        for risk, bad, weight in zip(prior, wrong, weights, strict=True)
+    ]
     return falling(values, weights)
 
 
 # The chance of a wrong answer in each band before any observation.
-_PRIORS = [max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS)) for place in range(BANDS)]
+_PRIORS = [
+    max(_LEAST_RISK, chance(_WORST + (place + 0.5) * (_BEST - _WORST) / BANDS))
+    for place in range(BANDS)
+]
 
 
 class Bounded(Decider):
@@ -136,18 +166,27 @@ class Bounded(Decider):
     floor = FLOOR
 
     def __init__(
-        self, max_error_rate: float, calibration: Calibration | None = None, tiers: frozenset[str] = frozenset()
+        self,
+        max_error_rate: float,
+        calibration: Calibration | None = None,
+        tiers: frozenset[str] = frozenset(),
     ) -> None:
-        self._rate, self._calibration, self._tiers = max_error_rate, calibration, tiers
+        self._rate = max_error_rate
+        self._calibration = calibration
+        self._tiers = tiers
         self._arms: dict[ArmKey, Arm] = {}
         self._scale = digest("bands", repr(calibration), str(BANDS))
         self._requests = 0.0
         self._left = 0.0  # wrong answers that the budget still covers, before the reserve
-        self._sampling = False  # whether some hits were served without a check, so that the reserve is needed
+        self._sampling = (
+            False  # whether some hits were served without a check, so that the reserve is needed
+        )
         self._steepness = -math.log(_DOUBT) / (max_error_rate * _RESERVE)
         self._share = min(1.0, 2.0 * -math.expm1(-self._steepness))  # of hits that are checked then
         self._until_review = 0
-        self._latest: Request | None = None  # whose first match was counted; with several threads some count twice
+        self._latest: Request | None = (
+            None  # whose first match was counted; with several threads some count twice
+        )
         self._texts: Latest[str, None] = Latest(_TEXTS)  # that a hit has answered
         self._random = SystemRandom()  # of no fixed seed: after a restart, too, each draw is new
         self._lock = threading.Lock()
@@ -176,7 +215,8 @@ class Bounded(Decider):
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
             share = 1.0
             if not self._served_before(request) and self._left >= 2.0 * self._rate * _RESERVE:
-                share, self._sampling = self._share, True
+                share = self._share
+                self._sampling = True
             if self._random.random() >= share:
                 return Decision(True, f"risk {risk:.4f}", risk)
             stake = self._stake(share)
@@ -186,7 +226,9 @@ class Bounded(Decider):
     def _served_before(self, request: Request) -> bool:
         """Whether a text was served before; remembers that it is now."""
         media = (segment.media_id for segment in request.media)
-        text = digest("text", request.namespace.tenant, request.namespace.model, request.chunk_text, *media)
+        text = digest(
+            "text", request.namespace.tenant, request.namespace.model, request.chunk_text, *media
+        )
         before = text in self._texts
         self._texts[text] = None
         return before
@@ -197,7 +239,11 @@ class Bounded(Decider):
 
     def _stake(self, share: float) -> float:
         """The wrong answers that one stands for which a check finds, where a share of hits is checked."""
-        return -math.log1p(math.expm1(-self._steepness) / share) / self._steepness if share < 1.0 else 1.0
+        return (
+            -math.log1p(math.expm1(-self._steepness) / share) / self._steepness
+            if share < 1.0
+            else 1.0
+        )
 
     def observe(self, match: Match, *, correct: bool, served: Decision | None) -> None:
         with self._lock:
@@ -224,7 +270,11 @@ class Bounded(Decider):
         """The chance of a wrong answer by one of a match's scores."""
         # One that was fitted on a tier says nothing of a part of a match.
         calibration = self._calibration if score.tier in self._tiers and match.whole else None
-        return cautious(score.cosine) if calibration is None else calibration.risk(score.cosine, match.wording)
+        return (
+            cautious(score.cosine)
+            if calibration is None
+            else calibration.risk(score.cosine, match.wording)
+        )
 
     def _review(self) -> None:
         """Estimate every band anew, and open those that the budget covers."""
@@ -236,7 +286,9 @@ class Bounded(Decider):
             arm.open = [False] * BANDS
         horizon = max(_HORIZON * self._requests, 500.0)
         budget, more = self._free() + self._rate * horizon, 0.0
-        cells = [(arm.risk[place], place, arm) for arm in self._arms.values() for place in range(BANDS)]
+        cells = [
+            (arm.risk[place], place, arm) for arm in self._arms.values() for place in range(BANDS)
+        ]
         for risk, place, arm in sorted(cells, key=lambda cell: (cell[0], -cell[1])):
             if risk <= _MOST_RISK and more <= _EASE * budget:
                 arm.open[place] = True
@@ -252,7 +304,8 @@ class Bounded(Decider):
     def state(self) -> Mapping[str, Any]:
         with self._lock:
             arms = [
-                {"key": list(key), **{name: getattr(arm, name) for name in _COUNTS}} for key, arm in self._arms.items()
+                {"key": list(key), **{name: getattr(arm, name) for name in _COUNTS}}
+                for key, arm in self._arms.items()
             ]
             return {"requests": self._requests, "bands": self._scale, "arms": arms}
 
@@ -264,15 +317,20 @@ class Bounded(Decider):
             arms: dict[ArmKey, Arm] = {}
             for row in state["arms"]:
                 tier, kind, whole = row["key"]
-                arms[str(tier), str(kind), bool(whole)] = Arm(*(_counts(row[name], BANDS) for name in _COUNTS))
+                arms[str(tier), str(kind), bool(whole)] = Arm(
+                    *(_counts(row[name], BANDS) for name in _COUNTS)
+                )
         except (KeyError, TypeError) as error:
             raise ValueError(f"state of the bounded policy: {error!r}") from error
         with self._lock:
-            self._requests, self._arms = requests, arms
+            self._requests = requests
+            self._arms = arms
             self._review()
 
 
-def _count_in(seen: list[float], wrong: list[float], place: int, correct: bool, memory: float) -> None:
+def _count_in(
+    seen: list[float], wrong: list[float], place: int, correct: bool, memory: float
+) -> None:
     """One more comparison; beyond ``memory`` of them the past counts half."""
     seen[place] += 1
     wrong[place] += not correct

@@ -67,7 +67,9 @@ class SameMeaning:
             return True
         if min(len(first.split()), len(second.split())) <= _SHORT:
             return False
-        if not (self._encoder.fits(first) and self._encoder.fits(second)) or said_otherwise(first, second):
+        if not (self._encoder.fits(first) and self._encoder.fits(second)) or said_otherwise(
+            first, second
+        ):
             return False
         a, b = at_unit_length(self._encoder.encode([first, second]))
         return float(a @ b) >= _SAME_MEANING
@@ -115,8 +117,13 @@ class Checking:
         fingerprint: str,
         tally: Tally,
     ) -> None:
-        self._rate, self._decider, self._same, self._remove = rate, decider, same, remove
-        self._catalog, self._fingerprint, self._tally = catalog, fingerprint, tally
+        self._rate = rate
+        self._decider = decider
+        self._same = same
+        self._remove = remove
+        self._catalog = catalog
+        self._fingerprint = fingerprint
+        self._tally = tally
         self._file = catalog.path.with_name(FILE)
         self._random = Random(0)  # noqa: S311
         self._open: Latest[str, _OpenHit] = Latest(_OPEN_HITS)
@@ -130,12 +137,14 @@ class Checking:
     def open(self, request: Request, match: Match, decision: Decision | None = None) -> str:
         """Remember a hit; returns its id, which cannot be guessed. Approximate ones may be selected for a check, also
         as the policy asks, unless nothing is to be checked."""
-        hit_id, pair = secrets.token_hex(12), _pair_of(request, match.entry_id)
+        hit_id = secrets.token_hex(12)
+        pair = _pair_of(request, match.entry_id)
         decision = decision or Decision(True)
         approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
         with self._lock:
             lot = self._random.random()
-            selected, sampled = approximate and lot < max(self._rate, decision.check), approximate and lot < self._rate
+            selected = approximate and lot < max(self._rate, decision.check)
+            sampled = approximate and lot < self._rate
             self._open[hit_id] = _OpenHit(match, pair, selected, sampled, decision)
         return hit_id
 
@@ -228,7 +237,11 @@ class Checking:
             return
         if body["format"] != FORMAT:
             raise ValueError(f"{self._file} is of another version")
-        if body["fingerprint"] == self._fingerprint and body["policy"] is not None and self._decider.learns:
+        if (
+            body["fingerprint"] == self._fingerprint
+            and body["policy"] is not None
+            and self._decider.learns
+        ):
             self._decider.restore(body["policy"])
 
 

@@ -26,11 +26,23 @@ class Layer:
     """
 
     def __init__(
-        self, name: str, key: str, dim: int, threshold: float, partition: str, index: Index, tally: Tally
+        self,
+        name: str,
+        key: str,
+        dim: int,
+        threshold: float,
+        partition: str,
+        index: Index,
+        tally: Tally,
     ) -> None:
-        self.name, self.key, self.dim, self.threshold = name, key, dim, threshold
+        self.name = name
+        self.key = key
+        self.dim = dim
+        self.threshold = threshold
         self.status = status_of(name)
-        self.partition, self.index, self._tally = partition, index, tally
+        self.partition = partition
+        self.index = index
+        self._tally = tally
         self.items: dict[str, str] = {}  # with the partition of each
 
     def extend(self, rows: Iterable[Row]) -> None:
@@ -47,8 +59,15 @@ class Layer:
     def search(self, partition: str, vector: Vector, most: int) -> list[Neighbour]:
         """The nearest above the threshold, best first."""
         with self._tally.boundary("index"):
-            found = [Neighbour(n.item, as_cosine(n.score)) for n in self.index.search(partition, vector, most)]
-            own = [n for n in found if n.score >= self.threshold and self.items.get(n.item) == partition]
+            found = [
+                Neighbour(n.item, as_cosine(n.score))
+                for n in self.index.search(partition, vector, most)
+            ]
+            own = [
+                n
+                for n in found
+                if n.score >= self.threshold and self.items.get(n.item) == partition
+            ]
             return sorted(own, key=lambda n: -n.score)[:most]
         return []
 

@@ -64,7 +64,9 @@ class Lookup:
 
     request: Request
     statuses: dict[str, Status]  # of each tier
-    vectors: dict[str, Vector] = field(default_factory=dict)  # unit vectors by layer, computed on the way
+    vectors: dict[str, Vector] = field(
+        default_factory=dict
+    )  # unit vectors by layer, computed on the way
     plan: Plan | None = None  # of the first candidate that can be used
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
@@ -91,9 +93,13 @@ class Planner:
         tally: Tally,
         encoder: TextEncoder | None,
     ) -> None:
-        self._media, self._decider, self._checking, self._tally = media, decider, checking, tally
+        self._media = media
+        self._decider = decider
+        self._checking = checking
+        self._tally = tally
         self._encoder = encoder
-        self._normalised, self._roots = config.normalised, image_roots(config)
+        self._normalised = config.normalised
+        self._roots = image_roots(config)
         self._by_place = config.match is MatchPolicy.ALL
         guarded = config.guards and self._by_place
         self._guard = veto if guarded else unread if self._by_place else no_veto
@@ -117,13 +123,23 @@ class Planner:
         if donor.namespace != request.namespace:  # a damaged file names another's entry
             return None
         whole = candidate.run == len(donor.segments)
-        own, run = request.segments if whole else request.segments[: candidate.run], donor.segments[: candidate.run]
-        if not (self._normalised or candidate.checked or same_characters(own, run, candidate.similar)):
+        own = request.segments if whole else request.segments[: candidate.run]
+        run = donor.segments[: candidate.run]
+        if not (
+            self._normalised or candidate.checked or same_characters(own, run, candidate.similar)
+        ):
             return None
         exactness = exactness_of(own, run)
         if exactness is Exactness.NORMALISED and not self._normalised:
             exactness = Exactness.APPROXIMATE
-        match = Match(candidate.tier, donor.entry_id, candidate.score, exactness, whole=whole, others=candidate.others)
+        match = Match(
+            candidate.tier,
+            donor.entry_id,
+            candidate.score,
+            exactness,
+            whole=whole,
+            others=candidate.others,
+        )
         found.decision = None
         if exactness is Exactness.APPROXIMATE:
             if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
@@ -144,14 +160,26 @@ class Planner:
         if leading is None:
             self._tally.add("donor media lost")
             return None
-        return Plan((*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match)
+        return Plan(
+            (*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match
+        )
 
     def _veto(
-        self, request: Request, donor: Entry, own: Sequence[Segment], run: Sequence[Segment], *, whole: bool
+        self,
+        request: Request,
+        donor: Entry,
+        own: Sequence[Segment],
+        run: Sequence[Segment],
+        *,
+        whole: bool,
     ) -> str | None:
         """Why no approximate match may be made of a run: by the texts that were compared, by the questions where the
         caller had other texts compared, by the images."""
-        texts = [(request.chunk_text, donor.chunk_text), (request.question, donor.question)] if whole else []
+        texts = (
+            [(request.chunk_text, donor.chunk_text), (request.question, donor.question)]
+            if whole
+            else []
+        )
         for mine, theirs in dict.fromkeys(texts):
             if (reason := self._guard(mine, theirs)) is not None:
                 return reason
@@ -164,7 +192,13 @@ class Planner:
             return 1.0
         texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
         found = [differing(mine, theirs) for mine, theirs in texts]
-        places = [place for one in found if not isinstance(one, str) for place in one.places if not misspelled(*place)]
+        places = [
+            place
+            for one in found
+            if not isinstance(one, str)
+            for place in one.places
+            if not misspelled(*place)
+        ]
         return min((self._cosine(*place) for place in places), default=1.0)
 
     def _cosine(self, *texts: str) -> float:
@@ -186,20 +220,28 @@ class Planner:
     def _shows_another(self, own: Sequence[Segment], run: Sequence[Segment]) -> bool:
         """Whether an image of a donor's run may show something else than the request's in its place: also where either
         cannot be read."""
-        mine, theirs = ([s for s in segments if isinstance(s, MediaSegment)] for segments in (own, run))
+        mine, theirs = (
+            [s for s in segments if isinstance(s, MediaSegment)] for segments in (own, run)
+        )
         if len(mine) != len(theirs):
             return True
-        pairs = [(a, b.media_id) for a, b in zip(mine, theirs, strict=True) if a.media_id != b.media_id]
+        pairs = [
+            (a, b.media_id) for a, b in zip(mine, theirs, strict=True) if a.media_id != b.media_id
+        ]
         try:
             return not all(self._alike(a, b) for a, b in pairs)
         except OSError:  # which is not remembered
             return True
 
     def _same_picture(self, mine: MediaSegment, theirs: str) -> bool:
-        first, second = read_media(mine, self._roots), self._media.get(theirs)
+        first = read_media(mine, self._roots)
+        second = self._media.get(theirs)
         if first is None or second is None:
             raise OSError("an image is gone")
-        a, b = (read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True) for data in (first, second))
+        a, b = (
+            read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True)
+            for data in (first, second)
+        )
         return pictures.difference(a, b) < pictures.LIMIT
 
     def _available(self, request: Request, run: Sequence[Segment]) -> tuple[Segment, ...] | None:
@@ -238,14 +280,21 @@ class Matching:
         tally: Tally,
         tiers: Sequence[Tier] = (),
     ) -> None:
-        self._config, self._catalog, self._hook, self._planner, self._tally = config, catalog, hook, planner, tally
-        self._encoder, self._similar = encoder, similar
+        self._config = config
+        self._catalog = catalog
+        self._hook = hook
+        self._planner = planner
+        self._tally = tally
+        self._encoder = encoder
+        self._similar = similar
         self._tiers: tuple[Tier, ...] = tuple(plug.require("tiers", tier, Tier) for tier in tiers)
         built_in = (EXACT, *(status_of(layer.name) for layer in config.embedding_layers), SEMANTIC)
         taken = [*built_in, "kv_cache", "fusion"]  # the last two an engine adds
         for tier in self._tiers:
             if tier.name in taken:
-                raise ConfigError("tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}")
+                raise ConfigError(
+                    "tiers", tier.name, f"names that differ, and from {', '.join(sorted(taken))}"
+                )
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
 
@@ -303,20 +352,28 @@ class Matching:
                 for donor in self._catalog.find(key(depth), most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
-    def _by_layers(self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None) -> Iterator[Candidate]:
+    def _by_layers(
+        self, found: Lookup, keyed: Keyed, given: Mapping[str, Vector] | None
+    ) -> Iterator[Candidate]:
         layers = [layer.name for layer in self._config.embedding_layers]
         vectors = self._embedded(found.request, given) if layers else {}
         # Where the hook failed that is a miss, not a layer without input.
-        found.statuses.update({status_of(name): Status.MISS for name in (layers if vectors is None else vectors)})
+        found.statuses.update(
+            {status_of(name): Status.MISS for name in (layers if vectors is None else vectors)}
+        )
         found.vectors.update(vectors or {})
         if vectors:
             yield from self._similar.by_layers(found.request, keyed, vectors)
 
-    def _embedded(self, request: Request, given: Mapping[str, Vector] | None) -> dict[str, Vector] | None:
+    def _embedded(
+        self, request: Request, given: Mapping[str, Vector] | None
+    ) -> dict[str, Vector] | None:
         """Checked vectors of the embedding layers; None where the hook failed."""
         with self._tally.boundary("hook"):
             raw = self._hook(request) if given is None else given
-            return unit_vectors(request, raw, self._config.embedding_layers, self._config.embedding_hook)
+            return unit_vectors(
+                request, raw, self._config.embedding_layers, self._config.embedding_hook
+            )
         return None
 
     def _by_meaning(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
@@ -335,11 +392,20 @@ class Matching:
         keys = self._tier_keys(tier, found.request, keyed)
         if keys:
             found.statuses[tier.name] = Status.MISS
-        donors = {donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)}
+        donors = {
+            donor.entry_id: donor for key in keys for donor in self._catalog.find(key, _SPELLINGS)
+        }
         scored = [(as_cosine(tier.score(found.request, donor)), donor) for donor in donors.values()]
         for score, donor in sorted(scored, key=lambda pair: -pair[0])[:_DONORS]:
             if score > 0.0:
-                yield Candidate(donor, len(donor.segments), tier.name, score, (tier.name,), similar=keyed.question)
+                yield Candidate(
+                    donor,
+                    len(donor.segments),
+                    tier.name,
+                    score,
+                    (tier.name,),
+                    similar=keyed.question,
+                )
 
     def _tier_keys(self, tier: Tier, request: Request, keyed: Keyed) -> list[str]:
         """The catalog's keys of a prompt in a tier of the user's own; none where it has no question, or the tier
@@ -359,7 +425,12 @@ class Matching:
     # -- recording ----------------------------------------------------------------------------------------------
 
     def record(
-        self, report: ReuseReport, response: str, tags: tuple[str, ...], metadata: Mapping[str, Any], now: float
+        self,
+        report: ReuseReport,
+        response: str,
+        tags: tuple[str, ...],
+        metadata: Mapping[str, Any],
+        now: float,
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
         keyed = Keyed(report.request.namespace, report.plan.segments)
@@ -367,7 +438,9 @@ class Matching:
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
 
-    def _record(self, request: Request, keyed: Keyed, entry: Entry, vectors: Mapping[str, Vector]) -> Record:
+    def _record(
+        self, request: Request, keyed: Keyed, entry: Entry, vectors: Mapping[str, Vector]
+    ) -> Record:
         """The record of an entry, with unit vectors by layer that belong to the canonical prompt; ``vision`` by the
         request's own media. Vectors of layers that are not indexed are left out."""
         layers = {name: layer.key for name, layer in self._similar.layers.items()}
@@ -379,7 +452,9 @@ class Matching:
             if mine.media_id == computed  # a donor's image has its own vector already
         }
         as_request = Request(entry.entry_id, entry.namespace, entry.segments, entry.chunk_text)
-        tier_keys = [key for tier in self._tiers for key in self._tier_keys(tier, as_request, keyed)]
+        tier_keys = [
+            key for tier in self._tiers for key in self._tier_keys(tier, as_request, keyed)
+        ]
         return Record(
             entry=entry,
             keys=(*keyed.entry_keys(), *tier_keys),
@@ -405,7 +480,9 @@ class Matching:
         vectors = {}
         for name, layer in self._similar.layers.items():
             if (data := packed.get(layer.key)) is not None:
-                vectors[name] = unit_rows(data, layer.dim, len(request.media) if name == VISION else 1)
+                vectors[name] = unit_rows(
+                    data, layer.dim, len(request.media) if name == VISION else 1
+                )
         return self._record(request, keyed, entry, vectors)
 
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
@@ -415,13 +492,19 @@ class Matching:
         no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
         context was.
         """
-        vectors, layers = dict(report.embeddings), self._config.embedding_layers
+        vectors = dict(report.embeddings)
+        layers = self._config.embedding_layers
         if layers and not any(layer.name in vectors for layer in layers):
             vectors |= self._embedded(report.request, None) or {}
-        if SEMANTIC not in vectors and (vector := self._chunk_vector(report.request.chunk_text)) is not None:
+        if (
+            SEMANTIC not in vectors
+            and (vector := self._chunk_vector(report.request.chunk_text)) is not None
+        ):
             vectors[SEMANTIC] = vector
         if report.rewritten:
-            vectors = {name: v for name, v in vectors.items() if name in ("prompt", VISION, SEMANTIC)}
+            vectors = {
+                name: v for name, v in vectors.items() if name in ("prompt", VISION, SEMANTIC)
+            }
         if not has_chunk_text(report.request, report.plan.segments):
             vectors.pop(SEMANTIC, None)
         return vectors
@@ -463,7 +546,12 @@ class PendingEntry:
         run = len(self.donor.segments)
         if self.prompt_key and self.prompt_key == to.prompt_key:
             return Candidate(self.donor, run, EXACT, 1.0, (EXACT,))
-        if not self.slot_key or self.slot_key != to.slot_key or self.vector is None or to.vector is None:
+        if (
+            not self.slot_key
+            or self.slot_key != to.slot_key
+            or self.vector is None
+            or to.vector is None
+        ):
             return None
         score = as_cosine(float(self.vector @ to.vector))
         found = Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,), similar=self.question)
@@ -473,14 +561,31 @@ class PendingEntry:
 class PendingTier:
     """Decides who may have the answer of a request that is still on its way. Any thread may call any method."""
 
-    def __init__(self, config: CacheConfig, planner: Planner, checking: Checking, tally: Tally) -> None:
-        self._config, self._planner, self._checking, self._tally = config, planner, checking, tally
+    def __init__(
+        self, config: CacheConfig, planner: Planner, checking: Checking, tally: Tally
+    ) -> None:
+        self._config = config
+        self._planner = planner
+        self._checking = checking
+        self._tally = tally
 
     def _entry(self, request: Request, vector: Vector | None) -> PendingEntry:
-        keyed, with_media = Keyed(request.namespace, request.segments), self._config.scope is Scope.MEDIA
-        prompt_key = keyed.folded_key(len(keyed.segments), with_media=with_media) if self._config.exact else ""
+        keyed = Keyed(request.namespace, request.segments)
+        with_media = self._config.scope is Scope.MEDIA
+        prompt_key = (
+            keyed.folded_key(len(keyed.segments), with_media=with_media)
+            if self._config.exact
+            else ""
+        )
         slot_key = keyed.question_slot(with_media=with_media)
-        return PendingEntry(entry_of(request, keyed), prompt_key, slot_key, vector, self._planner.least, keyed.question)
+        return PendingEntry(
+            entry_of(request, keyed),
+            prompt_key,
+            slot_key,
+            vector,
+            self._planner.least,
+            keyed.question,
+        )
 
     def group(self, request: Request) -> str:
         """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
@@ -493,7 +598,12 @@ class PendingTier:
         """The request of a lookup as others may find it until its answer is recorded; None where the cache is not live,
         or the lookup found a donor of more than a byte-equal beginning."""
         request = report.request
-        if report.rewritten or report.plan.full or not request.segments or self._config.mode is not CacheMode.LIVE:
+        if (
+            report.rewritten
+            or report.plan.full
+            or not request.segments
+            or self._config.mode is not CacheMode.LIVE
+        ):
             return None
         with self._tally.boundary("request"):
             return self._entry(request, report.embeddings.get(SEMANTIC))
@@ -510,5 +620,7 @@ class PendingTier:
                 return None
             hit_id = self._checking.open(report.request, found.plan.match, found.decision)
             self._tally.add(f"hit:{found.plan.match.tier}")
-            return replace(report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None)
+            return replace(
+                report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None
+            )
         return None

@@ -133,7 +133,9 @@ class Calibration:
     def least(self) -> float:
         """The least cosine at which some wording may match; 1.0 where even that does not."""
         most = Wording(MOST_UNMATCHED, 1.0, 1.0)
-        best = Wording(*(m if self.weights[name] < 0.0 else 0.0 for name, m in most._asdict().items()))
+        best = Wording(
+            *(m if self.weights[name] < 0.0 else 0.0 for name, m in most._asdict().items())
+        )
         low, high = FLOOR, 1.0
         if self.risk(low, best) <= self.limit:
             return low
@@ -154,12 +156,16 @@ class Calibration:
         except DatasetError as error:
             raise ConfigError(key, str(path), f"a JSON file that can be read ({error})") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(key, str(path), f"a JSON file that `semkv calibrate` wrote ({error})") from error
+            raise ConfigError(
+                key, str(path), f"a JSON file that `semkv calibrate` wrote ({error})"
+            ) from error
 
     @classmethod
     def _checked(cls, body: Mapping[str, Any]) -> Calibration:
         if body["format"] != FORMAT:
-            raise ValueError(f"format {body['format']}, this version reads {FORMAT}: calibrate again")
+            raise ValueError(
+                f"format {body['format']}, this version reads {FORMAT}: calibrate again"
+            )
         bias, limit = float(body["bias"]), float(body["limit"])
         weights = {str(name): float(value) for name, value in body["weights"].items()}
         if set(weights) != set(FEATURES):
@@ -181,7 +187,8 @@ class Calibrated(Decider):
     """
 
     def __init__(self, calibration: Calibration, tiers: frozenset[str]) -> None:
-        self._calibration, self._tiers = calibration, tiers
+        self._calibration = calibration
+        self._tiers = tiers
         self.floor = calibration.least
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
@@ -200,7 +207,9 @@ def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
         ConfigError: there is no such policy, or the calibration cannot be read or was fitted for another encoder.
     """
     if plug.is_path(config.policy):
-        own: Decider = plug.require("--policy", plug.load("--policy", config.policy, config), Decider, config.policy)
+        own: Decider = plug.require(
+            "--policy", plug.load("--policy", config.policy, config), Decider, config.policy
+        )
         return own
     if config.policy is PolicyName.FIXED:
         return FixedThreshold()

@@ -37,7 +37,15 @@ import xxhash
 from semkv.counting import Tally
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import namespace_key
-from semkv.stores.catalog import Catalog, Criteria, Record, Removed, dump_segments, load_segments, pack
+from semkv.stores.catalog import (
+    Catalog,
+    Criteria,
+    Record,
+    Removed,
+    dump_segments,
+    load_segments,
+    pack,
+)
 from semkv.stores.responses import is_redis
 from semkv.stores.responses.redis import asking, connect, root_of
 from semkv.types import Entry, MediaSegment, Namespace
@@ -82,10 +90,15 @@ class Sharing:
         removed: Callable[[Removed], None],
         tally: Tally,
     ) -> None:
-        self._log, self._catalog, self._tally = log, catalog, tally
-        self._to_record, self._add_record, self._removed = to_record, add, removed
+        self._log = log
+        self._catalog = catalog
+        self._tally = tally
+        self._to_record = to_record
+        self._add_record = add
+        self._removed = removed
         self._waiting: deque[tuple[str, bytes]] = deque()
-        self._some, self._closing = threading.Event(), threading.Event()
+        self._some = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
         self._thread.start()
 
@@ -93,7 +106,9 @@ class Sharing:
         """Share what was recorded. Never waits."""
         data = dump(record)
         if len(data) > _LARGEST or len(self._waiting) >= _WAITING:
-            self._tally.add("not shared: too large" if len(data) > _LARGEST else "not shared: too many wait")
+            self._tally.add(
+                "not shared: too large" if len(data) > _LARGEST else "not shared: too many wait"
+            )
             return
         self._waiting.append((record.entry.entry_id, data))
         self._some.set()
@@ -149,7 +164,9 @@ class Sharing:
             except Exception as error:
                 # A row that others wrote must not keep this one from reading on; what our file has must be tried again.
                 ours = isinstance(error, OSError | StoreError | sqlite3.DatabaseError)
-                if ours and not isinstance(error, CorruptValue | sqlite3.ProgrammingError | sqlite3.DataError):
+                if ours and not isinstance(
+                    error, CorruptValue | sqlite3.ProgrammingError | sqlite3.DataError
+                ):
                     raise
                 self._tally.fault("shared entry", error)
         if batch.cursor != cursor:
@@ -199,7 +216,9 @@ class EntryLog:
     def __init__(self, url: str, *, timeout_s: float = 0.25, name: str = "log") -> None:
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
-        self._entries, self._removals, self._begun = f"{root}:entries", f"{root}:removals", f"{root}:begun"
+        self._entries = f"{root}:entries"
+        self._removals = f"{root}:removals"
+        self._begun = f"{root}:begun"
         self._remove = self._db.register_script(_REMOVE)
 
     def add(self, entry: bytes) -> None:
@@ -217,7 +236,11 @@ class EntryLog:
             last = self._remove(keys=[self._entries, self._removals], args=[removal, _REMOVALS])
             start = "-"
             while rows := self._db.xrange(self._entries, min=start, max=last, count=_BATCH):
-                gone = [name for name, fields in rows if b"entry" in fields and concerns(fields[b"entry"])]
+                gone = [
+                    name
+                    for name, fields in rows
+                    if b"entry" in fields and concerns(fields[b"entry"])
+                ]
                 if gone:
                     self._db.xdel(self._entries, *gone)
                 start = f"({rows[-1][0].decode()}"
@@ -229,7 +252,9 @@ class EntryLog:
             begun = self._name()
             emptied = bool(name) and name != begun
             after = f"({place}" if place and not emptied else "-"
-            pipe = self._db.pipeline(transaction=False)  # a full Redis refuses a transaction, even one that only reads
+            pipe = self._db.pipeline(
+                transaction=False
+            )  # a full Redis refuses a transaction, even one that only reads
             pipe.xrange(self._removals, min=after)
             pipe.xrange(self._entries, min=after, count=_BATCH)
             removals, rows = pipe.execute()
@@ -241,7 +266,9 @@ class EntryLog:
         found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
         names = sorted(found, key=_place)
         place = names[-1].decode() if names else "" if emptied else place
-        told = [(b"removal" in found[name], next(iter(found[name].values()), b"")) for name in names]
+        told = [
+            (b"removal" in found[name], next(iter(found[name].values()), b"")) for name in names
+        ]
         return LogBatch(f"{begun} {place}", tuple(told), lost)
 
     def _name(self) -> str:
@@ -262,7 +289,11 @@ def open_entry_log(where: str, timeout_s: float, secret: bytes) -> EntryLog | No
     `EntryLog`."""
     if not is_redis(where):
         return None
-    return EntryLog(where, timeout_s=timeout_s, name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}")
+    return EntryLog(
+        where,
+        timeout_s=timeout_s,
+        name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}",
+    )
 
 
 def _place(name: bytes) -> tuple[int, ...]:
@@ -302,7 +333,14 @@ def _reading(what: str) -> Iterator[None]:
     """What others wrote; whatever is wrong with it is a `CorruptValue`."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise CorruptValue(f"{what}: {error!r}") from error
 
 
@@ -320,15 +358,22 @@ def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
         if body["format"] != FORMAT:
             raise ValueError("of another format")
         words = [body[name] for name in ("id", "tenant", "model", "chunk_text", "response")]
-        segments, tags, created = load_segments(body["segments"]), tuple(body["tags"]), float(body["created"])
+        segments = load_segments(body["segments"])
+        tags = tuple(body["tags"])
+        created = float(body["created"])
         texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
         images = [s for s in segments if isinstance(s, MediaSegment)]
-        "".join([*words, *texts, *(s.name for s in images), *tags]).encode()  # texts, and no half of a character
+        "".join(
+            [*words, *texts, *(s.name for s in images), *tags]
+        ).encode()  # texts, and no half of a character
         if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", s.media_id) for s in images):
             raise ValueError("no segments, or no digest of an image")
         if not math.isfinite(created):
             raise ValueError("no time")
-        vectors = {str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()}
+        vectors = {
+            str(layer): base64.b64decode(text, validate=True)
+            for layer, text in body["vectors"].items()
+        }
         entry_id, tenant, model, chunk_text, response = words
         return Entry(
             entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tags,
@@ -362,4 +407,7 @@ def _concerns(criteria: Criteria, data: bytes) -> bool:
         "before": lambda before: entry.created < before,
         "tenants": lambda tenants: entry.namespace.tenant in tenants,
     }
-    return all(tests[name](value) if name in tests else own[name] == value for name, value in criteria.items())
+    return all(
+        tests[name](value) if name in tests else own[name] == value
+        for name, value in criteria.items()
+    )

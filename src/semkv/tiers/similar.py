@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from semkv.types import Vector
 
 VISION = "vision"
-_NEIGHBOURS, _QUESTIONS = 8, 4  # of a layer, and of L1: the next ones are asked when the policy refuses the best
+# of a layer, and of L1: the next ones are asked when the policy refuses the best
+_NEIGHBOURS = 8
+_QUESTIONS = 4
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
 _FOLLOW_S = 1.0  # between two looks for purges
@@ -74,8 +76,11 @@ class SimilarTier:
         tally: Tally,
         index: Callable[[int], Index] | None = None,
     ) -> None:
-        self._catalog, self._tally, self._encoder = catalog, tally, encoder
-        self._any, self._within_media = config.match is MatchPolicy.ANY, config.scope is Scope.MEDIA
+        self._catalog = catalog
+        self._tally = tally
+        self._encoder = encoder
+        self._any = config.match is MatchPolicy.ANY
+        self._within_media = config.scope is Scope.MEDIA
         self._most = 1 if config.normalised else _SPELLINGS
         self._purge: str | None = None
         with tally.boundary("catalog"):
@@ -95,7 +100,8 @@ class SimilarTier:
         self._vision = self.layers.get(VISION)
         self._embedded = [layer for name, layer in self.layers.items() if name != VISION]
         if encoder is not None:
-            key, partition = f"{SEMANTIC}@{encoder.fingerprint}", "frame" if self._within_media else "loose_frame"
+            key = f"{SEMANTIC}@{encoder.fingerprint}"
+            partition = "frame" if self._within_media else "loose_frame"
             self.layers[SEMANTIC] = layer(SEMANTIC, key, encoder.dim, least, partition)
         self._texts = [layer for name, layer in self.layers.items() if name != VISION]
         self._item_of: dict[str, str] = {}  # entry -> item of the media index, oldest first
@@ -120,13 +126,19 @@ class SimilarTier:
         """Index what was written since the last time, by this process or another; damaged vectors are counted."""
         with self._refreshing:
             self._behind = True  # the catalog says only once that others wrote: where this fails it is done again
-            if self._seen_file != (opened := self._catalog.database.opened):  # a new file numbers its rows anew
-                self._seen_file, self._seen_vectors, self._seen_media = opened, 0, 0
+            if self._seen_file != (
+                opened := self._catalog.database.opened
+            ):  # a new file numbers its rows anew
+                self._seen_file = opened
+                self._seen_vectors = 0
+                self._seen_media = 0
             keys = [layer.key for layer in self._texts]
             while rows := self._catalog.vectors(keys, self._seen_vectors, _PAGE):
                 self._add_texts(rows)
                 self._seen_vectors = rows[-1].number
-            while self._vision is not None and (media := self._catalog.media_rows(self._seen_media, _PAGE)):
+            while self._vision is not None and (
+                media := self._catalog.media_rows(self._seen_media, _PAGE)
+            ):
                 for media_row in media:
                     self._add_media(media_row, self._vision)
                 self._seen_media = media[-1].number
@@ -149,7 +161,9 @@ class SimilarTier:
         if item in layer.items:
             return
         packed = [self._catalog.media_vector(row.space, layer.key, media) for media in row.media]
-        if packed[0] is not None and None not in packed:  # else an image could not be read when it was recorded
+        if (
+            packed[0] is not None and None not in packed
+        ):  # else an image could not be read when it was recorded
             with self._tally.boundary("vector"):
                 layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
 
@@ -162,7 +176,10 @@ class SimilarTier:
             if purge == self._purge:
                 return
             with self._refreshing:  # what was read before that purge is in the indexes by now
-                known = [*{entry for layer in self._texts for entry in layer.items} | self._item_of.keys()]
+                known = [
+                    *{entry for layer in self._texts for entry in layer.items}
+                    | self._item_of.keys()
+                ]
             self.remove(known)
             getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
             self._purge = purge
@@ -170,11 +187,15 @@ class SimilarTier:
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget those of some entries that the catalog does not have, and the images that no entry has any more."""
         for start in range(0, len(entry_ids), _ASKED):
-            with self._refreshing:  # what is recorded again meanwhile is indexed after this, and stays
+            with (
+                self._refreshing
+            ):  # what is recorded again meanwhile is indexed after this, and stays
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
                 for layer in self._texts:
                     layer.remove(gone)
-                items = {self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of}
+                items = {
+                    self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of
+                }
                 if items and self._vision is not None:
                     self._vision.remove(items.difference(self._item_of.values()))
 
@@ -182,17 +203,25 @@ class SimilarTier:
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""
-        slot, layers = keyed.question_slot(with_media=self._within_media), [self.layers[SEMANTIC]]
-        yield from self._similar(keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS)
+        slot = keyed.question_slot(with_media=self._within_media)
+        layers = [self.layers[SEMANTIC]]
+        yield from self._similar(
+            keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS
+        )
 
-    def by_layers(self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
+    def by_layers(
+        self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]
+    ) -> Iterator[Candidate]:
         """L2: donors, best first; ``vectors`` are unit vectors by layer: [dim], for ``vision`` [n_media, dim]."""
         if self._any:
             yield from self._best_layer(keyed, vectors)
             return
         runs = self._runs(keyed, vectors)
         # The prompt as it would be with each run's media in it.
-        prompts = [(run, Keyed(request.namespace, with_media(keyed.segments, run.media))) for run in runs[1:]]
+        prompts = [
+            (run, Keyed(request.namespace, with_media(keyed.segments, run.media)))
+            for run in runs[1:]
+        ]
         for run, within in [(runs[0], keyed), *prompts]:
             yield from self._whole(within, run, vectors)
         for run, within in prompts:
@@ -211,8 +240,13 @@ class SimilarTier:
         """Entries of one question slot on which all these text layers agree; ``seen`` is what the images scored."""
         first, *others = layers
         for neighbour in first.search(slot, vectors[first.name], most) if slot else ():
-            scores = [Score(layer.status, layer.score(neighbour.item, vectors[layer.name])) for layer in others]
-            agree = all(score.cosine >= layer.threshold for score, layer in zip(scores, others, strict=True))
+            scores = [
+                Score(layer.status, layer.score(neighbour.item, vectors[layer.name]))
+                for layer in others
+            ]
+            agree = all(
+                score.cosine >= layer.threshold for score, layer in zip(scores, others, strict=True)
+            )
             donor = self._entry(neighbour.item) if agree else None
             if donor is not None:
                 scores = [Score(first.status, neighbour.score), *scores, *seen]
@@ -226,9 +260,14 @@ class SimilarTier:
         own = _Run(_media_ids(keyed), 1.0)
         if not own.media or VISION not in vectors or self._catalog.has(keyed.media_key()):
             return [own]
-        return [own, *self._similar_media(keyed, keyed.media_prefix(), vectors[VISION], _NEIGHBOURS)]
+        return [
+            own,
+            *self._similar_media(keyed, keyed.media_prefix(), vectors[VISION], _NEIGHBOURS),
+        ]
 
-    def _similar_media(self, keyed: Keyed, partition: str, vector: Vector, most: int) -> Iterator[_Run]:
+    def _similar_media(
+        self, keyed: Keyed, partition: str, vector: Vector, most: int
+    ) -> Iterator[_Run]:
         """Media items above the threshold, each of them, the nearest first."""
         if self._vision is None:
             return
@@ -240,7 +279,9 @@ class SimilarTier:
                 if score >= self._vision.threshold:
                     yield _Run(media, score, neighbour.item)
 
-    def _least(self, layer: Layer, space: str, media: Sequence[str], rows: Vector, first: Neighbour) -> float:
+    def _least(
+        self, layer: Layer, space: str, media: Sequence[str], rows: Vector, first: Neighbour
+    ) -> float:
         """The least cosine of several media items, pair by pair; -1.0 where a vector is gone."""
         scores = [first.score]
         for media_id, row in zip(media[1:], rows[1:], strict=True):
@@ -248,7 +289,9 @@ class SimilarTier:
             scores.append(-1.0 if packed is None else float(np.dot(unpack(packed, layer.dim), row)))
         return min(scores)
 
-    def _whole(self, within: Keyed, run: _Run, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
+    def _whole(
+        self, within: Keyed, run: _Run, vectors: Mapping[str, Vector]
+    ) -> Iterator[Candidate]:
         """Entries within a run whose text is the same or similar."""
         texts = [layer for layer in self._embedded if layer.name in vectors]
         seeing = [status_of(VISION)] if run.media and self._vision is not None else []

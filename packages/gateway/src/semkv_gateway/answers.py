@@ -98,7 +98,9 @@ def chat(answer: Any, body: Body) -> str:
 
 def completion(answer: Any, body: Body) -> str:
     """``/v1/completions``."""
-    return _choices_fault(answer, body, lambda choice: "" if _is_text(choice.get("text")) else EMPTY)
+    return _choices_fault(
+        answer, body, lambda choice: "" if _is_text(choice.get("text")) else EMPTY
+    )
 
 
 def _choices_fault(answer: Any, body: Body, fault: Callable[[Body], str]) -> str:
@@ -106,13 +108,19 @@ def _choices_fault(answer: Any, body: Body, fault: Callable[[Body], str]) -> str
     if not isinstance(answer, dict):
         return ERROR
     choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, dict) for choice in choices)
+    ):
         return UNFINISHED
     if any(is_error(choice.get("error")) for choice in choices):
         return ERROR
     if not all(is_finished(choice.get("finish_reason")) for choice in choices):
         return UNFINISHED
-    if not is_complete_range((choice.get("index", at) for at, choice in enumerate(choices)), choices_asked(body)):
+    if not is_complete_range(
+        (choice.get("index", at) for at, choice in enumerate(choices)), choices_asked(body)
+    ):
         return COUNT
     return _first(fault(choice) for choice in choices)
 
@@ -165,7 +173,11 @@ def response(answer: Any, _: Body) -> str:
     """``/v1/responses``."""
     if not isinstance(answer, dict):
         return ERROR
-    if answer.get("object") != "response" or answer.get("status") != "completed" or answer.get("incomplete_details"):
+    if (
+        answer.get("object") != "response"
+        or answer.get("status") != "completed"
+        or answer.get("incomplete_details")
+    ):
         return UNFINISHED
     items = answer.get("output")
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -185,9 +197,15 @@ def _item_fault(item: Body) -> str:
         parts = item.get("content")
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             return UNKNOWN
-        return "" if any(_is_text(part.get("text")) or _is_text(part.get("refusal")) for part in parts) else EMPTY
+        return (
+            ""
+            if any(_is_text(part.get("text")) or _is_text(part.get("refusal")) for part in parts)
+            else EMPTY
+        )
     if kind == "function_call":
-        return "" if _is_text(item.get("name")) and is_json_object(item.get("arguments")) else BROKEN
+        return (
+            "" if _is_text(item.get("name")) and is_json_object(item.get("arguments")) else BROKEN
+        )
     if kind == "custom_tool_call":
         return "" if _is_text(item.get("name")) and isinstance(item.get("input"), str) else BROKEN
     return UNKNOWN
@@ -204,10 +222,14 @@ def message(answer: Any, _: Body) -> str:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         return UNKNOWN
     calls = [block for block in blocks if block.get("type") == "tool_use"]
-    texts = [block for block in blocks if block.get("type") == "text" and _is_text(block.get("text"))]
+    texts = [
+        block for block in blocks if block.get("type") == "text" and _is_text(block.get("text"))
+    ]
     if not calls and (reason == "tool_use" or not texts):
         return EMPTY
-    whole = all(_is_text(call.get("name")) and isinstance(call.get("input"), dict) for call in calls)
+    whole = all(
+        _is_text(call.get("name")) and isinstance(call.get("input"), dict) for call in calls
+    )
     return "" if whole else BROKEN
 
 
@@ -216,7 +238,9 @@ def message(answer: Any, _: Body) -> str:
 
 def embeddings(answer: Any, body: Body) -> str:
     """``/v1/embeddings``: a vector for each input."""
-    return _items_fault(answer, lambda item: _is_vector(item.get("embedding")), _count_inputs(body.get("input")))
+    return _items_fault(
+        answer, lambda item: _is_vector(item.get("embedding")), _count_inputs(body.get("input"))
+    )
 
 
 def _is_vector(value: object) -> bool:
@@ -239,7 +263,9 @@ def _items_fault(answer: Any, is_whole: Callable[[Body], bool], count: int) -> s
     if not isinstance(answer, dict):
         return ERROR
     items = answer.get("data")
-    if not isinstance(items, list) or not all(isinstance(item, dict) and is_whole(item) for item in items):
+    if not isinstance(items, list) or not all(
+        isinstance(item, dict) and is_whole(item) for item in items
+    ):
         return UNFINISHED
     indices = (item.get("index", at) for at, item in enumerate(items))
     return "" if is_complete_range(indices, count) else COUNT
@@ -248,7 +274,9 @@ def _items_fault(answer: Any, is_whole: Callable[[Body], bool], count: int) -> s
 def ranking(answer: Any, body: Body) -> str:
     """``/rerank``: a number for each document, or for the best ``top_n``. Some servers answer with the bare list."""
     items = answer.get("results", answer.get("data")) if isinstance(answer, dict) else answer
-    if not isinstance(items, list) or not all(isinstance(item, dict) and _is_ranked(item) for item in items):
+    if not isinstance(items, list) or not all(
+        isinstance(item, dict) and _is_ranked(item) for item in items
+    ):
         return UNFINISHED
     documents = body.get("documents", body.get("texts"))
     total = len(documents) if isinstance(documents, list) else 1
@@ -260,4 +288,8 @@ def ranking(answer: Any, body: Body) -> str:
 
 def _is_ranked(item: Body) -> bool:
     index = item.get("index")
-    return type(index) is int and index >= 0 and _is_number(item.get("relevance_score", item.get("score")))
+    return (
+        type(index) is int
+        and index >= 0
+        and _is_number(item.get("relevance_score", item.get("score")))
+    )

@@ -39,7 +39,17 @@ from semkv.tiers.sharing import open_entry_log
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
 from semkv_gateway.gateway import Gateway
-from semkv_gateway.http import Answer, Application, Call, Message, Receive, Refused, Scope, Send, Upstream
+from semkv_gateway.http import (
+    Answer,
+    Application,
+    Call,
+    Message,
+    Receive,
+    Refused,
+    Scope,
+    Send,
+    Upstream,
+)
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
@@ -80,12 +90,15 @@ class App:
     _own = frozenset(("/healthz", "/readyz", "/metrics"))  # of operators, outside ``/semkv``
 
     def __init__(self, gateway: Gateway, key: str) -> None:
-        self.gateway, self._operations = gateway, Operations(gateway, key).application()
+        self.gateway = gateway
+        self._operations = Operations(gateway, key).application()
         settings = gateway.settings
         self._limit = settings.max_body_mib << 20
         self._room = http.Room(_BODIES * self._limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
-        self._open_paths: set[str] = set()  # where the upstream's latest answer to a browser was open to all
+        self._open_paths: set[str] = (
+            set()
+        )  # where the upstream's latest answer to a browser was open to all
         self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
         self._otherwise = self._proxy  # answers what the gateway has no route for
 
@@ -137,14 +150,20 @@ class App:
         seen, tracing = begin(scope), self._tracing
         span = None if tracing is None else tracing.start(scope, seen)
         try:
-            with suppress(http.Vanished, http.UpstreamError):  # an answer that breaks off takes the connection with it
+            with suppress(
+                http.Vanished, http.UpstreamError
+            ):  # an answer that breaks off takes the connection with it
                 await self._deliver(scope, receive, send, seen)
         except asyncio.CancelledError:
             if not self.gateway.stopping.is_set():
                 raise  # else the server has given up on it, which its log says
         finally:
-            if seen.cache and seen.status == 200:  # names of no model, and keys that are refused, would fill the tables
-                self.gateway.metrics.live.ended(seen.model, seen.tenant, seen.cache.split(None, 1)[0])
+            if (
+                seen.cache and seen.status == 200
+            ):  # names of no model, and keys that are refused, would fill the tables
+                self.gateway.metrics.live.ended(
+                    seen.model, seen.tenant, seen.cache.split(None, 1)[0]
+                )
             if self.gateway.settings.access_log:
                 seen.log()
             if tracing is not None:
@@ -154,8 +173,13 @@ class App:
         try:
             if not scope["path"].startswith("/"):  # such as `OPTIONS *`, which cannot be passed on
                 raise Refused(http.error_answer(400, "no such path"))
-            if scope["path"] in SALTED and http.header(scope, b"content-encoding").lower() not in ("", "identity"):
-                raise Refused(http.error_answer(415, "a content encoding is not read: send the body as it is"))
+            if scope["path"] in SALTED and http.header(scope, b"content-encoding").lower() not in (
+                "",
+                "identity",
+            ):
+                raise Refused(
+                    http.error_answer(415, "a content encoding is not read: send the body as it is")
+                )
             body = await http.read_body(scope, receive, self._limit, self._room)
             answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
@@ -184,15 +208,21 @@ class App:
         and what it opens to all on a cached path is open to all where it comes from here."""
         if self.gateway.settings.cors_origins:
             if not answer.ours:
-                answer.headers = [pair for pair in answer.headers if not pair[0].startswith(b"access-control-")]
+                answer.headers = [
+                    pair for pair in answer.headers if not pair[0].startswith(b"access-control-")
+                ]
         elif http.header(scope, b"origin"):
             path = scope["path"]
             if answer.ours and path in self._open_paths:
                 answer.headers.append(_TO_ALL)
             elif not answer.ours and path in ROUTES and 200 <= answer.status < 300:
-                (self._open_paths.add if _TO_ALL in answer.headers else self._open_paths.discard)(path)
+                (self._open_paths.add if _TO_ALL in answer.headers else self._open_paths.discard)(
+                    path
+                )
             if any(name == _TO_ALL[0] for name, _ in answer.headers):
-                answer.headers.append((b"access-control-expose-headers", ", ".join(_EXPOSED).encode()))
+                answer.headers.append(
+                    (b"access-control-expose-headers", ", ".join(_EXPOSED).encode())
+                )
 
 
 class Middleware(App):
@@ -207,7 +237,9 @@ class Middleware(App):
 
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Environment(os.environ))
-        super().__init__(gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ))
+        super().__init__(
+            gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ)
+        )
         self._otherwise = app
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -224,7 +256,9 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    return App(gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key)
+    return App(
+        gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key
+    )
 
 
 def gateway_of(
@@ -235,7 +269,9 @@ def gateway_of(
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     metrics = Metrics(workers)
-    where = re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG  # without a password
+    where = (
+        re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
+    )  # without a password
     log.info("starting semkv %s: responses are kept in %s", __version__, where)
     clock = SteadyClock()
     store = open_store(
@@ -263,7 +299,9 @@ def gateway_of(
         semantic = SemanticCache(config, log=entry_log)
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
-    cache = CacheClient(responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules)
+    cache = CacheClient(
+        responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules
+    )
     gateway = Gateway(settings, secret, upstream, cache, metrics)
     metrics.read_sizes(gateway.sizes)
     return gateway
@@ -283,16 +321,25 @@ class Operations:
     """The routes' handlers."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
-        self._gateway, self._key = gateway, key.encode()
+        self._gateway = gateway
+        self._key = key.encode()
 
     def application(self) -> Starlette:
         """The Starlette application."""
         anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self.metrics}
-        admin = [("GET", self.stats), ("GET", self.hits), ("POST", self.invalidate), ("POST", self.wrong)]
+        admin = [
+            ("GET", self.stats),
+            ("GET", self.hits),
+            ("POST", self.invalidate),
+            ("POST", self.wrong),
+        ]
         return Starlette(
             routes=[
                 *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
-                *(Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb]) for verb, do in admin),
+                *(
+                    Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb])
+                    for verb, do in admin
+                ),
                 Route(_HOME, self.to_dashboard),
                 Route(f"{_HOME}/", _file),
                 Route(f"{_HOME}/{{name}}", _file),
@@ -304,7 +351,11 @@ class Operations:
         """Only with the admin key."""
         if not self._key:
             return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
+        given = (
+            request.headers.get("authorization", "")
+            .removeprefix("Bearer ")
+            .encode("utf-8", "replace")
+        )
         if not hmac.compare_digest(given, self._key):
             return _error(401, "wrong admin key")
         response = await handler(request)
@@ -327,7 +378,10 @@ class Operations:
     async def ready(self, _: Request) -> Response:
         """200 where the upstream answers, else 503; cached answers are served either way."""
         up = await self._gateway.upstream.ready()
-        said = {"status": "ready" if up else "upstream down", "store": self._gateway.cache.responses.store_state}
+        said = {
+            "status": "ready" if up else "upstream down",
+            "store": self._gateway.cache.responses.store_state,
+        }
         return JSONResponse(said, 200 if up else 503)
 
     async def metrics(self, _: Request) -> Response:
@@ -348,7 +402,9 @@ class Operations:
     async def hits(self, _: Request) -> Response:
         recent = self._gateway.recent_hits.recent()
         # An answer may hold half a character, which only escaped JSON can say.
-        shown = await asyncio.to_thread(lambda: json.dumps({"hits": [hit.view() for hit in recent]}))
+        shown = await asyncio.to_thread(
+            lambda: json.dumps({"hits": [hit.view() for hit in recent]})
+        )
         return Response(shown, media_type="application/json")
 
     async def invalidate(self, request: Request) -> Response:
@@ -356,8 +412,15 @@ class Operations:
         body = await _body(request)
         given = {name: body[name] for name in _CRITERIA if name in body}
         unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
-        if unknown or not given or not all(isinstance(value, str) and value for value in given.values()):
-            return _error(400, f"give a JSON object with at least one of {', '.join(_CRITERIA)}, as text, not empty")
+        if (
+            unknown
+            or not given
+            or not all(isinstance(value, str) and value for value in given.values())
+        ):
+            return _error(
+                400,
+                f"give a JSON object with at least one of {', '.join(_CRITERIA)}, as text, not empty",
+            )
         dry_run = body.get("dry_run", True)
         if not isinstance(dry_run, bool):
             return _error(400, "dry_run must be true or false")

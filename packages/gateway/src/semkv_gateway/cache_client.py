@@ -42,7 +42,9 @@ _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
 _UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
-_QUEUED = 2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
+_QUEUED = (
+    2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
+)
 _NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
@@ -60,7 +62,11 @@ class Lookup:
     @property
     def tier(self) -> str:
         """Where the donor came from; ``exact`` without one, and where its prompt is the request's own."""
-        match = self.report.plan.match if self.report is not None and self.report.plan.substituted else None
+        match = (
+            self.report.plan.match
+            if self.report is not None and self.report.plan.substituted
+            else None
+        )
         if self.report is None or match is None or match.exactness is Exactness.EXACT:
             return EXACT
         return self.report.provenance
@@ -84,11 +90,16 @@ class CacheClient:
         store_s: float,
         tag_rules: Sequence[TagRule] = (),
     ) -> None:
-        self.responses, self.semantic, self._metrics = responses, semantic, metrics
-        self._store_s, self._tag_rules = store_s, tag_rules
+        self.responses = responses
+        self.semantic = semantic
+        self._metrics = metrics
+        self._store_s = store_s
+        self._tag_rules = tag_rules
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
-        self._records = Pool("semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE)  # no lookup waits behind a record
+        self._records = Pool(
+            "semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE
+        )  # no lookup waits behind a record
         self._running: dict[str, asyncio.Task[Lookup]] = {}
         self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
 
@@ -107,7 +118,9 @@ class CacheClient:
         found = self.responses.peek(keys[0])
         if found is not None and not found.stale:
             return found
-        return await self._guarded("store", self._store.run(self._store_s, self.responses.lookup, *keys))
+        return await self._guarded(
+            "store", self._store.run(self._store_s, self.responses.lookup, *keys)
+        )
 
     async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
         """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
@@ -115,7 +128,12 @@ class CacheClient:
         return await self._guarded("lookup", self._look_up(canonical, writes)) or Lookup(canonical)
 
     async def _look_up(self, canonical: CanonicalRequest, writes: bool) -> Lookup:
-        if not writes and self.semantic is not None and canonical.request is not None and canonical.request.media:
+        if (
+            not writes
+            and self.semantic is not None
+            and canonical.request is not None
+            and canonical.request.media
+        ):
             return Lookup(canonical, await self.stored(*canonical.keys))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
         task = self._running.get(running)
@@ -128,7 +146,9 @@ class CacheClient:
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
         other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
-        if other is None:  # the donor cannot be used after all, so nothing may be recorded as computed from it
+        if (
+            other is None
+        ):  # the donor cannot be used after all, so nothing may be recorded as computed from it
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)
@@ -167,7 +187,9 @@ class CacheClient:
             return ""
         return self.semantic.pending.group(canonical.request)
 
-    async def join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+    async def join(
+        self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]
+    ) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
         the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
         joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
@@ -193,28 +215,40 @@ class CacheClient:
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
         tags = self._tags(canonical)
-        keep = self._store.complete(self._store_s, self.responses.keep, canonical, payload, since=since, tags=tags)
+        keep = self._store.complete(
+            self._store_s, self.responses.keep, canonical, payload, since=since, tags=tags
+        )
         return await self._guarded("store", keep) is True
 
     def _tags(self, canonical: CanonicalRequest) -> list[str]:
-        by_rule = {rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)}
+        by_rule = {
+            rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)
+        }
         return sorted(by_rule.union(canonical.tags))
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
         if self.semantic is not None:
-            observe = partial(self.semantic.add_observation, report, metadata={"model": model[:_NAME]})
-            await self._guarded("semantic", self._records.run(None, lambda: observe(response=text_of(payload))))
+            observe = partial(
+                self.semantic.add_observation, report, metadata={"model": model[:_NAME]}
+            )
+            await self._guarded(
+                "semantic", self._records.run(None, lambda: observe(response=text_of(payload)))
+            )
 
     # -- credentials --------------------------------------------------------------------------------------------
 
     async def refused(self, name: bytes) -> bool | None:
         """Whether the upstream has refused these credentials, at whichever gateway; None where that cannot be said."""
-        return await self._guarded("store", self._store.run(self._store_s, self.responses.refused, name.hex()))
+        return await self._guarded(
+            "store", self._store.run(self._store_s, self.responses.refused, name.hex())
+        )
 
     async def refuse(self, name: bytes, *, refused: bool) -> None:
         """Note that the upstream refused credentials, or accepts them again."""
-        note = self._store.complete(self._store_s, self.responses.refuse, name.hex(), refused=refused)
+        note = self._store.complete(
+            self._store_s, self.responses.refuse, name.hex(), refused=refused
+        )
         await self._guarded("store", note)
 
     # -- checking and removing ----------------------------------------------------------------------------------
@@ -226,7 +260,9 @@ class CacheClient:
     async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
         """Compare the unchanged request's own answer with the one that was given, and record it."""
         if self.semantic is not None:
-            await self._guarded("semantic", self._records.run(None, _check, self.semantic, report, own, given))
+            await self._guarded(
+                "semantic", self._records.run(None, _check, self.semantic, report, own, given)
+            )
 
     async def report_wrong(self, hit_id: str) -> None:
         """A hit was wrong: see `SemanticCache.report_wrong`."""
@@ -235,7 +271,9 @@ class CacheClient:
 
     async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
         """Remove stored answers, or count them."""
-        return await self._store.complete(_INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run)
+        return await self._store.complete(
+            _INVALIDATE_S, self.responses.invalidate, selector, dry_run=dry_run
+        )
 
     async def figures(self, work: Callable[[], _T]) -> _T:
         """Read figures that need the stores."""
@@ -294,9 +332,22 @@ def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, fl
         gauges |= {"hits_checked": float(stats.checked), "wrong_hit_share": stats.wrong_rate}
         gauges["wrong_hit_share_upper"] = stats.wrong_interval[1]
     groups = {"hit": stats.hits, "veto": stats.vetoes, "fault": stats.faults}
-    events = {f"semantic {kind}:{name}": float(n) for kind, group in groups.items() for name, n in group.items()}
-    plain = {"lookup": stats.lookups, "refused": stats.refused, "barred": stats.barred, "recorded": stats.recorded}
-    plain |= {"checked": stats.checked, "checked wrong": stats.checked_wrong, "reported wrong": stats.reported_wrong}
+    events = {
+        f"semantic {kind}:{name}": float(n)
+        for kind, group in groups.items()
+        for name, n in group.items()
+    }
+    plain = {
+        "lookup": stats.lookups,
+        "refused": stats.refused,
+        "barred": stats.barred,
+        "recorded": stats.recorded,
+    }
+    plain |= {
+        "checked": stats.checked,
+        "checked wrong": stats.checked_wrong,
+        "reported wrong": stats.reported_wrong,
+    }
     events |= {f"semantic {name}": float(n) for name, n in plain.items()}
     return gauges, events
 
@@ -315,15 +366,21 @@ class Pool(ThreadPoolExecutor):
         super().__init__(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
         self._most_queued = queued
 
-    async def run(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    async def run(
+        self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
         """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
         `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
         return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
 
-    async def complete(self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    async def complete(
+        self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
         """The same, but the job is always done, also after the time limit: for writes."""
         job = self._start(partial(work, *args, **kwargs))
-        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # nobody may wait for it anymore
+        job.add_done_callback(
+            lambda job: job.cancelled() or job.exception()
+        )  # nobody may wait for it anymore
         return await asyncio.wait_for(asyncio.shield(job), limit_s)
 
     @property
@@ -342,4 +399,6 @@ def _set_niceness(nice: int) -> None:
     if nice and sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
+            os.setpriority(
+                os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread))
+            )

@@ -43,7 +43,9 @@ def _extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise SemkvError(f"this command needs {error.name}: in a checkout of semkv, pip install '.[server]'") from error
+        raise SemkvError(
+            f"this command needs {error.name}: in a checkout of semkv, pip install '.[server]'"
+        ) from error
 
 
 @serve.default
@@ -52,7 +54,9 @@ def _serve(
     host: str = "127.0.0.1",
     port: Annotated[int, PORT] = 8080,
     workers: Annotated[int, Parameter(validator=validators.Number(gte=1, lte=256))] = 1,
-    drain_timeout: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=86400))] = 20.0,
+    drain_timeout: Annotated[
+        float, Parameter(validator=validators.Number(gte=0, lte=86400))
+    ] = 20.0,
     config: Path | None = None,
     settings: Annotated[ServerSettings | None, Parameter(name="*")] = None,
 ) -> None:
@@ -74,7 +78,13 @@ def _serve(
     with _extra():
         from semkv_gateway.serve import run_server
 
-    run_server(settings or ServerSettings(), host=host, port=port, workers=workers, drain_timeout=drain_timeout)
+    run_server(
+        settings or ServerSettings(),
+        host=host,
+        port=port,
+        workers=workers,
+        drain_timeout=drain_timeout,
+    )
 
 
 @warm.default
@@ -108,7 +118,9 @@ class _Warmed:
 
     kept: int = 0
     there: int = 0  # they had an answer already
-    unkept: Counter[str] = field(default_factory=Counter)  # answers by the reason, as ``X-Semkv`` words it
+    unkept: Counter[str] = field(
+        default_factory=Counter
+    )  # answers by the reason, as ``X-Semkv`` words it
     failures: list[str] = field(default_factory=list)
 
     def add(self, said: str) -> None:
@@ -135,7 +147,9 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         if isinstance(given, str):
             given = {"messages": [{"role": "user", "content": given}]}
         if not isinstance(given, dict) or not ("messages" in given or "prompt" in given):
-            raise DatasetError(f"{file}, line {number}: neither a prompt nor a request with messages or prompt")
+            raise DatasetError(
+                f"{file}, line {number}: neither a prompt nor a request with messages or prompt"
+            )
         if model:
             given.setdefault("model", model)
         if "seed" not in given:
@@ -153,7 +167,8 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) 
 
     warmed = _Warmed()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    pool, timeout = aiohttp.TCPConnector(limit=_AT_ONCE), aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+    pool = aiohttp.TCPConnector(limit=_AT_ONCE)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
 
         async def send(path: str, body: dict[str, Any]) -> str:
@@ -166,11 +181,15 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) 
                 said = response.headers.get("x-semkv", "")
             if said.startswith("hit") or "reason=" in said or not said:
                 return said
-            async with session.post(url + path, json=body, headers={"Cache-Control": "only-if-cached"}) as response:
+            async with session.post(
+                url + path, json=body, headers={"Cache-Control": "only-if-cached"}
+            ) as response:
                 return said if response.status == 200 else "miss reason=unfinished"
 
         sending = [asyncio.ensure_future(send(path, body)) for path, body in todo]
-        for done in track(asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)):
+        for done in track(
+            asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)
+        ):
             try:
                 warmed.add(await done)
             except ValueError as error:

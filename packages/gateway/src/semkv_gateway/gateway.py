@@ -39,12 +39,16 @@ from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_o
 log = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
-_SMALL, _KNOWN = 4096, 1024  # bytes of a body whose canonical form is kept, and of how many of the latest it is
+# bytes of a body whose canonical form is kept, and of how many of the latest it is
+_SMALL = 4096
+_KNOWN = 1024
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _TAG = 8  # digits of a tenant's digest that operators see
-_RECORD_DELAY_S = 0.005  # a record shares the interpreter with the answer that goes out and the next request
+_RECORD_DELAY_S = (
+    0.005  # a record shares the interpreter with the answer that goes out and the next request
+)
 _T = TypeVar("_T")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -105,9 +109,17 @@ class Gateway:
     """Answers requests."""
 
     def __init__(
-        self, settings: ServerSettings, secret: bytes, upstream: Upstream, cache: CacheClient, metrics: Metrics
+        self,
+        settings: ServerSettings,
+        secret: bytes,
+        upstream: Upstream,
+        cache: CacheClient,
+        metrics: Metrics,
     ) -> None:
-        self.settings, self.upstream, self.cache, self.metrics = settings, upstream, cache, metrics
+        self.settings = settings
+        self.upstream = upstream
+        self.cache = cache
+        self.metrics = metrics
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
@@ -117,7 +129,8 @@ class Gateway:
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
         self.salts = Salts(on=settings.salt)
-        self._secret, self._checks = secret, 0
+        self._secret = secret
+        self._checks = 0
         self._separation = Separation(settings.ignored_headers)
         self._tenants = Tenants(
             secret,
@@ -144,7 +157,8 @@ class Gateway:
         except Unkeyable as error:
             return await self.forward(call, receive, str(error))
         seen = current()
-        seen.tenant, seen.model = client.tenant[:_TAG], canonical.model
+        seen.tenant = client.tenant[:_TAG]
+        seen.model = canonical.model
         blocked = "" if controls.read else "no-cache"
         if not blocked and canonical.sampled and not self.settings.sampled:
             blocked = "sampled"
@@ -160,21 +174,34 @@ class Gateway:
         Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
         that answer is whole is used instead.
         """
-        found, looking, shared = Lookup(request.canonical), None, list[Pending]()
+        found = Lookup(request.canonical)
+        looking = None
+        shared = list[Pending]()
         overlaps = (
-            self.settings.overlap and request.shared and len(request.call.body) <= _LARGE and self.cache.rarely_finds
+            self.settings.overlap
+            and request.shared
+            and len(request.call.body) <= _LARGE
+            and self.cache.rarely_finds
         )
         try:
             if request.controls.read and request.blocked != "sampled":
-                earlier = list(self.pending)  # one that is recorded during the lookup may be missed by it
+                earlier = list(
+                    self.pending
+                )  # one that is recorded during the lookup may be missed by it
                 look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
                 looking = asyncio.ensure_future(look_up)
-                if overlaps and not self._join(request, request.canonical) and not self._may_be_similar(request):
+                if (
+                    overlaps
+                    and not self._join(request, request.canonical)
+                    and not self._may_be_similar(request)
+                ):
                     self._start(request, request.canonical, looking)
                 if request.reader is None:
                     # Equal requests share a lookup, so what was on its way when it began counts for each of them.
                     key = self._flight_key(request.canonical)
-                    shared = next((seen for other, seen in self._seen.values() if other == key), shared)
+                    shared = next(
+                        (seen for other, seen in self._seen.values() if other == key), shared
+                    )
                     self._seen[looking] = key, earlier
                     looking.add_done_callback(self._seen.pop)
                 flight = None if request.reader is None else request.reader.flight
@@ -182,9 +209,15 @@ class Gateway:
                     await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
                 if flight is None or not flight.whole:
                     looked = await asyncio.shield(looking)
-                    if flight is None or flight.status not in REFUSED:  # who was refused gets nothing of others
+                    if (
+                        flight is None or flight.status not in REFUSED
+                    ):  # who was refused gets nothing of others
                         found = looked
-                        if (answer := await self._without_asking(request, found, [*shared, *earlier])) is not None:
+                        if (
+                            answer := await self._without_asking(
+                                request, found, [*shared, *earlier]
+                            )
+                        ) is not None:
                             request.leave()
                             return answer
                 earlier = shared = []  # none of them stays in memory as long as this request
@@ -200,7 +233,9 @@ class Gateway:
             request.leave()
             raise
 
-    async def _without_asking(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Answer | None:
+    async def _without_asking(
+        self, request: GatewayRequest, found: Lookup, earlier: list[Pending]
+    ) -> Answer | None:
         """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
         an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
         awaited, so that of equal requests only one does. ``earlier``: what was on its way during the lookup."""
@@ -222,7 +257,11 @@ class Gateway:
     async def _may_read(self, client: Client) -> bool:
         """Whether stored answers may be given."""
         known = self._tenants.may_read(client)
-        return self._tenants.looked_up(client, await self.cache.refused(client.name)) if known is None else known
+        return (
+            self._tenants.looked_up(client, await self.cache.refused(client.name))
+            if known is None
+            else known
+        )
 
     def _answered(self, client: Client, status: int) -> None:
         """Note whether the upstream accepts these credentials, and tell the store where that changed."""
@@ -259,7 +298,8 @@ class Gateway:
         """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
         ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on, by
         ``form`` where they want no other form."""
-        started, since = time.perf_counter(), self.cache.responses.begin()
+        started = time.perf_counter()
+        since = self.cache.responses.begin()
         shared = shared and request.shared
         converts = canonical.route.converts
         streams = canonical.stream if stream is None or not converts else stream
@@ -289,7 +329,11 @@ class Gateway:
         key = form or self._flight_key(canonical)
         flight = InFlight(self.flights, key, send, on_head, on_whole, canonical.route.stream())
         request.reader = self.flights.start(flight, shared=shared)
-        if self.cache.semantic is None or looking is None or (looking.done() and looking.result().report is None):
+        if (
+            self.cache.semantic is None
+            or looking is None
+            or (looking.done() and looking.result().report is None)
+        ):
             return
         pending = Pending(canonical, flight, looking, self.cache)
         if shared:
@@ -304,14 +348,18 @@ class Gateway:
         group = self.cache.pending_group(request.canonical) if others else ""
         return bool(group) and any(pending.group == group for pending in others)
 
-    async def _similar(self, request: GatewayRequest, found: Lookup, earlier: list[Pending]) -> Lookup | None:
+    async def _similar(
+        self, request: GatewayRequest, found: Lookup, earlier: list[Pending]
+    ) -> Lookup | None:
         """What a request that found nothing may use of an earlier one that asks the same in other words."""
         if found.entry is None:
             return None
         own = None if request.reader is None else request.reader.flight
         now = takewhile(lambda pending: pending.flight is not own, self.pending)
         others, candidates = dict.fromkeys((*earlier, *now)), []
-        for pending in [pending for pending in others if pending.canonical.key != found.canonical.key]:
+        for pending in [
+            pending for pending in others if pending.canonical.key != found.canonical.key
+        ]:
             if pending.flight.done and not pending.flight.stored:
                 continue
             undecided = not pending.looking.done() and not pending.flight.done
@@ -322,7 +370,9 @@ class Gateway:
                 candidates.append((pending.canonical.key, candidate))
         if not candidates:
             return None
-        return await self.cache.join(found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES])
+        return await self.cache.join(
+            found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES]
+        )
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
         """The answer to a request on its way that asks the same in other words, once it is whole. None where the cache
@@ -346,12 +396,15 @@ class Gateway:
             found = self.cache.responses.peek(key)
             if (
                 found is not None
-                and (answer := self._hit(request, replace(lookup, found=found, entry=None))) is not None
+                and (answer := self._hit(request, replace(lookup, found=found, entry=None)))
+                is not None
             ):
                 return answer
         return None
 
-    def _hit(self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False) -> Answer | None:
+    def _hit(
+        self, request: GatewayRequest, lookup: Lookup, *, joined: bool = False
+    ) -> Answer | None:
         """The stored answer in the form the client asked for; None where it will not do. ``joined``: the client waited
         for it to be computed for another request."""
         found = lookup.found
@@ -365,7 +418,9 @@ class Gateway:
             answer: Answer | None = Answer(200, [http.EVENTS], events)
         else:
             answer = (
-                self._as_stream(request, payload) if request.canonical.stream else Answer(200, [http.JSON], payload)
+                self._as_stream(request, payload)
+                if request.canonical.stream
+                else Answer(200, [http.JSON], payload)
             )
         if answer is None:
             return None
@@ -396,7 +451,9 @@ class Gateway:
             return None
         return Answer(200, [http.EVENTS], body)
 
-    async def _serve(self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None) -> Answer:
+    async def _serve(
+        self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None
+    ) -> Answer:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
@@ -412,7 +469,9 @@ class Gateway:
             answer = await self._upstream_answer(request)
         assert answer is not None
         assert request.reader is not None
-        flight, tier, why = request.reader.flight, MISS, ""
+        flight = request.reader.flight
+        tier = MISS
+        why = ""
         if request.reader.joined:
             tier = JOINED
             self.metrics.joins.labels(EQUAL).inc()
@@ -420,7 +479,9 @@ class Gateway:
             self.metrics.unkept(why)
         self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
         reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
-        answer.headers.extend(self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup))
+        answer.headers.extend(
+            self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup)
+        )
         current().payload = lambda: flight.payload
         if answer.stream is None:
             request.leave()
@@ -430,11 +491,15 @@ class Gateway:
         """The same; None where it is to be had only by a request of one's own."""
         reader = request.reader
         assert reader is not None
-        flight, stream, joined = reader.flight, request.canonical.stream, reader.joined
+        flight = reader.flight
+        stream = request.canonical.stream
+        joined = reader.joined
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        if joined and (flight.status in REFUSED or flight.refused):  # it says nothing of this client's request
+        if joined and (
+            flight.status in REFUSED or flight.refused
+        ):  # it says nothing of this client's request
             return None
         headers = http.for_others(flight.headers) if joined else list(flight.headers)
         if not (flight.streamed and stream):
@@ -464,18 +529,26 @@ class Gateway:
             return Answer(flight.status, headers, flight.payload, ours=request.reader.joined)
         if answer is not None:
             answer.ours = request.reader.joined
-            answer.headers.extend(pair for pair in headers if pair[0].startswith(b"access-control-"))
+            answer.headers.extend(
+                pair for pair in headers if pair[0].startswith(b"access-control-")
+            )
         return answer
 
     def _cache_header(self, text: str, lookup: Lookup | None = None) -> Headers:
         """The header that says where an answer came from; logs and spans say it too."""
         seen = current()
         seen.cache = text
-        if lookup is not None and lookup.report is not None and lookup.report.plan.match is not None:
+        if (
+            lookup is not None
+            and lookup.report is not None
+            and lookup.report.plan.match is not None
+        ):
             seen.donor = lookup.report.plan.match.entry_id
         return [(b"x-semkv", text.encode("latin-1", "replace"))]
 
-    def _unreachable(self, error: UpstreamError, tier: str, start: float, header: Headers) -> Answer:
+    def _unreachable(
+        self, error: UpstreamError, tier: str, start: float, header: Headers
+    ) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start)
         return http.error_answer(error.status, str(error), "upstream_error", header)
@@ -490,7 +563,8 @@ class Gateway:
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        start, client = time.perf_counter(), self._tenants.client(call.scope)
+        start = time.perf_counter()
+        client = self._tenants.client(call.scope)
         current().tenant = client.tenant[:_TAG]
         if controls_of(call.scope).only:
             return self._none_stored("pass")
@@ -558,13 +632,18 @@ class Gateway:
         if not self.salts.on or scope["method"] != "POST" or scope["path"] not in SALTED:
             return await self.upstream.send(call)
         body = await asyncio.to_thread(salted, call.body, tenant, self._secret)
-        return await self.salts.send(self.upstream, lambda salts: replace(call, body=body) if salts else call)
+        return await self.salts.send(
+            self.upstream, lambda salts: replace(call, body=body) if salts else call
+        )
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
         if not client.believed:
             raise Unkeyable("tenant")
-        if http.header(call.scope, b"content-type").partition(";")[0].strip().lower() != "application/json":
+        if (
+            http.header(call.scope, b"content-type").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
             raise Unkeyable("content type")
         settings, scope = self.settings, call.scope
         tags = self._tenants.tags_of(scope)
@@ -594,7 +673,9 @@ class Gateway:
 
     async def _record(self, request: GatewayRequest, pending: Pending) -> None:
         """Tell the semantic cache what was computed."""
-        canonical, flight, payload = pending.canonical, pending.flight, None
+        canonical = pending.canonical
+        flight = pending.flight
+        payload = None
         try:
             lookup = await asyncio.shield(pending.looking)
             report = lookup.report
@@ -611,7 +692,9 @@ class Gateway:
             if pending in self.pending:
                 self.pending.remove(pending)
         if payload is not None and flight.stored and report is not None and report.plan.substituted:
-            self._check_soon(request, report, payload)  # of a donor's prompt, whose answer was not there anymore
+            self._check_soon(
+                request, report, payload
+            )  # of a donor's prompt, whose answer was not there anymore
 
     def _refresh(self, request: GatewayRequest, lookup: Lookup, *, stream: bool) -> None:
         """Fetch a fresh answer in place of a stale one, in its form: what is on its way already goes on for it."""
@@ -619,7 +702,9 @@ class Gateway:
         self._join(background, lookup.canonical)
         self.spawn(self._fetch(background, lookup.canonical, stream=stream))
 
-    def _check_soon(self, request: GatewayRequest, report: ReuseReport | None, given: bytes) -> None:
+    def _check_soon(
+        self, request: GatewayRequest, report: ReuseReport | None, given: bytes
+    ) -> None:
         """Run the unchanged request of an approximate hit, if it is selected and not too many are running."""
         if report is not None and self._checks < _CHECKS and self.cache.should_check(report):
             self._checks += 1
@@ -698,6 +783,8 @@ def _body(canonical: CanonicalRequest, *, stream: bool, salted: bool) -> bytes:
         return _encode(body).encode()
     body.pop("stream_options", None)
     body["stream"] = stream
-    if stream:  # the usage is part of the whole answer; a client that did not ask for it does not see it
+    if (
+        stream
+    ):  # the usage is part of the whole answer; a client that did not ask for it does not see it
         body["stream_options"] = {"include_usage": True}
     return _encode(body).encode()

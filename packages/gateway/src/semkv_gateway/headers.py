@@ -145,7 +145,11 @@ class Separation:
                     return "no-store" if b"no-store" in words else "private"
             elif name == b"vary":
                 names = {word.strip() for word in value.lower().split(b",")} - _OPEN_TO_ALL
-                if any(self._is_shared(named, by_credentials=by_credentials) for named in names if named):
+                if any(
+                    self._is_shared(named, by_credentials=by_credentials)
+                    for named in names
+                    if named
+                ):
                     return "vary"
         return ""
 

@@ -36,7 +36,9 @@ _HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 # `expect` was between the client and the gateway, which has the whole body already.
-_OURS = frozenset((b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass"))
+_OURS = frozenset(
+    (b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass")
+)
 _THEIRS = frozenset((b"content-length", b"x-semkv"))  # another semkv speaks of its own cache
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
@@ -85,7 +87,9 @@ def error_of(status: int, message: str, kind: str) -> dict[str, dict[str, Any]]:
 def error_answer(
     status: int, message: str, kind: str = "invalid_request_error", headers: Headers | None = None
 ) -> Answer:
-    return Answer(status, [JSON, *(headers or ())], json.dumps(error_of(status, message, kind)).encode())
+    return Answer(
+        status, [JSON, *(headers or ())], json.dumps(error_of(status, message, kind)).encode()
+    )
 
 
 def busy_answer(what: str) -> Answer:
@@ -109,7 +113,8 @@ def is_event_stream(headers: Headers) -> bool:
 
 def route_path(scope: Scope) -> str:
     """The path without the ``root_path`` in front of it, which a proxy may or may not have taken off."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    path = str(scope["path"])
+    root = str(scope.get("root_path", "")).rstrip("/")
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
@@ -127,14 +132,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
     declared = header(scope, b"content-length")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    pieces, size, held, more = [], 0, 0, True
+    pieces = []
+    size = 0
+    held = 0
+    more = True
     try:
         async with asyncio.timeout(_BODY_S) as timer:
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise Vanished
-                piece, more = message.get("body", b""), message.get("more_body", False)
+                piece = message.get("body", b"")
+                more = message.get("more_body", False)
                 pieces.append(piece)
                 size += len(piece)
                 if size > limit:
@@ -154,12 +163,15 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
 
 
 def _too_large(limit: int) -> Refused:
-    return Refused(error_answer(413, f"the request is larger than {limit >> 20} MiB (--max-body-mib)"))
+    return Refused(
+        error_answer(413, f"the request is larger than {limit >> 20} MiB (--max-body-mib)")
+    )
 
 
 async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
     """Await ``work``, and cancel it when the client hangs up: then `Vanished` is raised."""
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(receive))
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_hung_up(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -185,7 +197,9 @@ async def reply(answer: Answer, send: Send) -> None:
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             await send({"type": "http.response.body", "body": answer.body})
             return
-        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+        await send(
+            {"type": "http.response.start", "status": answer.status, "headers": answer.headers}
+        )
         async for piece in answer.stream:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -227,7 +241,12 @@ class Call:
 def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:
     """Headers that go on to the other side, with names in lower case."""
     low = [(name.lower(), value) for name, value in headers]
-    named = {word.strip().lower() for name, value in low if name == b"connection" for word in value.split(b",")}
+    named = {
+        word.strip().lower()
+        for name, value in low
+        if name == b"connection"
+        for word in value.split(b",")
+    }
     drop |= _HOP_BY_HOP | named
     return [(name, value) for name, value in low if name not in drop]
 
@@ -235,7 +254,9 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -
 def for_others(headers: Headers) -> Headers:
     """An answer's headers without those that are meant for who asked for it."""
     return [
-        (k, v) for k, v in headers if not (k.startswith((b"access-control-", b"trace")) or k.endswith(_NAMES_REQUEST))
+        (k, v)
+        for k, v in headers
+        if not (k.startswith((b"access-control-", b"trace")) or k.endswith(_NAMES_REQUEST))
     ]
 
 
@@ -255,8 +276,15 @@ class _HttpReply:
         self.status = response.status
         # A redirect to the upstream itself is one to the same path of the gateway.
         self.headers = [
-            (k, v.removeprefix(base) if k.endswith(b"location") and v.startswith(base + b"/") else v)
-            for k, v in _passed_on(((k, _CONTROL.sub(b" ", v)) for k, v in response.raw_headers), _THEIRS)
+            (
+                k,
+                v.removeprefix(base)
+                if k.endswith(b"location") and v.startswith(base + b"/")
+                else v,
+            )
+            for k, v in _passed_on(
+                ((k, _CONTROL.sub(b" ", v)) for k, v in response.raw_headers), _THEIRS
+            )
         ]
 
     async def pieces(self) -> AsyncIterator[bytes]:
@@ -281,7 +309,9 @@ class HttpUpstream:
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_S, sock_read=_READ_S
+        )
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
@@ -370,7 +400,8 @@ class _AppReply:
         if self._body is None:
             await self._gone.wait()
             return {"type": "http.disconnect"}
-        body, self._body = self._body, None
+        body = self._body
+        self._body = None
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _send(self, message: Message | None) -> None:
@@ -381,7 +412,8 @@ class _AppReply:
         message = await self._messages.get()
         if message is None:
             raise UpstreamError("the application failed")
-        self.status, self.headers = message["status"], _passed_on(message.get("headers", ()), _THEIRS)
+        self.status = message["status"]
+        self.headers = _passed_on(message.get("headers", ()), _THEIRS)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         while not self._ended:

@@ -83,7 +83,10 @@ class Seen:
             "status": self.status or 499,  # as proxies say that the client hung up
             "ms": round((time.perf_counter() - self.start) * 1e3, 1),
         }
-        log.info("request", extra={"fields": {name: value for name, value in fields.items() if value != ""}})
+        log.info(
+            "request",
+            extra={"fields": {name: value for name, value in fields.items() if value != ""}},
+        )
 
     def attributes(self) -> dict[str, Any]:
         """What a span says; only what is known."""
@@ -180,8 +183,12 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ModuleNotFoundError as error:
-            raise SemkvError(f"--otel needs {error.name}: in a checkout of semkv, pip install '.[otel]'") from error
-        self._on_fault, self._trace, self._propagate = on_fault, trace, propagate
+            raise SemkvError(
+                f"--otel needs {error.name}: in a checkout of semkv, pip install '.[otel]'"
+            ) from error
+        self._on_fault = on_fault
+        self._trace = trace
+        self._propagate = propagate
         name = os.environ.get("OTEL_SERVICE_NAME") or "semkv"
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -197,7 +204,10 @@ class Tracing:
             told: dict[str, str] = {}
             propagate.inject(told, trace.set_span_in_context(span, context))
             ours = {name.lower().encode(): value.encode("latin-1") for name, value in told.items()}
-            scope["headers"] = [*(pair for pair in scope["headers"] if pair[0] not in ours), *ours.items()]
+            scope["headers"] = [
+                *(pair for pair in scope["headers"] if pair[0] not in ours),
+                *ours.items(),
+            ]
         except Exception:
             self._failed()
             return trace.INVALID_SPAN

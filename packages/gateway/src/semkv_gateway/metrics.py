@@ -30,8 +30,29 @@ from semkv_gateway.sse import text_of, usage_of
 if TYPE_CHECKING:
     from semkv_gateway.cache_client import Lookup
 
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_WINDOWS = {"5 minutes": 3, "1 hour": 36, "6 hours": 216, "24 hours": 864}  # of the live view: seconds of a bin
+_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+)
+_WINDOWS = {
+    "5 minutes": 3,
+    "1 hour": 36,
+    "6 hours": 216,
+    "24 hours": 864,
+}  # of the live view: seconds of a bin
 _BINS = 100  # of each
 _LATENCIES = 1024  # of each tier
 _NAME = 100  # characters of a model, a tenant or a header
@@ -50,7 +71,10 @@ _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client reads this variable when it is imported."""
 
-MISS, JOINED, PASSED = "miss", "joined", "passed"  # beside the tiers that found an answer
+# beside the tiers that found an answer
+MISS = "miss"
+JOINED = "joined"
+PASSED = "passed"
 EQUAL, SIMILAR = "equal", "similar"  # kinds of joins
 
 
@@ -99,8 +123,12 @@ class Live:
     start. For the dashboard; starts empty. Used only on the event loop."""
 
     def __init__(self) -> None:
-        self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {name: deque(maxlen=_BINS) for name in _WINDOWS}
-        self._latencies: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_LATENCIES))
+        self._bins: dict[str, deque[tuple[int, Counts[str]]]] = {
+            name: deque(maxlen=_BINS) for name in _WINDOWS
+        }
+        self._latencies: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_LATENCIES)
+        )
         self._by = {"model": Busiest(_COUNTED), "tenant": Busiest(_COUNTED)}
 
     def add(self, tier: str, seconds: float) -> None:
@@ -122,7 +150,10 @@ class Live:
         """Counts by window, bin and tier; p50 and p95 in seconds by tier; counts by model and tenant, largest first."""
         now = int(time.time())
         windows = {
-            name: {"step_s": step, "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS]}
+            name: {
+                "step_s": step,
+                "bins": [(at, n) for at, n in self._bins[name] if at > now - step * _BINS],
+            }
             for name, step in _WINDOWS.items()
         }
         by = {kind: names.view(_LISTED) for kind, names in self._by.items()}
@@ -132,7 +163,10 @@ class Live:
 
 def _quantiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {"p50": ordered[len(ordered) // 2], "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)]}
+    return {
+        "p50": ordered[len(ordered) // 2],
+        "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
+    }
 
 
 _HELP = {
@@ -153,8 +187,16 @@ _HELP = {
 }
 
 # How the gauges of several workers make one; all others are added up.
-_SHARED = ("response_entries", "response_bytes", "response_limit_bytes", "semantic_entries", "media_bytes")
-_MODES = dict.fromkeys((*_SHARED, "media_limit_bytes", "wrong_hit_share", "wrong_hit_share_upper"), "livemax")
+_SHARED = (
+    "response_entries",
+    "response_bytes",
+    "response_limit_bytes",
+    "semantic_entries",
+    "media_bytes",
+)
+_MODES = dict.fromkeys(
+    (*_SHARED, "media_limit_bytes", "wrong_hit_share", "wrong_hit_share_upper"), "livemax"
+)
 _MODES |= dict.fromkeys(("store_up", "store_writable"), "livemin")
 _MODES["salt_refused"] = "livemax"
 _MODES["store_up"] = "livemin"
@@ -170,20 +212,33 @@ class Metrics:
             self._all = CollectorRegistry()
             MultiProcessCollector(self._all)  # type: ignore[no-untyped-call]
         self._refreshing = threading.Lock()
-        self._read: Callable[[], Mapping[str, Mapping[str, float]]] = lambda: {"gauges": {}, "events": {}}
+        self._read: Callable[[], Mapping[str, Mapping[str, float]]] = lambda: {
+            "gauges": {},
+            "events": {},
+        }
         self._gauges: dict[str, Gauge] = {}
         self._counted: dict[str, float] = {}
         self.live = Live()
         self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
-        self._requests = self._counter("requests", "Requests, by tier and status.", "tier", "status")
-        self._seconds = self._histogram("request_seconds", "From the whole request to the start of the answer.", "tier")
+        self._requests = self._counter(
+            "requests", "Requests, by tier and status.", "tier", "status"
+        )
+        self._seconds = self._histogram(
+            "request_seconds", "From the whole request to the start of the answer.", "tier"
+        )
         self.upstream_seconds = self._histogram("upstream_seconds", "Whole upstream answers.")
-        self.lookup_seconds = self._histogram("semantic_lookup_seconds", "Semantic lookups, encoders included.")
+        self.lookup_seconds = self._histogram(
+            "semantic_lookup_seconds", "Semantic lookups, encoders included."
+        )
         self._uncacheable = self._counter(
-            "uncacheable", "Requests that the cache could not answer, and answers that it could not keep.", "reason"
+            "uncacheable",
+            "Requests that the cache could not answer, and answers that it could not keep.",
+            "reason",
         )
         self.turned_away = self._counter(
-            "turned_away", "Requests answered with 503, or cut, for want of room, by what there is too much of.", "what"
+            "turned_away",
+            "Requests answered with 503, or cut, for want of room, by what there is too much of.",
+            "what",
         )
         for what in ("connections", "bodies", "unread"):
             self.turned_away.labels(what)
@@ -197,13 +252,17 @@ class Metrics:
         self._labels: set[str] = set()
         self._faults = self._counter("faults", "Faults that became a miss.", "part")
         self.joins = self._counter(
-            "single_flight_joins", "Requests that joined another's, by how much alike they are.", "kind"
+            "single_flight_joins",
+            "Requests that joined another's, by how much alike they are.",
+            "kind",
         )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
         self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
         self._children = lru_cache(256)(self._labelled)
-        self.saved = self._counter("seconds_saved", "Upstream seconds not spent, as measured on misses.")
+        self.saved = self._counter(
+            "seconds_saved", "Upstream seconds not spent, as measured on misses."
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
@@ -229,7 +288,9 @@ class Metrics:
                 if name not in self._gauges:
                     mode: Any = _MODES.get(name, "livesum")
                     text = _HELP.get(name, name)
-                    self._gauges[name] = Gauge(f"semkv_{name}", text, registry=self.registry, multiprocess_mode=mode)
+                    self._gauges[name] = Gauge(
+                        f"semkv_{name}", text, registry=self.registry, multiprocess_mode=mode
+                    )
                 self._gauges[name].set(value)
             for name, value in found["events"].items():
                 self._events.labels(name).inc(max(0.0, value - self._counted.get(name, 0.0)))
@@ -272,7 +333,9 @@ class Metrics:
         found: dict[str, list[Sample]] = {}
         for family in self._all.collect():
             for sample in family.samples:
-                found.setdefault(sample.name.removeprefix("semkv_").removesuffix("_total"), []).append(sample)
+                found.setdefault(
+                    sample.name.removeprefix("semkv_").removesuffix("_total"), []
+                ).append(sample)
 
         def by(name: str, label: str) -> Counts[str]:
             counts: Counts[str] = Counts()
@@ -280,7 +343,11 @@ class Metrics:
                 counts[sample.labels[label]] += sample.value  # type: ignore[assignment]
             return counts
 
-        names = {"joins": "single_flight_joins", "tokens_saved": "tokens_saved", "seconds_saved": "seconds_saved"}
+        names = {
+            "joins": "single_flight_joins",
+            "tokens_saved": "tokens_saved",
+            "seconds_saved": "seconds_saved",
+        }
         return {
             "gauges": {name: found[name][0].value for name in self._gauges if name in found},
             "totals": {
@@ -288,7 +355,10 @@ class Metrics:
                 "faults": by("faults", "part"),
                 "reasons": by("uncacheable", "reason"),
                 "headers": by("header_values", "header"),
-                **{ours: sum(sample.value for sample in found.get(name, ())) for ours, name in names.items()},
+                **{
+                    ours: sum(sample.value for sample in found.get(name, ()))
+                    for ours, name in names.items()
+                },
             },
         }
 
@@ -352,14 +422,25 @@ class RecentHits:
         """The upstream has answered in so many seconds."""
         self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
 
-    def add(self, lookup: Lookup, found: Found, asked: Request | None, tenant: str, seconds: float) -> None:
+    def add(
+        self, lookup: Lookup, found: Found, asked: Request | None, tenant: str, seconds: float
+    ) -> None:
         """Note a hit and what it saved: tokens, and the seconds of an average miss."""
         response, report = found.response, lookup.report
         shown = response
         if len(response.payload) > _PAYLOAD or len(response.prompt) > _TEXT:
             payload = response.payload if len(response.payload) <= _PAYLOAD else b""
             shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
-        hit = Hit(secrets.token_hex(8), time.time(), lookup.tier, lookup.score, seconds, found.age_s, tenant, shown)
+        hit = Hit(
+            secrets.token_hex(8),
+            time.time(),
+            lookup.tier,
+            lookup.score,
+            seconds,
+            found.age_s,
+            tenant,
+            shown,
+        )
         exact = report is None or lookup.tier == "exact"
         if report is not None and not exact:
             sent = None if asked is None else _parts(asked.segments)
@@ -367,7 +448,9 @@ class RecentHits:
         self._hits[exact].append(hit)
         tokens = self._tokens.get(response.key)
         if tokens is None:
-            writes = bool(lookup.canonical.route.fixed_by)  # others, as embeddings, hold megabytes of numbers instead
+            writes = bool(
+                lookup.canonical.route.fixed_by
+            )  # others, as embeddings, hold megabytes of numbers instead
             usage = usage_of(response.payload) if writes else {}
             tokens = self._tokens[response.key] = max(0, usage.get("output_tokens", 0))
         self._metrics.tokens.inc(tokens)
@@ -375,7 +458,9 @@ class RecentHits:
 
     def recent(self) -> list[Hit]:
         """The latest hits, newest first."""
-        return sorted((hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at)
+        return sorted(
+            (hit for hits in self._hits.values() for hit in hits), key=lambda hit: -hit.at
+        )
 
     def find(self, number: str) -> Hit | None:
         """A hit by its id, if it is still known."""

@@ -16,7 +16,15 @@ from semkv.keys import media_uuid
 from semkv.stores.media import MediaStore
 from semkv.tenants import tenant_salt
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
-from semkv_gateway.routes import HINT, ROUTES, Content, Route, Unkeyable, is_hint, stands_for_another
+from semkv_gateway.routes import (
+    HINT,
+    ROUTES,
+    Content,
+    Route,
+    Unkeyable,
+    is_hint,
+    stands_for_another,
+)
 from semkv_stores.digests import digest
 
 # Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
@@ -42,7 +50,9 @@ _SAMPLING = frozenset(
     " watermarking".split()
 )
 # Answers that show the prompt belong to this prompt alone.
-_SHOWS_PROMPT = tuple("echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split())
+_SHOWS_PROMPT = tuple(
+    "echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split()
+)
 # Of which it is known that all they say is in the request. Another field may name what the server holds.
 _WHOLE = frozenset(
     "model messages prompt input query queries documents items text_1 text_2 data_1 data_2 system instructions suffix"
@@ -57,7 +67,9 @@ _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 _MOST_SEGMENTS = 1000
 _MOST_TEXT = 1_000_000  # characters
 
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encode = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,9 @@ class Deployment:
     headers: tuple[tuple[str, str], ...] = ()
 
     def key(self, body: str) -> str:
-        head = _encode(["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags])
+        head = _encode(
+            ["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags]
+        )
         return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
 
 
@@ -89,7 +103,9 @@ class Deployment:
 class CanonicalRequest:
     """A request with its exact key."""
 
-    key: str  # hex HMAC-SHA256 over everything that changes the answer, tenant and versions included
+    key: (
+        str  # hex HMAC-SHA256 over everything that changes the answer, tenant and versions included
+    )
     partition: str  # the tenant, `StoredResponse.partition`
     model: str  # as the client named it
     prompt: str  # text of the last user turn; empty where there is none
@@ -137,18 +153,29 @@ class CanonicalRequest:
         Computed when it is first asked for: an exact hit does not pay for it.
         """
         segments = self._content.segments
-        if not 0 < len(segments) <= _MOST_SEGMENTS or any(self._shows(name) for name in _SHOWS_PROMPT):
+        if not 0 < len(segments) <= _MOST_SEGMENTS or any(
+            self._shows(name) for name in _SHOWS_PROMPT
+        ):
             return None
-        if sum(len(segment.text) for segment in segments if isinstance(segment, TextSegment)) > _MOST_TEXT:
+        if (
+            sum(len(segment.text) for segment in segments if isinstance(segment, TextSegment))
+            > _MOST_TEXT
+        ):
             return None
         if self._content.media and self._body.get("media_io_kwargs"):
             return None  # the model sees other pictures than the vision layer does
-        rest = {name: value for name, value in _said(self._body).items() if name not in _SAMPLING | _NOT_IN_KEY}
+        rest = {
+            name: value
+            for name, value in _said(self._body).items()
+            if name not in _SAMPLING | _NOT_IN_KEY
+        }
         rest[self._content.name] = self._content.template()
         deployment = self._deployment
         headers = (_encode(deployment.headers),) if deployment.headers else ()
         try:
-            model = digest("gateway", deployment.endpoint, deployment.version, _encode(rest), *headers)
+            model = digest(
+                "gateway", deployment.endpoint, deployment.version, _encode(rest), *headers
+            )
         except RecursionError:  # nested as deeply as the key could just be made of
             return None
         namespace = Namespace(deployment.tenant, model)
@@ -156,7 +183,9 @@ class CanonicalRequest:
 
     def _shows(self, name: str) -> bool:
         value = self._body.get(name)
-        return value is not None and value is not False and value != ""  # 0 logprobs are those of the prompt's tokens
+        return (
+            value is not None and value is not False and value != ""
+        )  # 0 logprobs are those of the prompt's tokens
 
     def with_media(self, store: MediaStore) -> Request | None:
         """``request`` with a file behind every image, for the vision hook and later donors. Blocks (writes files)."""
@@ -191,7 +220,11 @@ class CanonicalRequest:
         salt = partial(tenant_salt, self._deployment.secret, self._deployment.tenant)
         named = bool(self._content.media) and not self._body.get("media_io_kwargs")
         value = self._content.with_uuids(partial(media_uuid, salt(None)) if named else None)
-        return {**self._body, self._content.name: value, "cache_salt": salt(self._body.get("cache_salt"))}
+        return {
+            **self._body,
+            self._content.name: value,
+            "cache_salt": salt(self._body.get("cache_salt")),
+        }
 
 
 def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRequest:
@@ -211,7 +244,9 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
 
 
 def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:
-    stream, options, model = body.get("stream"), body.get("stream_options"), body.get("model")
+    stream = body.get("stream")
+    options = body.get("stream_options")
+    model = body.get("model")
     if stream is not None and not isinstance(stream, bool):
         raise Unkeyable("stream is no boolean")
     route = ROUTES[deployment.endpoint]
@@ -233,7 +268,8 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         prompt=content.prompt,
         stream=bool(stream),
         include_usage=not route.converts or bool(asked.get("include_usage")),
-        sampled=bool(route.fixed_by) and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
+        sampled=bool(route.fixed_by)
+        and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
         _body=body,
         _content=content,
         _deployment=deployment,
@@ -249,7 +285,11 @@ def _fixes(name: str, value: object) -> bool:
 
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body that say more than their absence does."""
-    said = {name: _number(value) for name, value in body.items() if value is not None or name not in _NULL_IS_ABSENT}
+    said = {
+        name: _number(value)
+        for name, value in body.items()
+        if value is not None or name not in _NULL_IS_ABSENT
+    }
     if said.get("n") == 1 and said["n"] is not True:
         del said["n"]
     if is_hint(said.get(HINT)):

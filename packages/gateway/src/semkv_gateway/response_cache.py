@@ -94,7 +94,9 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
         ConfigError: the text has another form.
     """
     form = re.fullmatch(
-        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)", text, re.DOTALL
+        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)",
+        text,
+        re.DOTALL,
     )
     if form is None:
         raise ConfigError(key, text, _FORM)
@@ -183,14 +185,24 @@ class ResponseCache:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._memory = MemoryStore(max_bytes, clock=clock)
-        self._store, self._clock = store, clock
+        self._store = store
+        self._clock = clock
         self._tally = Tally()
-        self._lifetime, self._rules, self._sampled = lifetime, rules, sampled
-        self._pause_s, self._pausing = pause_s, threading.Lock()
-        self._quiet_until = {False: 0.0, True: 0.0}  # of reads and of writes: a full store can still be read
+        self._lifetime = lifetime
+        self._rules = rules
+        self._sampled = sampled
+        self._pause_s = pause_s
+        self._pausing = threading.Lock()
+        self._quiet_until = {
+            False: 0.0,
+            True: 0.0,
+        }  # of reads and of writes: a full store can still be read
         self._hits = 0
-        self._poll_s, self._unheard_s = poll_s, unheard_s
-        self._cursor, self._heard = "", time.monotonic()  # so far memory holds nothing that could be invalidated
+        self._poll_s = poll_s
+        self._unheard_s = unheard_s
+        # so far memory holds nothing that could be invalidated
+        self._cursor = ""
+        self._heard = time.monotonic()
         self._following = threading.Lock()
         self._follower: Every | None = None
         self._write_fault = ""  # why the store took nothing when it was last written to
@@ -221,7 +233,9 @@ class ResponseCache:
     @property
     def store_up(self) -> bool:
         """Whether the store was heard of in the last few seconds; True without one. Never blocks."""
-        return self._store is None or (bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s)
+        return self._store is None or (
+            bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s
+        )
 
     @property
     def store_state(self) -> str:
@@ -250,14 +264,19 @@ class ResponseCache:
         return self._found(response)
 
     def _fetch(self, key: str) -> StoredResponse | None:
-        since, held = self._memory.cursor, None if self._unheard() else self._memory.get(key)
+        since = self._memory.cursor
+        held = None if self._unheard() else self._memory.get(key)
         response = self._ask("get", lambda store: store.get(key), None)
-        if response is not None and response.created > self._clock() + _SKEW_S:  # a clock went back: its age is unknown
+        if (
+            response is not None and response.created > self._clock() + _SKEW_S
+        ):  # a clock went back: its age is unknown
             response = None
         if held is not None and (response is None or response.created < held.created):
             return held  # still on its way to the store
         if response is not None:
-            self._memory.put(response, since)  # refused where it was invalidated since the store was asked
+            self._memory.put(
+                response, since
+            )  # refused where it was invalidated since the store was asked
         return response
 
     # -- keeping ------------------------------------------------------------------------------------------------
@@ -268,7 +287,13 @@ class ResponseCache:
         return f"{self._memory.cursor} {self._cursor}"
 
     def keep(
-        self, request: Answerable, payload: bytes, *, status: int = 200, since: str = "", tags: Sequence[str] = ()
+        self,
+        request: Answerable,
+        payload: bytes,
+        *,
+        status: int = 200,
+        since: str = "",
+        tags: Sequence[str] = (),
     ) -> bool:
         """Keep an answer if it is complete. Blocks. A refused answer is counted under the reason.
 
@@ -290,15 +315,23 @@ class ResponseCache:
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        return (self._sampled or not request.sampled) and bool(self._lifetime_of(request, tags).ttl_s)
+        return (self._sampled or not request.sampled) and bool(
+            self._lifetime_of(request, tags).ttl_s
+        )
 
     def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
-        picked = (rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags))
+        picked = (
+            rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags)
+        )
         return next(picked, self._lifetime)
 
-    def _stored(self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]) -> StoredResponse | str:
+    def _stored(
+        self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]
+    ) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
-        reason = "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
+        reason = (
+            "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
+        )
         if reason:
             return reason
         lifetime = self._lifetime_of(request, tags)
@@ -323,9 +356,13 @@ class ResponseCache:
         in_memory = self._memory.put(response, own or self._memory.cursor)
         if self._store is None:
             return "" if in_memory else "invalidated or too large"
-        known = bool(shared) or not since  # else it was begun before the store was first heard of: memory alone
+        known = (
+            bool(shared) or not since
+        )  # else it was begun before the store was first heard of: memory alone
         put = self._put(response, shared) if known else None
-        if put is False:  # perhaps another replica has invalidated it, which memory does not know yet
+        if (
+            put is False
+        ):  # perhaps another replica has invalidated it, which memory does not know yet
             self._memory.invalidate(Selector(key=response.key))
         elif put is None and in_memory:
             self._note_unwritten(response.key, shared if known else None)
@@ -405,11 +442,14 @@ class ResponseCache:
             news = self._ask("news", lambda store: store.news(cursor), None)
             if news is None:
                 return
-            if news.selectors is None or not cursor:  # what memory holds may have been invalidated unheard
+            if (
+                news.selectors is None or not cursor
+            ):  # what memory holds may have been invalidated unheard
                 self._memory.invalidate(Selector())
             for selector in news.selectors or ():
                 self._memory.invalidate(selector)
-            self._cursor, self._heard = news.cursor, time.monotonic()
+            self._cursor = news.cursor
+            self._heard = time.monotonic()
 
     def _tend(self) -> None:
         self.follow()
@@ -463,7 +503,11 @@ class ResponseCache:
         sizes["store_writable"] = int(state == "up")
         sizes["unwritten_entries"] = len(self._unwritten)
         usage = self._ask("usage", lambda store: store.usage(), None)
-        return sizes if usage is None else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
+        return (
+            sizes
+            if usage is None
+            else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
+        )
 
     def close(self) -> None:
         """Stop following invalidations, close the store."""

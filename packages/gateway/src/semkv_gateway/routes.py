@@ -35,8 +35,13 @@ _MESSAGE = frozenset(
     "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
 )
 # What clients send back of an answer, as the server gave it, and labels; they may hold links that nobody follows.
-_ECHOED = frozenset("annotations citations metadata provider_specific_fields reasoning_details thinking_blocks".split())
-_EMPTY: tuple[object, ...] = ([], {})  # say of an echoed field or of `tool_calls` what its absence says
+_ECHOED = frozenset(
+    "annotations citations metadata provider_specific_fields reasoning_details thinking_blocks".split()
+)
+_EMPTY: tuple[object, ...] = (
+    [],
+    {},
+)  # say of an echoed field or of `tool_calls` what its absence says
 # Content parts whose whole meaning is in the request: type -> the fields they have.
 _VERBATIM = {
     "text": frozenset(("type", "text")),
@@ -46,7 +51,11 @@ _VERBATIM = {
     "thinking": frozenset(("type", "thinking", "closed")),
     "tool_reference": frozenset(("type", "name")),
 }
-_MEDIA = {"image_url": frozenset(("url", "detail")), "audio_url": frozenset(("url",)), "video_url": frozenset(("url",))}
+_MEDIA = {
+    "image_url": frozenset(("url", "detail")),
+    "audio_url": frozenset(("url",)),
+    "video_url": frozenset(("url",)),
+}
 HINT = "cache_control"  # says what a provider should keep, and nothing of the answer
 # Fields that may stand for something which the server holds or fetches.
 _REFERENCE = re.compile(
@@ -56,8 +65,16 @@ _SCHEME = re.compile(r"\s*(?!data:)[a-z][a-z0-9+.-]*:\S", re.IGNORECASE)
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _BILLING = "x-anthropic-billing-header:"
-_BILLED = re.compile(rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+")
-_KINDS = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\0", "tiff"))
+_BILLED = re.compile(
+    rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+"
+)
+_KINDS = (
+    (b"\xff\xd8\xff", "jpeg"),
+    (b"\x89PNG", "png"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\0", "tiff"),
+)
 
 # Items and parts whose whole meaning is in the request: type -> the fields they may have.
 _RESPONSES = {
@@ -84,7 +101,18 @@ _MESSAGES = {
     "thinking": frozenset(("type", "thinking", "signature")),
     "redacted_thinking": frozenset(("type", "data")),
 }
-_TEXTS = ("input", "query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2", "messages")
+_TEXTS = (
+    "input",
+    "query",
+    "queries",
+    "text_1",
+    "data_1",
+    "documents",
+    "items",
+    "text_2",
+    "data_2",
+    "messages",
+)
 _NOTHING: tuple[object, ...] = (None, False, [])
 
 Slot = tuple[int, int | None]  # message, and part where its content is a list
@@ -103,9 +131,13 @@ class Content:
     keyed: Any  # what of it is in the key: every media item by the digest of its bytes
     slots: tuple[Slot, ...] = ()  # where the segments stand; empty where the request is exact-only
     segments: tuple[Segment, ...] = ()  # in prompt order; images without a file
-    media: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # bytes of the images by media id
+    media: Mapping[str, bytes] = field(
+        default_factory=dict, repr=False
+    )  # bytes of the images by media id
     prompt: str = ""  # text of the last user turn
-    beside: Mapping[str, Any] = field(default_factory=dict)  # what of other fields of the body is in the key
+    beside: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what of other fields of the body is in the key
 
     def with_segments(self, segments: Sequence[Segment]) -> Content | None:
         """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
@@ -113,7 +145,11 @@ class Content:
             return None
         new: dict[Slot, str] = {}
         for slot, own, other in zip(self.slots, self.segments, segments, strict=True):
-            if isinstance(own, TextSegment) and isinstance(other, TextSegment) and own.role is other.role:
+            if (
+                isinstance(own, TextSegment)
+                and isinstance(other, TextSegment)
+                and own.role is other.role
+            ):
                 new[slot] = other.text
             elif not isinstance(own, MediaSegment) or not isinstance(other, MediaSegment):
                 return None
@@ -127,7 +163,11 @@ class Content:
 
     def template(self) -> Any:
         """``keyed`` with every slot empty: what a donor must share."""
-        return "" if self.name == "prompt" else _edited(self.keyed, self.slots, lambda _, part: _emptied(part))
+        return (
+            ""
+            if self.name == "prompt"
+            else _edited(self.keyed, self.slots, lambda _, part: _emptied(part))
+        )
 
     def with_uuids(self, uuid: Callable[[str], str] | None) -> Any:
         """``value`` with vLLM's ``uuid`` on every image, in place of what the client gave; None: with none at all."""
@@ -138,7 +178,9 @@ class Content:
             parts = message.get("content")
             keyed = self.keyed[i].get("content")
             if isinstance(parts, list) and isinstance(keyed, list):
-                parts = [_named(part, known, uuid) for part, known in zip(parts, keyed, strict=True)]
+                parts = [
+                    _named(part, known, uuid) for part, known in zip(parts, keyed, strict=True)
+                ]
                 message = {**message, "content": parts}
             messages.append(message)
         return messages
@@ -147,7 +189,9 @@ class Content:
 def read_prompt(prompt: object) -> Content:
     """A completion's prompt: a text is a question, anything else (token ids, several prompts) is exact-only."""
     if isinstance(prompt, str):
-        return Content("prompt", prompt, prompt, ((0, None),), (TextSegment(prompt),), prompt=prompt)
+        return Content(
+            "prompt", prompt, prompt, ((0, None),), (TextSegment(prompt),), prompt=prompt
+        )
     if isinstance(prompt, list) and prompt:
         return Content("prompt", prompt, prompt)
     raise Unkeyable("no prompt")
@@ -168,7 +212,15 @@ def read_messages(messages: object) -> Content:
         return Content("messages", messages, keyed, prompt=reader.prompt)
     segments = list(reader.segments)
     segments[question] = TextSegment(reader.texts[question])
-    return Content("messages", messages, keyed, tuple(reader.slots), tuple(segments), reader.media, reader.prompt)
+    return Content(
+        "messages",
+        messages,
+        keyed,
+        tuple(reader.slots),
+        tuple(segments),
+        reader.media,
+        reader.prompt,
+    )
 
 
 class _Reader:
@@ -190,7 +242,9 @@ class _Reader:
     def question(self, last: Mapping[str, Any]) -> int | None:
         """Which segment is the question."""
         return (
-            max(self.texts) if self.texts and last["role"] == "user" and self.texts[max(self.texts)].strip() else None
+            max(self.texts)
+            if self.texts and last["role"] == "user" and self.texts[max(self.texts)].strip()
+            else None
         )
 
     def message(self, i: int, message: object) -> dict[str, Any]:
@@ -209,7 +263,9 @@ class _Reader:
             self._text((i, None), role, content)
             said["content"] = _unbilled(content) if role == "system" else content
         elif isinstance(content, list):
-            said["content"] = _lone_text([self._part((i, j), role, part) for j, part in enumerate(content)])
+            said["content"] = _lone_text(
+                [self._part((i, j), role, part) for j, part in enumerate(content)]
+            )
         elif content is not None:
             raise Unkeyable("message of unknown form")
         return said
@@ -218,7 +274,9 @@ class _Reader:
         if role == "user" and slot[0] == self._last:
             self.texts[len(self.segments)] = text
         self.slots.append(slot)
-        self.segments.append(TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT))
+        self.segments.append(
+            TextSegment(text, Role.SYSTEM if role in ("system", "developer") else Role.CONTEXT)
+        )
 
     def _part(self, slot: Slot, role: str, part: object) -> Any:
         """The keyed form of one part. Of a type that is not known here it is not known whether all of it is in the
@@ -263,7 +321,9 @@ class _Reader:
         said = _saying(source)
         unknown = said.keys() - _MEDIA[kind]
         self._note(said, unknown)
-        keyed = {name: said[name] for name in said.keys() - unknown - {"url"}} | _more(said, unknown)
+        keyed = {name: said[name] for name in said.keys() - unknown - {"url"}} | _more(
+            said, unknown
+        )
         media_type, data = _of_data_url(source["url"])
         name = media_id(data)
         if kind != "image_url":  # the media type says how these are read
@@ -386,14 +446,18 @@ def _data_url(data: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _edited(messages: Sequence[Any], slots: Iterable[Slot], edit: Callable[[Slot, Any], Any]) -> list[Any]:
+def _edited(
+    messages: Sequence[Any], slots: Iterable[Slot], edit: Callable[[Slot, Any], Any]
+) -> list[Any]:
     """Messages with another text or part at each of some slots: what ``edit`` makes of slot and part. The rest is
     shared."""
     edited = list(messages)
     for i, j in slots:
         own = edited[i]["content"]
         at = None if isinstance(own, str) else j  # a lone part is keyed as its text
-        new = edit((i, j), own) if at is None else [*own[:at], edit((i, j), own[at]), *own[at + 1 :]]
+        new = (
+            edit((i, j), own) if at is None else [*own[:at], edit((i, j), own[at]), *own[at + 1 :]]
+        )
         edited[i] = {**edited[i], "content": new}
     return edited
 
@@ -412,10 +476,15 @@ def _emptied(part: Any) -> Any:
     """A keyed text or part without what a segment stands for."""
     if isinstance(part, str) or part["type"] == "text":
         return _filled(part, "")
-    return {**part, "image_url": {name: value for name, value in part["image_url"].items() if name != "sha256"}}
+    return {
+        **part,
+        "image_url": {name: value for name, value in part["image_url"].items() if name != "sha256"},
+    }
 
 
-def _named(part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None) -> dict[str, Any]:
+def _named(
+    part: dict[str, Any], keyed: dict[str, Any], uuid: Callable[[str], str] | None
+) -> dict[str, Any]:
     kind = part["type"]
     bare = {name: value for name, value in part.items() if name != "uuid"}
     if uuid is None or kind != "image_url" or "sha256" not in keyed[kind]:
@@ -462,7 +531,9 @@ def _read_anthropic(body: Mapping[str, Any]) -> Content:
 
 
 def _unbilled_block(block: dict[str, Any]) -> dict[str, Any]:
-    return {**block, "text": _unbilled(block["text"])} if isinstance(block.get("text"), str) else block
+    return (
+        {**block, "text": _unbilled(block["text"])} if isinstance(block.get("text"), str) else block
+    )
 
 
 def _read_texts(body: Mapping[str, Any]) -> Content:
@@ -491,7 +562,9 @@ def _refuse_state(body: Mapping[str, Any], *names: str) -> None:
 def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:
     """Tools that the client runs; those of the server look at the world."""
     listed = [] if tools is None else tools
-    if not isinstance(listed, list) or any(not isinstance(t, dict) or t.get("type") not in kinds for t in listed):
+    if not isinstance(listed, list) or any(
+        not isinstance(t, dict) or t.get("type") not in kinds for t in listed
+    ):
         raise Unkeyable("tool of unknown form")
 
 
@@ -564,10 +637,14 @@ class Route:
     fault: Rule  # why an answer is not complete
     stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
     converts: bool = False  # a stream and a whole answer are made of each other
-    fixed_by: tuple[str, ...] = ()  # fields that keep an answer from being drawn at random; none where it never is
+    fixed_by: tuple[
+        str, ...
+    ] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
 
-    def refusal(self, payload: bytes, status: int = 200, body: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def refusal(
+        self, payload: bytes, status: int = 200, body: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
         """Why an answer to a body must not be kept, in a few words; empty for a complete one."""
         if status != 200:
             return "status"
@@ -607,10 +684,15 @@ ROUTES = {
         answers.response,
         partial(Recorder, "response.completed"),
         fixed_by=("temperature", "seed"),
-        repeated=frozenset(("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")),
+        repeated=frozenset(
+            ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
+        ),
     ),
     "/v1/messages": Route(
-        _read_anthropic, answers.message, partial(Recorder, "message_stop"), fixed_by=("temperature",)
+        _read_anthropic,
+        answers.message,
+        partial(Recorder, "message_stop"),
+        fixed_by=("temperature",),
     ),
     "/v1/embeddings": Route(_read_texts, answers.embeddings),
     "/v1/score": _SCORED,

@@ -118,6 +118,10 @@ async def _without(upstream: Upstream, call: Callable[[bool], Call]) -> Reply | 
 
 async def _may_refuse(reply: BegunReply) -> bool:
     """Whether an error may be about the salt."""
-    encodings = [value for name, value in reply.headers if name == b"content-encoding" and value != b"identity"]
+    encodings = [
+        value
+        for name, value in reply.headers
+        if name == b"content-encoding" and value != b"identity"
+    ]
     said = b"" if encodings else await reply.read(_ERROR_BYTES)
     return bool(encodings) or any(name in said for name in _ADDED)

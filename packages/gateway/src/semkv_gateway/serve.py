@@ -47,12 +47,17 @@ _SILENT = 60  # looks for one, two a second, that find none until a worker is re
 _UNREAD_S = 30  # in which a client reads `_UNREAD_BYTES` of what waits for it, or is cut
 _UNREAD_BYTES = 30 * 1024
 _CLOSING_S = 15  # for a worker to close its stores after that
-_START_S = 120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
-_HEAD_BYTES = 64 * 1024  # of a request that are no body, in addition to the first piece that comes in
+_START_S = (
+    120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
+)
+_HEAD_BYTES = (
+    64 * 1024
+)  # of a request that are no body, in addition to the first piece that comes in
 _HEAD_S = 60  # for a head to come, also the first of a connection
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
-_HERE, _HERE_6 = {"localhost", "127.0.0.1", "0.0.0.0"}, {"localhost", "::1", "::"}  # noqa: S104
+_HERE = {"localhost", "127.0.0.1", "0.0.0.0"}  # noqa: S104
+_HERE_6 = {"localhost", "::1", "::"}
 _MOST = 20_000  # connections, however many files may be open
 
 _BUSY = busy_answer("connections").body
@@ -90,7 +95,9 @@ class Protocol(HttpToolsProtocol):
             transport.write(_TURNED_AWAY)
             transport.close()
         else:
-            self.timeout_keep_alive_task = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                _HEAD_S, self.timeout_keep_alive_handler
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
@@ -158,8 +165,14 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             if parser.get_method() == b"CONNECT":  # this is no proxy
                 raise httptools.HttpParserError from None
-            first = b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())
-            self.parser = httptools.HttpRequestParser(self)  # after ``Connection: close`` that one reads no more
+            first = b"%s %s HTTP/%s" % (
+                parser.get_method(),
+                self.url,
+                parser.get_http_version().encode(),
+            )
+            self.parser = httptools.HttpRequestParser(
+                self
+            )  # after ``Connection: close`` that one reads no more
             lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
             return b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]])
         return b""
@@ -189,7 +202,9 @@ class Protocol(HttpToolsProtocol):
 def raise_file_limit() -> int:
     """Let this process open as many files as it may; how many connections that is enough for, two files each."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # such as on macOS, where there is a limit beside these
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # such as on macOS, where there is a limit beside these
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         files = hard
     most = _MOST if files == resource.RLIM_INFINITY else (files - _FILES) // 2 - _SPARE
@@ -209,7 +224,9 @@ def listening(host: str, port: int) -> socket.socket:
         if sock is not None:
             sock.close()
         why = getattr(error, "strerror", None) or error
-        raise SemkvError(f"--port {port}, --host {host}: cannot listen there ({why}); name another") from error
+        raise SemkvError(
+            f"--port {port}, --host {host}: cannot listen there ({why}); name another"
+        ) from error
     return sock
 
 
@@ -227,10 +244,14 @@ def leads_to(url: str, name: str, port: int) -> bool:
     """Whether a URL leads to the gateway itself, which listens at this address and port."""
     there = urlsplit(url)
     at = there.port or (443 if there.scheme == "https" else 80)
-    return at == port and any({there.hostname, name} <= family for family in (_HERE, _HERE_6, {name}))
+    return at == port and any(
+        {there.hostname, name} <= family for family in (_HERE, _HERE_6, {name})
+    )
 
 
-def run_server(settings: ServerSettings, *, host: str, port: int, workers: int, drain_timeout: float = 20.0) -> None:
+def run_server(
+    settings: ServerSettings, *, host: str, port: int, workers: int, drain_timeout: float = 20.0
+) -> None:
     """Serve until a signal to stop. Then no new connections are taken, and open requests have ``drain_timeout`` seconds
     until they are ended with an error.
 
@@ -238,13 +259,17 @@ def run_server(settings: ServerSettings, *, host: str, port: int, workers: int, 
     """
     set_up_logs()
     if workers > 1 and settings.store == "memory":
-        raise ConfigError("--workers", workers, "1 with --store memory: workers share answers through a store")
+        raise ConfigError(
+            "--workers", workers, "1 with --store memory: workers share answers through a store"
+        )
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
     address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
     if leads_to(settings.upstream, name, bound):
         raise ConfigError(
-            "--upstream", settings.upstream, "another server than this one: every request would come back"
+            "--upstream",
+            settings.upstream,
+            "another server than this one: every request would come back",
         )
     said = described(settings, address)
     if workers == 1:
@@ -313,11 +338,16 @@ class Workers(Multiprocess):
     nobody waits at the sockets."""
 
     failed = False  # a worker could not start, and no other serves
-    _beats: ClassVar[dict[int | None, tuple[int, int]]] = {}  # by process: its latest sign of life, looks since then
+    _beats: ClassVar[
+        dict[int | None, tuple[int, int]]
+    ] = {}  # by process: its latest sign of life, looks since then
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
         super().__init__(config, sockets)
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn notes them, and looks when no worker is being replaced
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # uvicorn notes them, and looks when no worker is being replaced
             signal.signal(number, lambda *_: self.should_exit.set())
 
     def restart_all(self) -> None:
@@ -338,7 +368,9 @@ class Workers(Multiprocess):
                 continue
             mark_process_dead(process.pid, os.environ[FOLDER])  # type: ignore[no-untyped-call]
             others = [other for other in self.processes if other is not process]
-            if process.exitcode == STARTUP_FAILURE and not any(other.is_ready(timeout=1) for other in others):
+            if process.exitcode == STARTUP_FAILURE and not any(
+                other.is_ready(timeout=1) for other in others
+            ):
                 self.failed = True
                 self.should_exit.set()
                 continue

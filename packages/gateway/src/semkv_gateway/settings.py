@@ -41,7 +41,12 @@ def _is_url(text: str) -> bool:
     """Whether a request's path can go behind it, and the client's own credentials with it."""
     try:
         url = urlsplit(text)
-        there = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and url.username is None
+        there = (
+            url.scheme in ("http", "https")
+            and bool(url.hostname)
+            and url.port != 0
+            and url.username is None
+        )
     except ValueError:
         return False
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
@@ -54,7 +59,11 @@ ORIGIN = Allowed(
     re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", re.ASCII).fullmatch,
     each=True,
 )
-NAME = Allowed("the name of a header, such as X-Region", re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch, True)
+NAME = Allowed(
+    "the name of a header, such as X-Region",
+    re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch,
+    True,
+)
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 LIFE = Parameter(group="Lifetimes and labels")
 TENANTS = Parameter(group="Tenants")
@@ -100,13 +109,17 @@ class ServerSettings(LookupConfig):
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
     overlap: bool = True
-    trusted_proxies: Annotated[tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
+    ] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()
-    ignored_headers: Annotated[tuple[str, ...], Parameter(name="--ignore-header"), TENANTS, NAME] = ()
+    ignored_headers: Annotated[
+        tuple[str, ...], Parameter(name="--ignore-header"), TENANTS, NAME
+    ] = ()
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
 
@@ -127,7 +140,9 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     if given := _given("SEMKV_SECRET", environment):
         return given.encode()
     if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
-        raise ConfigError("SEMKV_SECRET", "", "a secret that is the same for every gateway on this store")
+        raise ConfigError(
+            "SEMKV_SECRET", "", "a secret that is the same for every gateway on this store"
+        )
     from semkv.stores.maintenance import make_cache_folder
 
     file = settings.cache_dir / "secret"

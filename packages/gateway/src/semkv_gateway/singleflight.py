@@ -16,7 +16,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
 from semkv_gateway.http import Headers, Reply, UpstreamError, error_of, is_event_stream
-from semkv_gateway.sse import Assembler, NotKeepable, Recorder, Splitter, data_of, is_usage_only, read_chunk
+from semkv_gateway.sse import (
+    Assembler,
+    NotKeepable,
+    Recorder,
+    Splitter,
+    data_of,
+    is_usage_only,
+    read_chunk,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +52,8 @@ class SingleFlight:
     max_total_bytes = 256 << 20
 
     def __init__(self, on_fault: Callable[[str], None], on_unkept: Callable[[str], None]) -> None:
-        self.on_fault, self.on_unkept = on_fault, on_unkept
+        self.on_fault = on_fault
+        self.on_unkept = on_unkept
         self.held_bytes = 0
         self.running: set[InFlight] = set()
         self._shared: dict[str, InFlight] = {}
@@ -103,10 +112,15 @@ class InFlight:
         self.stored = False  # the cache has it and may serve it to others
         self.done = False  # it has ended, in whatever way
         self.payload: bytes | None = None  # the whole answer, as it is stored
-        self.verbatim = False  # `payload` is the events of a stream as they came: there is no other form of it
+        self.verbatim = (
+            False  # `payload` is the events of a stream as they came: there is no other form of it
+        )
         self.error: UpstreamError | None = None  # why it broke off
         self.readers: set[Reader] = set()
-        self._flights, self._send, self._on_head, self._on_whole = flights, send, on_head, on_whole
+        self._flights = flights
+        self._send = send
+        self._on_head = on_head
+        self._on_whole = on_whole
         self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
         self._error_event = stream.broken
         self._chunks: list[Chunk] = []
@@ -151,7 +165,8 @@ class InFlight:
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
-        change, self._change = self._change, asyncio.Event()
+        change = self._change
+        self._change = asyncio.Event()
         change.set()
 
     def remove_reader(self, reader: Reader) -> None:
@@ -166,7 +181,9 @@ class InFlight:
 
     def cancel(self) -> None:
         self.shared = False
-        asyncio.get_running_loop().call_soon(self.task.cancel)  # a task canceled before its first step never ends
+        asyncio.get_running_loop().call_soon(
+            self.task.cancel
+        )  # a task canceled before its first step never ends
 
     # -- the task -----------------------------------------------------------------------------------------------
 
@@ -225,7 +242,11 @@ class InFlight:
             if reading is not None and reading.take(raw, chunk):
                 whole = reading.whole()
                 self.verbatim = whole is None
-                await self._keep(b"".join((*(held.data for held in self._chunks), raw)) if whole is None else whole)
+                await self._keep(
+                    b"".join((*(held.data for held in self._chunks), raw))
+                    if whole is None
+                    else whole
+                )
         except NotKeepable as error:
             self._reading = None
             self._flights.on_unkept(str(error))
@@ -250,15 +271,21 @@ class InFlight:
         self._held_bytes += size
         flights.held_bytes += size
         self.wake()
-        too_large = self._held_bytes > flights.max_answer_bytes or flights.held_bytes > flights.max_total_bytes
+        too_large = (
+            self._held_bytes > flights.max_answer_bytes
+            or flights.held_bytes > flights.max_total_bytes
+        )
         if self.shared and too_large:
-            self.shared, self._reading = False, None
+            self.shared = False
+            self._reading = None
             flights.unshare(self)
             flights.on_unkept("too large")
         while not self.shared and self._held_bytes > _WINDOW_BYTES:
             # Without readers all goes: a cancellation may have been lost, as in `asyncio.wait_for` of Python 3.11.
             whole = self._first + len(self._chunks)
-            self._drop_chunks(min((reader.position for reader in self.readers), default=whole) - self._first)
+            self._drop_chunks(
+                min((reader.position for reader in self.readers), default=whole) - self._first
+            )
             if self._held_bytes > _WINDOW_BYTES and not await self._moves():
                 self._cut_slowest(whole)
 
@@ -293,7 +320,9 @@ class Reader:
     """One caller's place in an answer. It must be left (`leave`), once or more often. ``joined``: others asked."""
 
     def __init__(self, flight: InFlight, joined: bool) -> None:
-        self.flight, self.joined, self.position = flight, joined, 0
+        self.flight = flight
+        self.joined = joined
+        self.position = 0
         self.is_cut = False  # others were waiting for it
 
     def leave(self) -> None:

@@ -17,9 +17,19 @@ from semkv_gateway.answers import count_objects, is_error, is_json_object, says_
 
 DONE = b"data: [DONE]\n\n"
 _MARK = b"\xef\xbb\xbf"  # a byte order mark, which is no part of the first line
-_PIECE, _PIECES = 240, 1000  # characters of text in one replayed event, and how many of these there are at most
+# characters of text in one replayed event, and how many of these there are at most
+_PIECE = 240
+_PIECES = 1000
 
-_TOP = ("id", "created", "model", "system_fingerprint", "service_tier", "prompt_token_ids", "prompt_text")
+_TOP = (
+    "id",
+    "created",
+    "model",
+    "system_fingerprint",
+    "service_tier",
+    "prompt_token_ids",
+    "prompt_text",
+)
 # Fields at the top of a chunk or an answer that say nothing of it: left out where one form is made of the other.
 _ASIDE = (
     "metrics",  # vLLM: times of the request
@@ -31,16 +41,33 @@ _ASIDE = (
 )
 _TOP_KNOWN = frozenset((*_TOP, *_ASIDE, "object", "choices", "usage"))
 _CHOICE_KNOWN = frozenset(
-    ("index", "delta", "text", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids")
+    (
+        "index",
+        "delta",
+        "text",
+        "logprobs",
+        "finish_reason",
+        "stop_reason",
+        "token_ids",
+        "prompt_token_ids",
+    )
 )
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
-_CHUNKS, _ANSWERS = ("chat.completion.chunk", "text_completion"), ("chat.completion", "text_completion")
-_USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # as chats and as all others say it
-_BLOCK_TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+_CHUNKS = ("chat.completion.chunk", "text_completion")
+_ANSWERS = ("chat.completion", "text_completion")
+_USAGE = {
+    "prompt_tokens": "input_tokens",
+    "completion_tokens": "output_tokens",
+}  # as chats and as all others say it
+_BLOCK_TEXTS = {
+    "text_delta": "text",
+    "thinking_delta": "thinking",
+    "input_json_delta": "partial_json",
+}
 
 
 class NotKeepable(Exception):  # noqa: N818
@@ -154,7 +181,9 @@ class _Calls:
                 raise _NotUnderstood
             latest["arguments"].append(arguments)
 
-    def _begin(self, call: Mapping[str, Any], before: dict[str, Any] | None, name: object, arguments: str) -> None:
+    def _begin(
+        self, call: Mapping[str, Any], before: dict[str, Any] | None, name: object, arguments: str
+    ) -> None:
         index = call.get("index")
         number = call.get("id")
         named = isinstance(number, str) and number and isinstance(name, str) and name
@@ -479,7 +508,9 @@ def read_answer(payload: bytes) -> Any:
             message.add(chunk)
             if chunk.get("type") == "response.completed":
                 answer = chunk["response"]
-            elif "type" not in chunk and isinstance(chunk.get("usage"), dict):  # of a chat or a completion
+            elif "type" not in chunk and isinstance(
+                chunk.get("usage"), dict
+            ):  # of a chat or a completion
                 answer = {"usage": chunk["usage"]}
         return answer or message.whole()
     except (LookupError, TypeError, AttributeError) as error:
@@ -490,7 +521,9 @@ def usage_of(payload: bytes) -> dict[str, int]:
     """The tokens that an answer speaks of, as ``input_tokens`` and ``output_tokens``; without what it does not say."""
     try:
         usage = read_answer(payload)["usage"]
-        named = {_USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)}
+        named = {
+            _USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)
+        }
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
     return {name: named[name] for name in _USAGE.values() if name in named}
@@ -522,9 +555,12 @@ def _pieces(text: str) -> list[str]:
 
 def _chat_choice(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The events of one choice: role, texts, tool calls, then what finishes it."""
-    message, logprobs = choice.get("message") or {}, choice.get("logprobs")
+    message = choice.get("message") or {}
+    logprobs = choice.get("logprobs")
     content = message.get("content")
-    first = {"role": message.get("role", "assistant")} | ({} if content is None else {"content": ""})
+    first = {"role": message.get("role", "assistant")} | (
+        {} if content is None else {"content": ""}
+    )
     yield {"delta": first, **_named(choice, "prompt_token_ids")}
     for name in ("reasoning", "reasoning_content", "refusal"):
         for piece in _pieces(message.get(name) or ""):

@@ -46,7 +46,10 @@ def controls_of(scope: Scope) -> Controls:
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
     age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
     return Controls(
-        "no-cache" not in words and age != 0.0, "no-store" not in words, max_age_s=age, only="only-if-cached" in words
+        "no-cache" not in words and age != 0.0,
+        "no-store" not in words,
+        max_age_s=age,
+        only="only-if-cached" in words,
     )
 
 
@@ -110,7 +113,9 @@ class Tenants:
             believed=believed,
             name=name,
             by_credentials=by_credentials,
-            headers=tuple((key.decode("latin-1"), value.decode("latin-1")) for key, value in counting),
+            headers=tuple(
+                (key.decode("latin-1"), value.decode("latin-1")) for key, value in counting
+            ),
             unknown=tuple(sent.unknown),
         )
 
@@ -175,7 +180,9 @@ class Tenants:
         if 200 <= status < 300:
             was_refused = client.name in self._refused
             self._refused.pop(client.name, None)
-            self._accepted[client.name] = time.monotonic() + (_ACCEPTED_S if self._single else _GOOD_S)
+            self._accepted[client.name] = time.monotonic() + (
+                _ACCEPTED_S if self._single else _GOOD_S
+            )
             return False if was_refused and not self._single else None
         return None
 

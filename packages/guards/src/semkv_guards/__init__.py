@@ -122,7 +122,9 @@ def said_otherwise(a: str, b: str) -> str | None:
 
 
 def _said_otherwise(a: str, b: str, language: Language | None, *, alike: bool) -> str | None:
-    if alike and a.split() == b.split() and LITERAL.search(a):  # `len('a  b')`, the indents of a program
+    if (
+        alike and a.split() == b.split() and LITERAL.search(a)
+    ):  # `len('a  b')`, the indents of a program
         return "code"
     found = _pair(a, b, language)
     typed = alike and (found.a.cased is None or found.b.cased is None)
@@ -152,7 +154,8 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
     shared, every = first & second, first | second
     quiet = p.language.quiet
     said = [
-        [t.stem for t in text.tokens if t.stem in shared and (t.name or t.stem not in quiet)] for text in (p.a, p.b)
+        [t.stem for t in text.tokens if t.stem in shared and (t.name or t.stem not in quiet)]
+        for text in (p.a, p.b)
     ]
     return Wording(
         min(MOST_UNMATCHED, float(len(left) + len(right))),
@@ -182,4 +185,8 @@ def _pair(a: str, b: str, language: Language | None) -> Pair:
     known = (language,) if language else languages()
     pairs = (Pair(_read(a, one), _read(b, one), one) for one in known)
     first = next(pairs)
-    return first if len(known) == 1 or meaning.knows(first) else next(filter(meaning.knows, pairs), first)
+    return (
+        first
+        if len(known) == 1 or meaning.knows(first)
+        else next(filter(meaning.knows, pairs), first)
+    )

@@ -26,17 +26,25 @@ _KEPT = re.compile(  # an apostrophe stands between two letters, a quotation mar
     rf"[{_SIGNS}’‚「『《‹＂＇](?:{_CODE}|(?<=['‘’‚])(?:(?<![A-Za-zÀ-ɏ].)|(?![A-Za-zÀ-ɏ]))|(?<=[「『《‹＂＇]))"
 )
 _TABLE = re.compile(rf"{_BLANK}{_BLANK}{_BLANK}(?<=\S...)")
-_WINDOW, _AHEAD = 1 << 14, 4  # characters in one search, which holds Python's lock; most that a match looks ahead
+# characters in one search, which holds Python's lock; most that a match looks ahead
+_WINDOW = 1 << 14
+_AHEAD = 4
 _CRLF = re.compile(r"(?<!\r)\r\n")
-_GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")  # but for one space in a line
-_STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")  # sentences that begin with a word
+_GAP = re.compile(
+    rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))"
+)  # but for one space in a line
+_STARTS = re.compile(
+    r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))"
+)  # sentences that begin with a word
 _ENDS = (". ", "? ", "! ", *_LINE_ENDS)
 _COUNTED = 30  # characters between a word for a count and what is counted
 _HEAD_LETTERS = 4  # of a word, by which most texts are told from those that ask about typing
 _HEAD = re.compile(rf"\b\w{{1,{_HEAD_LETTERS}}}")
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 _LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures
-_WIDE = re.compile(rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)")  # one alone may be what is asked about
+_WIDE = re.compile(
+    rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)"
+)  # one alone may be what is asked about
 _WORD = re.compile(rf"[0-9A-Za-z{_LETTERS}]+")
 
 
@@ -59,7 +67,9 @@ def normalise(text: str) -> str:
     if not text.isascii():
         text = _nfc(_one_width(_nfc(text)))
     text = _GAP.sub(_folded_gap, text)
-    if not one_style(text) or (not text.islower() and not _twofold().isdisjoint(text.lower().split())):
+    if not one_style(text) or (
+        not text.islower() and not _twofold().isdisjoint(text.lower().split())
+    ):
         return _STARTS.sub(_small, text)
     return text.lower() if text.isascii() else _nfc(text.lower())
 

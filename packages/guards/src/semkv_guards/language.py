@@ -79,7 +79,9 @@ def _tables(text: str, source: str) -> dict[str, Any]:
     for section, table in tomllib.loads(text).items():
         found |= {section: table} if section in kinds else table
     if unknown := found.keys() - kinds:
-        raise ValueError(f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}")
+        raise ValueError(
+            f"{source}: no guard knows {', '.join(sorted(unknown))}; the tables are {', '.join(kinds)}"
+        )
     read: dict[str, Any] = {}
     for name, kind in kinds.items():
         one = _READ[kind.removeprefix("Mapping[str, ").removesuffix("]")]
@@ -96,10 +98,13 @@ def _prefixed(t: Language) -> dict[str, Unit]:
     found: dict[str, Unit] = {}
     for entry in t.prefixed:
         measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
-        dimension, factor = measure.split()[0], float(measure.split()[1])
+        dimension = measure.split()[0]
+        factor = float(measure.split()[1])
         for name in names.split():
             for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
-                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times))
+                found |= dict.fromkeys(
+                    (f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times)
+                )
         for prefix in taken.split():
             letter, times = prefixes[prefix]
             found[letter + symbol] = (dimension, factor * times)
@@ -220,21 +225,42 @@ class Language:
         self._irregular = {**self.verbs, **self.forms, **self.nations}
         self._endings = [(tuple(ending for ending, _ in step), step) for step in self.suffixes]
         self.all_units = _prefixed(self)
-        self.all_units |= {word: (name, times) for name, table in self.units.items() for word, times in table.items()}
+        self.all_units |= {
+            word: (name, times)
+            for name, table in self.units.items()
+            for word, times in table.items()
+        }
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        self.senses = {word: (name, sense) for name, table in self.dates.items() for word, sense in table.items()}
+        self.senses = {
+            word: (name, sense)
+            for name, table in self.dates.items()
+            for word, sense in table.items()
+        }
         months = dict.fromkeys(self.dates.get("month", {}).values())
-        self.senses |= {f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)}
+        self.senses |= {
+            f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)
+        }
         self.grouped = {word for table in self.groups.values() for word in table}
         self.groupings = self.stems(self.grouped)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         self.alone = self.articles | self.persons.keys()
         self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
-        self.between = self.function - self.relations - self.symmetric - self.choices - self.clauses - self.focusing
+        self.between = (
+            self.function
+            - self.relations
+            - self.symmetric
+            - self.choices
+            - self.clauses
+            - self.focusing
+        )
         sides = ((self.speaker, self.spoken), (self.third, self.thirds))
         self.selves = [
             dict.fromkeys(objects, False)
-            | {word: True for word in subjects | self.function if word.partition("'")[0] in subjects}
+            | {
+                word: True
+                for word in subjects | self.function
+                if word.partition("'")[0] in subjects
+            }
             for subjects, objects in sides
         ]
         """For the speaker and for third persons, whether a word is a subject."""
@@ -262,7 +288,9 @@ class Language:
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
         strongest = [*self.modals.values()][-1:]
-        self.bound = {word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest}
+        self.bound = {
+            word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest
+        }
         """Words for what must be, or is denied by itself."""
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
         self.silent = self.function | {",", ";", "?"}
@@ -271,7 +299,9 @@ class Language:
         self.known |= self.opposed.keys() | self.classes.keys()
         self.starts: dict[str, list[tuple[list[str], list[str]]]] = {}
         """By their first word the phrases, the longest first, each with the words in its place."""
-        for phrase, instead in sorted(self.phrases.items(), key=lambda entry: -len(entry[0].split())):
+        for phrase, instead in sorted(
+            self.phrases.items(), key=lambda entry: -len(entry[0].split())
+        ):
             words = phrase.split()
             self.starts.setdefault(words[0], []).append((words, instead.split()))
 
@@ -281,7 +311,9 @@ class Language:
             return self.tenses[token.word] == "past"
         if token.word == token.stem or token.word.endswith(self.gerund):
             return False
-        return token.word.endswith(self.past_endings) or (token.word in self.verbs and token.word[-1] != "s")
+        return token.word.endswith(self.past_endings) or (
+            token.word in self.verbs and token.word[-1] != "s"
+        )
 
     def stems(self, words: Iterable[str]) -> frozenset[str]:
         """The stems of some words."""
@@ -295,7 +327,9 @@ class Language:
             word = word.replace(letters, others)
         for endings, step in self._endings:
             for ending, instead in step if word.endswith(endings) else ():  # most words have none
-                if word.endswith(ending) and (instead == ending or len(word) - len(ending) >= _SHORTEST):
+                if word.endswith(ending) and (
+                    instead == ending or len(word) - len(ending) >= _SHORTEST
+                ):
                     word = word[: len(word) - len(ending)] + instead
                     break
         if len(word) > _SHORTEST and word[-1] == "e":
@@ -309,9 +343,15 @@ class Language:
     def unit(self, word: str) -> Unit | None:
         """A unit, or a compound one: "km/h"."""
         over, _, under = word.partition("/")
-        if not under or word in self.symmetric or over not in self.all_units or under not in self.all_units:
+        if (
+            not under
+            or word in self.symmetric
+            or over not in self.all_units
+            or under not in self.all_units
+        ):
             return self.all_units.get(word)
-        (one, times), (other, parts) = self.all_units[over], self.all_units[under]
+        (one, times) = self.all_units[over]
+        (other, parts) = self.all_units[under]
         return (f"{one}/{other}", times / parts)
 
 

@@ -10,7 +10,9 @@ from semkv_guards.order import triples
 from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
 from semkv_guards.text import END, STOPS, Text
 
-_LOOSE = frozenset(("manner", "place"))  # "how can I buy" and "where can I buy" ask for much the same
+_LOOSE = frozenset(
+    ("manner", "place")
+)  # "how can I buy" and "where can I buy" ask for much the same
 _QUESTION = 40  # tokens in which a question is looked for
 _PLACES = 3  # words that stand against one each
 _REACH = 4  # words within which a verb stands behind its auxiliary
@@ -33,7 +35,8 @@ def negation(p: Pair) -> str | None:
 def _denials(text: Text, only: Tokens, other: Text) -> tuple[int, int]:
     """How often a text denies, and how many verbs that only it has may deny as well; a "non-toxic" that is "nontoxic"
     in the other does not."""
-    negations, after = text.language.negations, itertools.pairwise((*text.tokens, END))
+    negations = text.language.negations
+    after = itertools.pairwise((*text.tokens, END))
     sure = sum(x.word in negations and x.word + y.word not in other.words for x, y in after)
     return sure, sum(t.stem in text.language.denying_verbs for t in only)
 
@@ -41,7 +44,9 @@ def _denials(text: Text, only: Tokens, other: Text) -> tuple[int, int]:
 def groups(p: Pair) -> str | None:
     """Words whose presence must agree, sides and colors: one more or less tells one object from another."""
     for name, group in p.language.groups.items():
-        first, second = (sorted([group[t.word] for t in text.tokens if t.word in group]) for text in (p.a, p.b))
+        first, second = (
+            sorted([group[t.word] for t in text.tokens if t.word in group]) for text in (p.a, p.b)
+        )
         if first != second:
             return name
     return None
@@ -62,7 +67,11 @@ def _yes_or_no(text: Text) -> bool:
 def _closed(text: Text) -> bool:
     """Whether yes or no is all that a text asks for."""
     language = text.language
-    return _yes_or_no(text) and text.words.isdisjoint(language.choices) and text.words.isdisjoint(language.questions)
+    return (
+        _yes_or_no(text)
+        and text.words.isdisjoint(language.choices)
+        and text.words.isdisjoint(language.questions)
+    )
 
 
 def opposites(p: Pair) -> str | None:
@@ -93,7 +102,10 @@ def opposites(p: Pair) -> str | None:
         return None
     first, second = ({t.word for t in only} for only in p.only)
     for reason, endings in (("comparison", p.language.degrees), ("antonym", p.language.endings)):
-        if any(not _ended(mine, endings).isdisjoint(other) for mine, other in ((first, second), (second, first))):
+        if any(
+            not _ended(mine, endings).isdisjoint(other)
+            for mine, other in ((first, second), (second, first))
+        ):
             return reason
     alike = ((x, y) for x in first for y in second if x[-3:] == y[-3:])
     return "antonym" if any(_contrary(x, y, p) for x, y in alike) else None
@@ -106,23 +118,40 @@ def _lessened(text: Text, mine: Tokens, other: Tokens) -> bool:
     words = [t.word for t in mine if t.word in language.lessening]
     if not words:
         return False
-    even = len(set(words)) < len(words) and any(t.word in language.pivots or t.word in language.bounds for t in other)
-    if even and all(q.loose for q in text.quantities.found) and language.negations.isdisjoint(text.words):
+    even = len(set(words)) < len(words) and any(
+        t.word in language.pivots or t.word in language.bounds for t in other
+    )
+    if (
+        even
+        and all(q.loose for q in text.quantities.found)
+        and language.negations.isdisjoint(text.words)
+    ):
         return True
     endings = itertools.chain.from_iterable(language.degrees)
-    bases = [t.word.removesuffix(ending) for ending in endings for t in other if t.word.endswith(ending)]
+    bases = [
+        t.word.removesuffix(ending) for ending in endings for t in other if t.word.endswith(ending)
+    ]
     return any(base in text.stems or language.stem(base) in text.stems for base in bases)
 
 
 def _ended(words: Iterable[str], endings: Pairs) -> set[str]:
     """The words with another ending: "hottest" of "hotter", "payee" of "payer"."""
-    return {word.removesuffix(one) + other for one, other in endings for word in words if word.endswith(one)}
+    return {
+        word.removesuffix(one) + other
+        for one, other in endings
+        for word in words
+        if word.endswith(one)
+    }
 
 
 def _contrary(x: str, y: str, p: Pair) -> bool:
     """Whether two words differ in a prefix that turns their meaning: "encode" and "decode"."""
     first, second = (
-        {word.removeprefix(prefix) for prefix in ("", *p.language.contraries) if word.startswith(prefix)}
+        {
+            word.removeprefix(prefix)
+            for prefix in ("", *p.language.contraries)
+            if word.startswith(prefix)
+        }
         for word in (x, y)
     )
     return any(len(rest) >= _BARE for rest in first & second)
@@ -133,7 +162,9 @@ def form(p: Pair) -> str | None:
     about: its spelling, letters, sound, grammar, translation."""
     language = p.language
     mentioned = _mentions(p.a) or _mentions(p.b)
-    said = [[t.stem for t in text.spine if t.stem not in language.auxiliaries] for text in (p.a, p.b)]
+    said = [
+        [t.stem for t in text.spine if t.stem not in language.auxiliaries] for text in (p.a, p.b)
+    ]
     if said[0] == said[1]:
         if _past(p.a) != _past(p.b):
             return "tense"
@@ -142,16 +173,26 @@ def form(p: Pair) -> str | None:
     if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
         first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
         for i, (x, y) in enumerate(zip(p.a.spine, p.b.spine, strict=True)):
-            polite = x.word in language.modals and first[i + 3] in language.persons  # "can I get", "could I get"
-            helped = not language.helpers.isdisjoint((*first[i : i + 2], *second[i : i + 2]))  # "did he lived"
+            polite = (
+                x.word in language.modals and first[i + 3] in language.persons
+            )  # "can I get", "could I get"
+            helped = not language.helpers.isdisjoint(
+                (*first[i : i + 2], *second[i : i + 2])
+            )  # "did he lived"
             if language.is_past(x) != language.is_past(y) and (mentioned or not (polite or helped)):
                 return "tense"
     if not mentioned:
         return None
-    mine, other = ([t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a)))
+    mine, other = (
+        [t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a))
+    )
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
         quiet = language.aside if x.stem == y.stem else language.aside | language.quiet
-        if language.function.isdisjoint((x.word, y.word)) and quiet.isdisjoint((x.stem, y.stem)) and p.akin(x, y):
+        if (
+            language.function.isdisjoint((x.word, y.word))
+            and quiet.isdisjoint((x.stem, y.stem))
+            and p.akin(x, y)
+        ):
             return "substitution"
     return None
 
@@ -163,9 +204,13 @@ def _past(text: Text) -> bool:
     for i, token in enumerate(tokens):
         if token.stem not in language.auxiliaries:
             before = tokens[max(0, i - _REACH) : i]
-            found = language.is_past(token) and not any(t.stem in language.auxiliaries for t in before)
+            found = language.is_past(token) and not any(
+                t.stem in language.auxiliaries for t in before
+            )
         elif (kind := language.tenses.get(token.word)) == "perfect":
-            found = any(language.is_past(t) or t.stem in language.being for t in tokens[i + 1 : i + _REACH])
+            found = any(
+                language.is_past(t) or t.stem in language.being for t in tokens[i + 1 : i + _REACH]
+            )
         else:
             found = kind == "past"
         if found:
@@ -185,7 +230,9 @@ def _mentions(text: Text) -> bool:
         return True
     if language.counting.isdisjoint(text.words):
         return False
-    return any(len(t.word) == 1 and t.word.isalpha() and t.word not in language.alone for t in text.tokens)
+    return any(
+        len(t.word) == 1 and t.word.isalpha() and t.word not in language.alone for t in text.tokens
+    )
 
 
 def question(p: Pair) -> str | None:
@@ -193,15 +240,30 @@ def question(p: Pair) -> str | None:
     first, second = _asked(p.a), _asked(p.b)
     if [len(only) for only in p.only] == [1, 1] and _another_question(p):
         return "question word"
-    if first and second and not first & second and not (first | second == _LOOSE and _own(p.a) and _own(p.b)):
+    if (
+        first
+        and second
+        and not first & second
+        and not (first | second == _LOOSE and _own(p.a) and _own(p.b))
+    ):
         return "question word"
-    if bool(first) != bool(second) and (first | second) != {"manner"} and _closed(p.b if first else p.a):
+    if (
+        bool(first) != bool(second)
+        and (first | second) != {"manner"}
+        and _closed(p.b if first else p.a)
+    ):
         return "question word"
     one, other = _named(p.a), _named(p.b)
     if one and other:
-        return None if p.akin(one, other) or one.stem in p.b.stems or other.stem in p.a.stems else "question word"
+        return (
+            None
+            if p.akin(one, other) or one.stem in p.b.stems or other.stem in p.a.stems
+            else "question word"
+        )
     named, asked = (one, second) if one else (other, first)
-    kinds = {kind.split()[1] for kind in asked if " " in kind} if named else ()  # "which birds", "how many birds"
+    kinds = (
+        {kind.split()[1] for kind in asked if " " in kind} if named else ()
+    )  # "which birds", "how many birds"
     classes = p.language.classes.get(named.stem, ()) if named else ()
     return "question word" if kinds and kinds.isdisjoint(map(str, classes)) else None
 
@@ -212,7 +274,12 @@ def _another_question(p: Pair) -> bool:
     (x,), (y,) = p.only
     language = p.language
     kinds = {language.questions.get(token.word, "statement") for token in (x, y)}
-    if len(kinds) == 1 or "statement" in kinds or kinds == _LOOSE or not language.asked.isdisjoint(p.words):
+    if (
+        len(kinds) == 1
+        or "statement" in kinds
+        or kinds == _LOOSE
+        or not language.asked.isdisjoint(p.words)
+    ):
         return False
     pairs = itertools.chain(itertools.pairwise(p.a.tokens), itertools.pairwise(p.b.tokens))
     helped = any(after.word in language.helpers for before, after in pairs if before in (x, y))
@@ -224,13 +291,17 @@ def _asked(text: Text) -> frozenset[str]:
     language = text.language
     tokens = text.tokens[:_QUESTION]
     known, leads = language.questions, language.leads
-    i = next((i for i, t in enumerate(tokens) if t.word in known or t.word not in leads), len(tokens))
+    i = next(
+        (i for i, t in enumerate(tokens) if t.word in known or t.word not in leads), len(tokens)
+    )
     word, after, beyond = (*[t.word for t in tokens[i : i + 3]], "", "", "")[:3]
     kind = known.get(word)
     if not kind:
         return frozenset()
     much = after in language.how_much
-    adjective = after not in language.function and beyond in language.function  # "how old is", not "how children learn"
+    adjective = (
+        after not in language.function and beyond in language.function
+    )  # "how old is", not "how children learn"
     if word != language.how or not (much or adjective):
         return frozenset((kind,))
     stem = tokens[i + 1].stem
@@ -264,11 +335,21 @@ def modality(p: Pair) -> str | None:
         return None
     spoken = [language.modals.keys() & text.words for text in (p.a, p.b)]
     if not all(spoken):
-        return "modality" if _closed(p.a) and _closed(p.b) and language.mild.isdisjoint((first, second)) else None
+        return (
+            "modality"
+            if _closed(p.a) and _closed(p.b) and language.mild.isdisjoint((first, second))
+            else None
+        )
     asked = _asked(p.a) | _asked(p.b)
-    near = spoken[0] | spoken[1] <= language.advice and not language.questions.keys().isdisjoint(p.words)
+    near = spoken[0] | spoken[1] <= language.advice and not language.questions.keys().isdisjoint(
+        p.words
+    )
     strength = list(dict.fromkeys(language.modals.values()))
-    sharp = ("person",) if abs(strength.index(first) - strength.index(second)) == 1 else ("person", "time")
+    sharp = (
+        ("person",)
+        if abs(strength.index(first) - strength.index(second)) == 1
+        else ("person", "time")
+    )
     return None if near and asked.isdisjoint(sharp) else "modality"
 
 
@@ -276,7 +357,9 @@ def _mood(text: Text) -> str:
     """What the first auxiliary of what may or must be says, but for a polite "can you"; else the first other word that
     says it: "is it allowed"."""
     language, words = text.language, [t.word for t in text.tokens]
-    modal = next((i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), None)
+    modal = next(
+        (i for i, t in enumerate(text.tokens) if t.word in language.modals and not t.name), None
+    )
     if modal is not None and not (modal == 0 and language.hearer.issuperset(words[1:2])):
         return language.modals[words[modal]]
     return next((language.moods[word] for word in words if word in language.moods), "")
@@ -296,9 +379,15 @@ def _bound(text: Text) -> str:
 def tense(p: Pair) -> str | None:
     """What was against what will be, or against what is where nothing else differs or yes or no is asked for."""
     tenses = p.language.tenses
-    first, second = ({tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b))
+    first, second = (
+        {tenses[t.word] for t in text.tokens if t.word in tenses} for text in (p.a, p.b)
+    )
     for mine, other in ((first, second), (second, first)):
-        if "future" in mine - other and other & {"past", "perfect"} and not mine & {"past", "perfect"}:
+        if (
+            "future" in mine - other
+            and other & {"past", "perfect"}
+            and not mine & {"past", "perfect"}
+        ):
             return "tense"
     times = {tenses.get(text.tokens[0].word, "") for text in (p.a, p.b) if _closed(text)}
     return "tense" if times == {"past", "present"} else None
@@ -314,9 +403,13 @@ def person(p: Pair) -> str | None:
         return None
     if first == second or max(len(first & third), len(second & third)) > 1:
         return "person" if sorted(said[0]) == sorted(said[1]) else None
-    if first & third != second & third and ((first & third and second & third) or first.isdisjoint(second)):
+    if first & third != second & third and (
+        (first & third and second & third) or first.isdisjoint(second)
+    ):
         return "person"
-    mine, yours = ({persons[word] for word in text.words & p.language.owners} for text in (p.a, p.b))
+    mine, yours = (
+        {persons[word] for word in text.words & p.language.owners} for text in (p.a, p.b)
+    )
     others = p.words & persons.keys() - p.language.owners
     return "person" if mine and yours and not mine & yours and not others else None
 
@@ -328,7 +421,9 @@ def particle(p: Pair) -> str | None:
         missing = {t.word for t in only}
         for x, y in itertools.pairwise(mine.tokens) if missing else ():
             if y.word in missing and y.word in particles.get(x.stem, ()):
-                theirs = [t for s, t in itertools.pairwise((*other.tokens, END)) if s.stem == x.stem]
+                theirs = [
+                    t for s, t in itertools.pairwise((*other.tokens, END)) if s.stem == x.stem
+                ]
                 if any(t.word == y.word or not p.akin(y, t) for t in theirs):
                     return "relation"
     return None
@@ -340,7 +435,9 @@ def relation(p: Pair) -> str | None:
     first, second = _ways(p.a, p.only[0]), _ways(p.b, p.only[1])
     if any(first[where] != second[where] for where in first.keys() & second.keys()):
         return "relation"
-    if [len(only) for only in p.only] != [1, 1] or not p.language.questions.keys().isdisjoint(p.words):
+    if [len(only) for only in p.only] != [1, 1] or not p.language.questions.keys().isdisjoint(
+        p.words
+    ):
         return None
     (x,), (y,) = p.only
     choices = p.language.choices
@@ -373,7 +470,8 @@ def substitution(p: Pair) -> str | None:
     if bool(mine) != bool(other):  # "a work visa" and "a student visa"
         attributes = p.language.attributes | p.language.speaker
         mine, other = (
-            own or [t for t in only if t.word in attributes] for own, only in ((mine, only_a), (other, only_b))
+            own or [t for t in only if t.word in attributes]
+            for own, only in ((mine, only_a), (other, only_b))
         )
     alone = len({t.stem for t in only_a}) == len({t.stem for t in only_b}) == 1
     near = 1 if left and right else 2
@@ -408,7 +506,9 @@ def knows(p: Pair) -> bool:
     A text is where a frequent word tells so, or where most words are known and all in which it differs.
     """
     told = [_told(text, only) for text, only, _, _ in p.views]
-    return all(told) or (any(told) and all(t.word in p.language.silent for only in p.only for t in only))
+    return all(told) or (
+        any(told) and all(t.word in p.language.silent for only in p.only for t in only)
+    )
 
 
 def _told(text: Text, only: Iterable[Token]) -> bool:

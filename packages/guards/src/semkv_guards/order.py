@@ -38,7 +38,9 @@ def _described(text: Text) -> Bonds:
     return {
         x.word: {y.stem}
         for x, y in itertools.pairwise(text.spine)
-        if x.word in language.grouped and y.stem not in language.quiet and y.stem not in language.groupings
+        if x.word in language.grouped
+        and y.stem not in language.quiet
+        and y.stem not in language.groupings
     }
 
 
@@ -49,7 +51,9 @@ def _followed(text: Text) -> Bonds:
     for i, token in enumerate(text.tokens):
         noun = i > 0 and text.tokens[i - 1].word not in language.function
         if token.word in language.around or (token.word in language.relatives and noun):
-            after = (t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in language.function)
+            after = (
+                t.stem for t in text.tokens[i + 1 : i + _HELPER] if t.word not in language.function
+            )
             found[token.word] = {next(after, "")}
     return found
 
@@ -65,14 +69,24 @@ def _focused(text: Text) -> Bonds:
     """An "only" with the next word and what follows its preposition ("only open in summer"), or with the last word of
     its clause."""
     language, found = text.language, dict[str, set[str]]()
-    articles = {y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles}
+    articles = {
+        y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles
+    }
     for i in [i for i, t in enumerate(text.spine) if t.word in language.focusing]:
-        after = itertools.takewhile(lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH])
-        said = [t.stem for t in after if t.word not in language.tenses and t.word not in language.modals][:3]
+        after = itertools.takewhile(
+            lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH]
+        )
+        said = [
+            t.stem for t in after if t.word not in language.tenses and t.word not in language.modals
+        ][:3]
         own = [stem for stem in said if stem not in language.ties]
         reach = 2 if own[1:] and said[1] != own[1] else 1
-        found[text.spine[i].word] = set(own[:reach]) or {t.stem for t in text.spine[max(0, i - 1) : i]}
-    return found | {word: articles[word] for word in found.keys() & articles.keys()}  # "the only doctor"
+        found[text.spine[i].word] = set(own[:reach]) or {
+            t.stem for t in text.spine[max(0, i - 1) : i]
+        }
+    return found | {
+        word: articles[word] for word in found.keys() & articles.keys()
+    }  # "the only doctor"
 
 
 _BONDS: tuple[tuple[str, Callable[[Text], Bonds]], ...] = (
@@ -92,7 +106,8 @@ class _Order:
     """The stems of both texts without articles and signs, between two empty ones."""
 
     def __init__(self, p: Pair) -> None:
-        self.p, self.language = p, p.language
+        self.p = p
+        self.language = p.language
         self.first, self.second = (
             ["", *[t.stem for t in text.spine if t.word not in STOPS], ""] for text in (p.a, p.b)
         )
@@ -125,7 +140,9 @@ class _Order:
         one, other = stems
         told = self.language.movable.isdisjoint(stems)
         # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
-        return (told and one[0].isalpha() == other[0].isalpha()) or other in self.language.opposed.get(one, {})
+        return (
+            told and one[0].isalpha() == other[0].isalpha()
+        ) or other in self.language.opposed.get(one, {})
 
     def _asks_other_side(self) -> bool:
         """Whether one asks for the subject and the other for the object: "who killed Bill", "who did Bill kill"."""
@@ -136,20 +153,27 @@ class _Order:
         silent = self.language.quiet
         if self.language.unhelped.isdisjoint({*self.first, *self.second}):  # "who works for Tom"
             silent = self.language.stems(self.language.function)
-        first, second = ([t.stem for t in x.tokens if t.stem not in silent] for x in (self.p.a, self.p.b))
+        first, second = (
+            [t.stem for t in x.tokens if t.stem not in silent] for x in (self.p.a, self.p.b)
+        )
         turned = (first != second or self.passive) and sorted(first) == sorted(second)
         return turned and self._asks_object(self.p.a) != self._asks_object(self.p.b)
 
     def _asks_other_part(self) -> bool:
         """Whether all words are the same, but another one stands behind the auxiliary of a question for a person or
         thing: "who is the tall man chasing"."""
-        if sorted(self.first) != sorted(self.second) or not self.language.symmetric.isdisjoint(self.p.words):
+        if sorted(self.first) != sorted(self.second) or not self.language.symmetric.isdisjoint(
+            self.p.words
+        ):
             return False
         (lead, x), (other_lead, y) = (self._behind_auxiliary(text) for text in (self.p.a, self.p.b))
         if not lead or lead != other_lead or x.stem == y.stem:
             return False
-        gerund, is_being = self.language.gerund, lead[-1] in self.language.being
-        tied = not self.language.ties.isdisjoint((x.stem, y.stem))  # not "what can I do in Berlin this weekend"
+        gerund = self.language.gerund
+        is_being = lead[-1] in self.language.being
+        tied = not self.language.ties.isdisjoint(
+            (x.stem, y.stem)
+        )  # not "what can I do in Berlin this weekend"
         told = tied == is_being or (is_being and any(t.word.endswith(gerund) for t in (x, y)))
         return told or self.language.movable.isdisjoint((x.stem, y.stem))
 
@@ -176,14 +200,25 @@ class _Order:
         """
         a, language = self.first, self.language
         stems = [a[i] for i, _ in shared]
-        ties = self._ties(stem for stem in stems if stem not in language.quiet or stem in language.ties)
+        ties = self._ties(
+            stem for stem in stems if stem not in language.quiet or stem in language.ties
+        )
         told = [x for x, stem in enumerate(stems) if stem not in language.quiet]
-        (agents, agents_b), (joints, joints_b) = (self._counts(w) for w in ({language.by}, language.joining))
-        for x, y in ((x, y) for n, x in enumerate(told) for y in told[n + 1 : n + _REACH] if 1 < y - x < _REACH):
+        (agents, agents_b), (joints, joints_b) = (
+            self._counts(w) for w in ({language.by}, language.joining)
+        )
+        for x, y in (
+            (x, y)
+            for n, x in enumerate(told)
+            for y in told[n + 1 : n + _REACH]
+            if 1 < y - x < _REACH
+        ):
             (i, j), (k, m) = shared[x], shared[y]
             between = [shared[z] for z in range(x + 1, y) if stems[z] in ties]
             if m > j:
-                tied = self.passive and any(j < q < m and a[n] in self.participles for n, q in between)
+                tied = self.passive and any(
+                    j < q < m and a[n] in self.participles for n, q in between
+                )
                 found = tied and (agents[k] > agents[i]) != (agents_b[m] > agents_b[j])
             elif self.passive:  # who refuses to be treated is not who refuses to treat
                 found = any(
@@ -213,15 +248,20 @@ class _Order:
 
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
-        ties, gerund = set(shared) - self.language.joined, self.language.gerund
+        ties = set(shared) - self.language.joined
+        gerund = self.language.gerund
         first, second = (
-            {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)} for text in (self.p.a, self.p.b)
+            {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)}
+            for text in (self.p.a, self.p.b)
         )
         return ties - (first ^ second)
 
     def _swapped(self, one: Places, other: Places) -> bool:
         """Whether at least two of the four neighbors have changed places with the words."""
-        (i, j), (k, m), a, b = one, other, self.first, self.second
+        (i, j) = one
+        (k, m) = other
+        a = self.first
+        b = self.second
         low, high = self._block(i, j)
         left, right = self._block(k, m)
         exchanged = (
@@ -254,7 +294,10 @@ def _once(stems: list[str]) -> dict[str, int]:
 def _open(text: Text) -> bool:
     """Whether an auxiliary leaves it open who acts: "which laws can judges", "which laws can bind"."""
     language = text.language
-    return any(t.word in language.modals or language.tenses.get(t.word) == "perfect" for t in text.tokens[1:_HELPER])
+    return any(
+        t.word in language.modals or language.tenses.get(t.word) == "perfect"
+        for t in text.tokens[1:_HELPER]
+    )
 
 
 def _passive(text: Text) -> bool:
@@ -271,12 +314,20 @@ def _participles(text: Text) -> set[str]:
     language = text.language
     found: set[str] = set()
     left = 0
-    for token, after in itertools.pairwise((*text.tokens, END)) if not language.passive.isdisjoint(text.words) else ():
+    for token, after in (
+        itertools.pairwise((*text.tokens, END))
+        if not language.passive.isdisjoint(text.words)
+        else ()
+    ):
         if token.word in language.passive:
             left = _REACH
         elif token.stem in language.ties or token.word in STOPS:
             left = 0
-        elif left and token.word not in language.function and (after.word == language.by or language.is_past(token)):
+        elif (
+            left
+            and token.word not in language.function
+            and (after.word == language.by or language.is_past(token))
+        ):
             found.add(token.stem)
         left = max(0, left - 1)
     return found
@@ -311,7 +362,9 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
     first = next(i for i, t in enumerate(mine.tokens) if t.stem in own)
     before, after = ({t.stem for t in part} for part in (mine.tokens[:first], mine.tokens[first:]))
     objects = after - before - others[0].keys()
-    owned = mine.language.owns in mine.words - other.words  # "I use my dad's car", "my dad uses my car"
+    owned = (
+        mine.language.owns in mine.words - other.words
+    )  # "I use my dad's car", "my dad uses my car"
     return any(
         x.stem in own
         and (acts[x.stem] == y.stem or owned)
@@ -329,10 +382,21 @@ def _acts(text: Text, one: Mapping[str, bool]) -> _Acts:
         acting = one.get(token.word)
         if acting:
             start = i + 1
-            while start < len(spine) and spine[start].stem in language.joining:  # "I in Canada send"
+            while (
+                start < len(spine) and spine[start].stem in language.joining
+            ):  # "I in Canada send"
                 start += 2
-            k = next((k for k in range(start, min(start + _VERB, len(spine))) if _carries(spine[k], language)), None)
-            if k is None or any(t.word in STOPS or t.word in language.parting for t in spine[start:k]):
+            k = next(
+                (
+                    k
+                    for k in range(start, min(start + _VERB, len(spine)))
+                    if _carries(spine[k], language)
+                ),
+                None,
+            )
+            if k is None or any(
+                t.word in STOPS or t.word in language.parting for t in spine[start:k]
+            ):
                 continue
             if spine[k - 1].word in language.passive and language.is_past(spine[k]):
                 suffers.add(spine[k].stem)
@@ -355,5 +419,7 @@ def _subject(tokens: Tokens, text: Text) -> str:
     """The word before a verb and its auxiliaries; "" where something else stands between them."""
     language = text.language
     helpers = (language.tenses, language.modals, language.negations, language.between)
-    found = next((t for t in reversed(tokens) if not any(t.word in table for table in helpers)), END)
+    found = next(
+        (t for t in reversed(tokens) if not any(t.word in table for table in helpers)), END
+    )
     return found.stem if _carries(found, language) else ""

@@ -30,7 +30,9 @@ class Pair:
     """
 
     def __init__(self, a: Text, b: Text, language: Language) -> None:
-        self.a, self.b, self.language = a, b, language
+        self.a = a
+        self.b = b
+        self.language = language
         self.words = a.words | b.words
         first, second = _only(a, b), _only(b, a)
         if first and second:
@@ -56,7 +58,12 @@ class Pair:
     @cached_property
     def views(self) -> tuple[tuple[Text, Tokens, Text, Tokens], ...]:
         """Each text with the tokens that it alone has, then the other one with its own."""
-        return (self.a, self.only[0], self.b, self.only[1]), (self.b, self.only[1], self.a, self.only[0])
+        return (self.a, self.only[0], self.b, self.only[1]), (
+            self.b,
+            self.only[1],
+            self.a,
+            self.only[0],
+        )
 
     def _converse(self) -> frozenset[str]:
         only_a, only_b = self.only
@@ -64,18 +71,23 @@ class Pair:
         facing = {y.stem for y in only_b}
         compared = [x for x in only_a if x.stem in opposed][:MOST]
         compared = [x for x in compared if not facing.isdisjoint(opposed[x.stem])]
-        turned = [(x, y) for x in compared for y in only_b[:MOST] if opposed[x.stem].get(y.stem) in _SIDED]
+        turned = [
+            (x, y) for x in compared for y in only_b[:MOST] if opposed[x.stem].get(y.stem) in _SIDED
+        ]
         if len(turned) != 1:
             return frozenset()
         x, y = turned[0]
-        (before, after), (left, right) = self._parted(self.a, x), self._parted(self.b, y)
+        (before, after) = self._parted(self.a, x)
+        (left, right) = self._parted(self.b, y)
         shared = before & left | after & right
         exchanged = before - shared == right - shared != left - shared == after - shared
         return frozenset((x.stem, y.stem)) if exchanged else frozenset()
 
     def carrying(self, only: Iterable[Token], text: Text) -> list[Token]:
         """The tokens that carry content, without the numbers and units, which have a guard of their own."""
-        quiet, units, measured = self.language.quiet, self.language.all_units, text.quantities.words
+        quiet = self.language.quiet
+        units = self.language.all_units
+        measured = text.quantities.words
         return [
             t
             for t in only
@@ -102,12 +114,15 @@ class Pair:
         if x.word[0] != y.word[0]:
             return False
         known = x.stem in language.known and y.stem in language.known
-        return _shared_start(x.stem, y.stem) or (not known and _typo(x.word, y.word, language.vowels))
+        return _shared_start(x.stem, y.stem) or (
+            not known and _typo(x.word, y.word, language.vowels)
+        )
 
     def neighbours(self, x: Token, y: Token) -> int:
         """How many of the two words next to the last of one stand next to the last of the other as well."""
         first, second = (["", *[t.stem for t in text.spine], ""] for text in (self.a, self.b))
-        i, j = len(first) - 1 - first[::-1].index(x.stem), len(second) - 1 - second[::-1].index(y.stem)
+        i = len(first) - 1 - first[::-1].index(x.stem)
+        j = len(second) - 1 - second[::-1].index(y.stem)
         return (first[i - 1] == second[j - 1]) + (first[i + 1] == second[j + 1])
 
     def _parted(self, text: Text, token: Token) -> tuple[set[str], set[str]]:
@@ -115,17 +130,23 @@ class Pair:
         i = next(i for i, t in enumerate(text.tokens) if t.stem == token.stem)
         silent = self.language.silent
         first, second = (
-            {t.stem for t in part if t.word not in silent} for part in (text.tokens[:i], text.tokens[i + 1 :])
+            {t.stem for t in part if t.word not in silent}
+            for part in (text.tokens[:i], text.tokens[i + 1 :])
         )
         return first, second
 
     def _without_kin(self, own: list[Token], other: Text, short: set[Token]) -> list[Token]:
-        function, related = self.language.function, self.language.related
+        function = self.language.function
+        related = self.language.related
         others = [t for t in other.tokens if t.word not in function]
         left = []
         for t in own:
             letter, tied = t.word[0], t.stem in related
-            near = [y for y in others if y.word[0] == letter or (t.name and y.name) or (tied and y.stem in related)]
+            near = [
+                y
+                for y in others
+                if y.word[0] == letter or (t.name and y.name) or (tied and y.stem in related)
+            ]
             if t not in short and (len(t.word) == 1 or not any(self.akin(t, y) for y in near)):
                 left.append(t)
         return left
@@ -136,7 +157,10 @@ class Pair:
         for token in [t for t in mine[:MOST] if t.name and 1 < len(t.word) < _LETTERS]:
             n = len(token.word)
             for i in range(len(other[:MOST]) - n + 1):
-                if all(letter == t.word[0] for letter, t in zip(token.word, other[i : i + n], strict=True)):
+                if all(
+                    letter == t.word[0]
+                    for letter, t in zip(token.word, other[i : i + n], strict=True)
+                ):
                     found |= {token, *other[i : i + n]}
         return found
 
@@ -147,7 +171,11 @@ _NO_CLASS: frozenset[int] = frozenset()
 def _only(mine: Text, other: Text) -> Tokens:
     """Tokens beyond those that the other text has, by stem: of a stem that both have, the last ones."""
     theirs = other.stems
-    spare = {stem: times - theirs.get(stem, 0) for stem, times in mine.stems.items() if times > theirs.get(stem, 0)}
+    spare = {
+        stem: times - theirs.get(stem, 0)
+        for stem, times in mine.stems.items()
+        if times > theirs.get(stem, 0)
+    }
     rest = []
     for token in reversed(mine.tokens) if spare else ():
         if spare.get(token.stem, 0) > 0:
@@ -178,7 +206,10 @@ def _shared_start(x: str, y: str) -> bool:
 
 def agreeing(x: Sequence[str], y: Sequence[str]) -> int:
     """How many letters two words, or items two lists, share at the start."""
-    return next((n for n, (one, other) in enumerate(zip(x, y, strict=False)) if one != other), min(len(x), len(y)))
+    return next(
+        (n for n, (one, other) in enumerate(zip(x, y, strict=False)) if one != other),
+        min(len(x), len(y)),
+    )
 
 
 def _typo(x: str, y: str, vowels: str) -> bool:

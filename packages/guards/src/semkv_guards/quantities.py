@@ -36,7 +36,8 @@ class Quantities:
     """What a text measures."""
 
     def __init__(self, tokens: Sequence[Token], language: Language) -> None:
-        self._tokens, self._language = tokens, language
+        self._tokens = tokens
+        self._language = language
         self._written = written = [*(t.word for t in tokens), "", "", "", ""]
         self.found: list[Quantity] = []
         self.bare: set[str] = set()
@@ -77,8 +78,11 @@ class Quantities:
 
     def _bound(self, i: int) -> None:
         """Note on which side of a quantity that is of which the text speaks, by the word at ``i``."""
-        language, after = self._language, self._written[i + 1 : i + _NEAR]
-        if any(w[:1].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]):
+        language = self._language
+        after = self._written[i + 1 : i + _NEAR]
+        if any(
+            w[:1].isdigit() or w in language.numbers or w in language.all_units for w in after[:2]
+        ):
             back = not language.before.isdisjoint(after[1:])
             self.bounds.add((language.bounds_before if back else language.bounds)[self._written[i]])
 
@@ -96,13 +100,24 @@ class Quantities:
         if isinstance(raw, str):
             return end, Quantity(raw, "", raw)
         if after in language.clock and raw <= 24:
-            return end + 1, Quantity(raw, "clock", round((raw % 12 + language.clock[after]) * 60) % _DAY)
+            return end + 1, Quantity(
+                raw, "clock", round((raw % 12 + language.clock[after]) * 60) % _DAY
+            )
         if after in ("st", "nd", "rd", "th"):
             return end + 1, Quantity(raw, "", raw)
         if after == "s" and (raw >= 100 or raw in range(10, 100, 10)):
             return end + 1, Quantity(raw, "span", raw)
-        unit = language.all_units.get(self._written[i - 1]) if self._written[i - 1] in _CURRENCY else None
-        if unit is None and after in ("a", "an", "of") and raw < 1 and self._written[end + 1] in language.all_units:
+        unit = (
+            language.all_units.get(self._written[i - 1])
+            if self._written[i - 1] in _CURRENCY
+            else None
+        )
+        if (
+            unit is None
+            and after in ("a", "an", "of")
+            and raw < 1
+            and self._written[end + 1] in language.all_units
+        ):
             end, unit = end + 2, language.all_units[self._written[end + 1]]
         elif unit is None:
             end, unit = self._unit(end)
@@ -112,8 +127,10 @@ class Quantities:
 
     def _past(self, i: int) -> str:
         """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""
-        numbers, (word, after, beyond) = self._language.numbers, self._written[i : i + 3]
-        part, hour = numbers.get(word, 1.0), numbers.get(beyond, float(beyond) if beyond.isdecimal() else 0.0)
+        numbers = self._language.numbers
+        (word, after, beyond) = self._written[i : i + 3]
+        part = numbers.get(word, 1.0)
+        hour = numbers.get(beyond, float(beyond) if beyond.isdecimal() else 0.0)
         if not 0 < part < 1 or after not in self._language.past or hour not in _HOURS:
             return ""
         hours, minutes = divmod(60 * (hour + self._language.past[after] * part), 60)
@@ -122,15 +139,20 @@ class Quantities:
     def _number(self, i: int) -> tuple[int, float | str, bool]:
         """Where the number that starts at ``i`` ends, its value, and whether another wording may leave it out: figures
         or words, with multipliers after it."""
-        language, word, end = self._language, self._written[i], i + 1
+        language = self._language
+        word = self._written[i]
+        end = i + 1
         if word[0].isdigit():
             figures = _figures(word)
-            version = i and self._tokens[i - 1].name and self._written[i - 1].isalpha() and "." in word
+            version = (
+                i and self._tokens[i - 1].name and self._written[i - 1].isalpha() and "." in word
+            )
             if isinstance(figures, str) or version:
                 return end, word, False
             value = figures
         else:
-            value, end = language.numbers.get(word, 1.0), i + (word in language.numbers)
+            value = language.numbers.get(word, 1.0)
+            end = i + (word in language.numbers)
         total, loose = 0.0, word in ("one", "first")
         while after := self._written[end]:
             if after in language.multipliers:
@@ -141,7 +163,13 @@ class Quantities:
             else:
                 joined = after == "and" and value >= 100
                 step = language.numbers.get(self._written[end + 1] if joined else after, 0.0)
-                room = 100 if value and value % 100 == 0 else 10 if value >= 20 and value % 10 == 0 else 0
+                room = (
+                    100
+                    if value and value % 100 == 0
+                    else 10
+                    if value >= 20 and value % 10 == 0
+                    else 0
+                )
                 if word[0].isdigit() or not 1 <= step < room:
                     break
                 value, end = value + step, end + joined
@@ -150,14 +178,21 @@ class Quantities:
 
     def _unit(self, i: int) -> tuple[int, Unit | None]:
         """The unit at ``i`` and where it ends: "km", "km/h", "metres per second", "degrees C"."""
-        language, (word, after, beyond) = self._language, self._written[i : i + 3]
+        language = self._language
+        (word, after, beyond) = self._written[i : i + 3]
         if word in _DEGREES and _SCALES.get(after, after) in _SCALES.values():
             return i + 2, language.all_units.get(_SCALES.get(after, after))
         unit = language.unit(word)
         if unit is None:
             return i, None
-        compound = language.unit(f"{word}/{beyond}") if after == language.per and beyond in language.all_units else None
-        return (i + 3, compound) if compound and compound[0] in language.compounds else (i + 1, unit)
+        compound = (
+            language.unit(f"{word}/{beyond}")
+            if after == language.per and beyond in language.all_units
+            else None
+        )
+        return (
+            (i + 3, compound) if compound and compound[0] in language.compounds else (i + 1, unit)
+        )
 
 
 def _figures(word: str) -> float | str:
@@ -174,11 +209,14 @@ def _nine_figures(value: float) -> float:
     return float(f"{value:.9g}")
 
 
-def differ(a: Quantities, b: Quantities, language: Language, *, converse: bool = False) -> str | None:
+def differ(
+    a: Quantities, b: Quantities, language: Language, *, converse: bool = False
+) -> str | None:
     """``number`` or ``unit`` where two texts measure different things; ``converse``: they do so from the other side."""
     first, second = (Counter(map(_measure, x.found)) for x in (a, b))
     if first != second:
-        left, right = _without(a.found, Counter(second), _measure), _without(b.found, first, _measure)
+        left = _without(a.found, Counter(second), _measure)
+        right = _without(b.found, first, _measure)
         if all(len({bool(q.dimension) for q in side}) == 2 for side in (left, right)):
             return "number"  # "2 pills every 4 hours", "4 pills every 2 hours"
         left, right = _unmet(left, right, language), _unmet(right, left, language)
@@ -198,7 +236,9 @@ def _measure(q: Quantity) -> tuple[str, float | str]:
     return q.dimension, q.value
 
 
-def _without(found: Sequence[Quantity], other: Counter[Any], key: Callable[[Quantity], Any]) -> list[Quantity]:
+def _without(
+    found: Sequence[Quantity], other: Counter[Any], key: Callable[[Quantity], Any]
+) -> list[Quantity]:
     """The quantities beyond those of the other text."""
     rest = []
     for q in found:
@@ -209,7 +249,9 @@ def _without(found: Sequence[Quantity], other: Counter[Any], key: Callable[[Quan
     return rest
 
 
-def _unmet(found: Sequence[Quantity], other: Sequence[Quantity], language: Language) -> list[Quantity]:
+def _unmet(
+    found: Sequence[Quantity], other: Sequence[Quantity], language: Language
+) -> list[Quantity]:
     """What is left once a number with a unit (never a share: 5 is no 5%) has met the same number without one in the
     other text, or with a unit that may be the same."""
     bare = Counter((q.raw, not q.dimension) for q in other if q.dimension != "percent")
@@ -222,6 +264,10 @@ def _readings(q: Quantity, language: Language) -> set[tuple[str, float | str]]:
     """What a quantity may be: itself, or one of several where its unit is ambiguous."""
     found = {_measure(q)}
     if not isinstance(q.raw, str):
-        units = [language.all_units[word] for word, name in language.ambiguous.items() if name == q.dimension]
+        units = [
+            language.all_units[word]
+            for word, name in language.ambiguous.items()
+            if name == q.dimension
+        ]
         found |= {(dimension, _nine_figures(q.raw * factor)) for dimension, factor in units}
     return found

@@ -97,7 +97,8 @@ def _places(a: str, b: str) -> Difference | str:
     tail = min(_shared(folded[0][::-1], folded[1][::-1]), shorter - head)
     if head + tail == shorter != max(len(first), len(second)):
         head, tail = (head - 1, tail) if head else (head, tail - 1)
-    first, second = first[head : len(first) - tail], second[head : len(second) - tail]
+    first = first[head : len(first) - tail]
+    second = second[head : len(second) - tail]
     if len(first) == len(second):
         pairs = [(x, y) for x, y in zip(first, second, strict=True) if _bare(x) != _bare(y)]
     else:
@@ -105,7 +106,9 @@ def _places(a: str, b: str) -> Difference | str:
     places = tuple([(x.strip(_AROUND), y.strip(_AROUND)) for x, y in pairs])
     if any(_LAYOUT.search("".join(text).strip(_AROUND)) for text in (first, second)):
         return "lines"
-    if len(places) > MOST_PLACES or any(max(x.count(" "), y.count(" ")) >= SHORT for x, y in places):
+    if len(places) > MOST_PLACES or any(
+        max(x.count(" "), y.count(" ")) >= SHORT for x, y in places
+    ):
         return "length"
     return Difference(whole=False, places=places)
 
@@ -137,4 +140,6 @@ def _greets(sentence: str) -> bool:
 
 def _shared(a: Sequence[str], b: Sequence[str]) -> int:
     """How many items two lists share at the start."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

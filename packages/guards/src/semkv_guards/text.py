@@ -17,9 +17,13 @@ _FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
 _SIGNS = frozenset("%°$€£¥₹")
-_SYMBOLS = frozenset(("So", "Sk", "Sm", "Sc", "Co", "Cn"))  # kinds of signs in Unicode, and what is newer or private
+_SYMBOLS = frozenset(
+    ("So", "Sk", "Sm", "Sc", "Co", "Cn")
+)  # kinds of signs in Unicode, and what is newer or private
 _SKINS = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
-_FLAG_LETTERS = frozenset(map(chr, range(0xE0020, 0xE0080)))  # of the flags of England, Scotland and Wales
+_FLAG_LETTERS = frozenset(
+    map(chr, range(0xE0020, 0xE0080))
+)  # of the flags of England, Scotland and Wales
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 END = Token("?", "?", False)
@@ -54,13 +58,26 @@ _QUOTES = re.compile(
 )
 
 _ONE_FORM = str.maketrans(
-    {"→": "->", "⇒": "=>", "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "≤": "<=", "≥": ">=", "≠": "!="}
+    {
+        "→": "->",
+        "⇒": "=>",
+        "×": "*",
+        "·": "*",
+        "÷": "/",
+        "−": "-",
+        "–": "-",
+        "≤": "<=",
+        "≥": ">=",
+        "≠": "!=",
+    }
 )
 _SIZE = re.compile(r"\b([ckmd]?m)([²³])")
 _POWER = re.compile(r"(?<=[\w)\]])[²³]")
 _SUM = re.compile(r"(?<![\d.,])\d[\d.,]*+(?:\s*+[-+*/%^]{1,2}\s*+\d[\d.,]*+)+")
 _OPERATOR = re.compile(r"[<>=*+^|~%&]|[-/](?![^\W\d])|\b(?:AND|X?OR|NOT)\b")
-_INSIDE = re.compile(r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])")
+_INSIDE = re.compile(
+    r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])"
+)
 _ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
 _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 
@@ -69,7 +86,11 @@ class Text:
     """A text taken apart: what the guards compare."""
 
     def __init__(self, text: str, language: Language) -> None:
-        plain = text if text.isascii() else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+        plain = (
+            text
+            if text.isascii()
+            else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+        )
         pieces = plain.split()
         self.language = language
         self._typed = (plain.isupper() or plain.istitle()) and one_style(plain)
@@ -228,13 +249,17 @@ def is_code(core: str) -> bool:
         return bool(CAMEL.fullmatch(inner))
     if inner[0] == "-" and inner[1:2] != "-" and len(inner) > _FLAG:
         return False
-    return bool(_CODE.fullmatch(inner)) or bool(_DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit())
+    return bool(_CODE.fullmatch(inner)) or bool(
+        _DOTTED.fullmatch(inner) and not inner.replace(".", "").isdigit()
+    )
 
 
 def _is_sign(parts: Sequence[str], i: int) -> bool:
     """Whether a hyphen is the sign of a number, as in "-5", "(-$5" and "3*-2", and neither a dash nor a range."""
     after = "".join(parts[i + 1 : i + 3]).lstrip("$€£¥₹")
-    return after[:1].isdigit() and (i == 0 or not (parts[i - 1][-1].isalnum() or parts[i - 1] in ("-", ".", "%")))
+    return after[:1].isdigit() and (
+        i == 0 or not (parts[i - 1][-1].isalnum() or parts[i - 1] in ("-", ".", "%"))
+    )
 
 
 def _titled(pieces: Sequence[str]) -> bool:
@@ -252,7 +277,8 @@ def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Langua
             tokens[i] = token_of(f"{x.word}_", True, language)
     if any(t.name and len(t.word) == 1 for t in tokens):
         for i in capitals:
-            word, before = tokens[i].word, tokens[i - 1].word if i else ""
+            word = tokens[i].word
+            before = tokens[i - 1].word if i else ""
             spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
             if len(word) == 1 and word in language.articles and not spelled:
                 tokens[i] = token_of(f"{word}_", True, language)
@@ -280,8 +306,12 @@ def _quoted(text: str) -> frozenset[str]:
 
 def _symbols(text: str) -> str:
     """Its emojis and signs in their order, repeated ones once, whatever their skin; two letters are a flag."""
-    signs = (sign for sign in text if not sign.isascii() and sign not in _SIGNS and sign not in _SKINS)
-    kept = (sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS)
+    signs = (
+        sign for sign in text if not sign.isascii() and sign not in _SIGNS and sign not in _SKINS
+    )
+    kept = (
+        sign for sign in signs if unicodedata.category(sign) in _SYMBOLS or sign in _FLAG_LETTERS
+    )
     return "".join(sign for sign, _ in itertools.groupby(kept))
 
 
@@ -296,10 +326,16 @@ def operators(text: str, *, typed: bool) -> tuple[str, ...]:
 
     ``typed``: the text's capitals are a way of typing.
     """
-    sums = ["".join(found.split()).rstrip(".,") for found in _SUM.findall(text) if not _DATE.match(found)]
+    sums = [
+        "".join(found.split()).rstrip(".,")
+        for found in _SUM.findall(text)
+        if not _DATE.match(found)
+    ]
     chunks = _SUM.sub(" 0 ", text).split() or [""]
     found = [sign for chunk in chunks for sign in _INSIDE.findall(chunk)]
-    alone = (chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:])
+    alone = (
+        chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:]
+    )
     found += [sign for sign in alone if _ALONE.fullmatch(sign)]
     found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
     return (*sums, *("!=" if sign == "<>" else sign for sign in found))

@@ -28,7 +28,9 @@ def code(p: Pair) -> str | None:
             return "code"
     left, right = p.a.spelled - p.b.spelled, p.b.spelled - p.a.spelled
     humped = [{word.casefold() for word in own if CAMEL.fullmatch(word)} for own in (left, right)]
-    if not humped[0].isdisjoint(humped[1]) or not p.b.spelled.isdisjoint(word.translate(_TURNED) for word in left):
+    if not humped[0].isdisjoint(humped[1]) or not p.b.spelled.isdisjoint(
+        word.translate(_TURNED) for word in left
+    ):
         return "code"
     if (left or right) and _respelled(p):
         return "code"
@@ -39,8 +41,13 @@ def code(p: Pair) -> str | None:
 
 def _respelled(p: Pair) -> bool:
     """Whether an identifier has other signs or letters of another case: "web01", "web-01"; "feature/login"."""
-    exact, apart = p.a.cased is not None and p.b.cased is not None, p.a.spelled ^ p.b.spelled
-    files = [word for word in apart if (file := _FILE.fullmatch(word)) and file[1] in p.language.extensions]
+    exact = p.a.cased is not None and p.b.cased is not None
+    apart = p.a.spelled ^ p.b.spelled
+    files = [
+        word
+        for word in apart
+        if (file := _FILE.fullmatch(word)) and file[1] in p.language.extensions
+    ]
     if exact and any(word.casefold() in p.a.spelled & p.b.spelled for word in files):
         return True
     found = [word for word in apart if _NUMBERED.match(word) or _HUMPED.match(word)]
@@ -70,7 +77,9 @@ def symbol(p: Pair) -> str | None:
 
 def quote(p: Pair) -> str | None:
     """Quoted words that the other text does not have, where it has other words instead."""
-    wild = [{quoted for quoted in text.quotes if not _WILD.isdisjoint(quoted)} for text in (p.a, p.b)]
+    wild = [
+        {quoted for quoted in text.quotes if not _WILD.isdisjoint(quoted)} for text in (p.a, p.b)
+    ]
     if all(wild) and wild[0] != wild[1]:
         return "quote"
     first, second = _unquoted(p.a, p.b), _unquoted(p.b, p.a)
@@ -99,14 +108,23 @@ def case(p: Pair) -> str | None:
         return None
     spelling = p.language.spelling
     asked = not (spelling.isdisjoint(p.a.words) or spelling.isdisjoint(p.b.words))
-    named, coded = (_named(p.a, words, p) & _named(p.b, words, p) for words in (p.language.naming, p.language.coding))
+    named, coded = (
+        _named(p.a, words, p) & _named(p.b, words, p)
+        for words in (p.language.naming, p.language.coding)
+    )
     small = _small_acronyms(p.a, p.b, p), _small_acronyms(p.b, p.a, p)
     for written in first ^ second:
         mine, other = (p.a, p.b) if written in first else (p.b, p.a)
         word = written.casefold()
         pronoun = len(word) == 1 and word in p.language.persons
         typed = small[mine is p.b] and not asked and written.isupper()
-        if not typed and word in mine.words and word in other.words and word not in other.starts and not pronoun:
+        if (
+            not typed
+            and word in mine.words
+            and word in other.words
+            and word not in other.starts
+            and not pronoun
+        ):
             theirs = {w for w in other.cased or () if w.casefold() == word}
             if not theirs and any(t.word == word and not t.name for t in other.tokens):
                 theirs = {word}
@@ -123,7 +141,11 @@ def _another_start(p: Pair) -> bool:
     if not apart or [t.word for t in p.a.tokens] != [t.word for t in p.b.tokens]:
         return False
     said = function - p.language.tenses.keys()  # "will it", "will was"
-    names = (y.word not in said or x.word not in function for x, y in itertools.pairwise(p.a.tokens) if x.word in apart)
+    names = (
+        y.word not in said or x.word not in function
+        for x, y in itertools.pairwise(p.a.tokens)
+        if x.word in apart
+    )
     return any(names)
 
 
@@ -139,14 +161,18 @@ def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:
     sure = (w.casefold() for w in mine.cased or () if len(w) > 1 and w.isupper() and w.isalpha())
     written = {w.casefold() for w in other.cased or ()}
     vowels = p.language.vowels
-    return any(vowels and set(w).isdisjoint(vowels) and w in other.words and w not in written for w in sure)
+    return any(
+        vowels and set(w).isdisjoint(vowels) and w in other.words and w not in written for w in sure
+    )
 
 
 def _apart(written: str, their: str, other: Text, p: Pair) -> bool:
     """Whether a word with capitals is another one than the same word as the other text writes it."""
     if not their.islower():
         word = p.language.stem(their.casefold())
-        return their.casefold() in p.language.twofold or (len(their) == _SYMBOL and word not in p.language.classes)
+        return their.casefold() in p.language.twofold or (
+            len(their) == _SYMBOL and word not in p.language.classes
+        )
     if their in other.quantities.words:
         return False
     if not written.isascii() and len(written) == 1:  # "Ω" and "ω"
@@ -190,7 +216,9 @@ def date(p: Pair) -> str | None:
     alone = [t.word for only in p.only for t in only]
     if len(alone) == 1 and alone[0] in p.language.shifts:
         return "date"
-    first, second = ({p.language.senses[t.word] for t in only if t.word in p.language.senses} for only in p.only)
+    first, second = (
+        {p.language.senses[t.word] for t in only if t.word in p.language.senses} for only in p.only
+    )
     both = {name for name, _ in first} & {name for name, _ in second}
     return "date" if any(name in both for name, _ in first ^ second) else None
 
@@ -199,11 +227,17 @@ def narrower(p: Pair) -> str | None:
     """The same question of less: one text names a bound, a rate or a time, and the other has nothing in its place."""
     language = p.language
     for text, only, other, others in p.views:
-        if not only or (language.per not in text.words and language.narrow.isdisjoint([t.word for t in only])):
+        if not only or (
+            language.per not in text.words and language.narrow.isdisjoint([t.word for t in only])
+        ):
             continue
         if all(t.word in language.silent for t in others):
             befores = ["", *[t.word for t in text.tokens]]
-            alone = [(before, t.word) for before, t in zip(befores, text.tokens, strict=False) if t in only]
+            alone = [
+                (before, t.word)
+                for before, t in zip(befores, text.tokens, strict=False)
+                if t in only
+            ]
             if any(_narrows(before, word, other, language) for before, word in alone[:MOST]):
                 return "quantity"
     return None

@@ -85,10 +85,13 @@ class Cosine(Cache):
 
     def __init__(self, encoder: TextEncoder, threshold: float) -> None:
         super().__init__(encoder)
-        self.name, self.settings = f"cosine {threshold:g}", {"cosine": threshold}
+        self.name = f"cosine {threshold:g}"
+        self.settings = {"cosine": threshold}
         self._threshold = threshold
         self._answers: dict[str, list[str]] = defaultdict(list)
-        self._vectors: dict[str, Matrix] = defaultdict(lambda: np.zeros((16, encoder.dim), np.float32))
+        self._vectors: dict[str, Matrix] = defaultdict(
+            lambda: np.zeros((16, encoder.dim), np.float32)
+        )
 
     def nearest(self, asked: Asked) -> tuple[int, float]:
         """Place and cosine; (-1, 0.0) where there is none."""
@@ -104,7 +107,8 @@ class Cosine(Cache):
         return self._answers[asked.group][place] if score >= self._threshold else None
 
     def store(self, asked: Asked) -> None:
-        count, rows = len(self._answers[asked.group]), self._vectors[asked.group]
+        count = len(self._answers[asked.group])
+        rows = self._vectors[asked.group]
         if count == len(rows):
             rows = self._vectors[asked.group] = np.concatenate([rows, np.zeros_like(rows)])
         rows[count] = self.vector(asked.text)
@@ -123,13 +127,17 @@ class VCache(Cosine):
     learns = True
     _LEAST = 6  # observations before a text is used
     _RIDGE = 0.01
-    _LEVELS = tuple((NormalDist().inv_cdf(1 - e), e) for e in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5))
+    _LEVELS = tuple(
+        (NormalDist().inv_cdf(1 - e), e)
+        for e in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+    )
 
     def __init__(self, encoder: TextEncoder, rate: float, seed: int) -> None:
         super().__init__(encoder, 0.0)
         self.name = f"vcache rule {rate:g}"
         self.settings = {"max error rate": rate, "least observations": self._LEAST}
-        self._rate, self._random = rate, Random(seed)  # noqa: S311
+        self._rate = rate
+        self._random = Random(seed)  # noqa: S311
         self._seen: dict[tuple[str, int], list[tuple[float, bool]]] = defaultdict(list)
         self._fits: dict[tuple[str, int], tuple[float, float, float]] = {}
         self._near: tuple[int, float] = (-1, 0.0)
@@ -170,7 +178,11 @@ class VCache(Cosine):
         p = 1 / (1 + np.exp(-table @ weights))
         hessian = (table.T * (p * (1 - p))) @ table + self._RIDGE * np.eye(2)
         slope = np.array([-1 / steepness, bias / steepness**2])
-        return -bias / steepness, steepness, math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope))))
+        return (
+            -bias / steepness,
+            steepness,
+            math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope)))),
+        )
 
 
 class Krites(Cosine):
@@ -182,12 +194,18 @@ class Krites(Cosine):
     judge knows the stream's answers: a real one errs.
     """
 
-    _CURATED, _LEAST = 400, 0.7  # requests of the log; least cosine that is judged. Ours: the paper tunes both
+    # requests of the log; least cosine that is judged. Ours: the paper tunes both
+    _CURATED = 400
+    _LEAST = 0.7
 
     def __init__(self, encoder: TextEncoder, threshold: float) -> None:
         super().__init__(encoder, threshold)
         self.name = f"krites {threshold:g}"
-        self.settings |= {"requests of the log": self._CURATED, "judged from": self._LEAST, "judge": "never errs"}
+        self.settings |= {
+            "requests of the log": self._CURATED,
+            "judged from": self._LEAST,
+            "judge": "never errs",
+        }
         self._asked: Counter[str] = Counter()
         self._curated: Counter[str] = Counter()  # by group, the first so many of its texts
         self._judged: set[tuple[str, str]] = set()
@@ -237,13 +255,18 @@ class GPTCache(Cache):
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every group's database stays open
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, most)
+        )  # every group's database stays open
         self.name = f"gptcache {threshold:g}"
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
-        self._threshold, self._folder = threshold, Path(tempfile.mkdtemp())
+        self._threshold = threshold
+        self._folder = Path(tempfile.mkdtemp())
         self._caches: dict[str, Any] = {}
         self._api = api
-        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)  # after its own writes at an exit
+        atexit.register(
+            shutil.rmtree, self._folder, ignore_errors=True
+        )  # after its own writes at an exit
 
     def _cache(self, group: str) -> Any:
         if group not in self._caches:
@@ -253,12 +276,15 @@ class GPTCache(Cache):
             from gptcache.processor.pre import get_prompt
             from gptcache.similarity_evaluation.distance import SearchDistanceEvaluation
 
-            folder, made = str(self._folder / str(len(self._caches))), Peer()
+            folder = str(self._folder / str(len(self._caches)))
+            made = Peer()
             self._caches[group] = made
             made.init(
                 pre_embedding_func=get_prompt,
                 embedding_func=lambda text, **_: self.vector(text),
-                data_manager=manager_factory("sqlite,faiss", folder, vector_params={"dimension": self.encoder.dim}),
+                data_manager=manager_factory(
+                    "sqlite,faiss", folder, vector_params={"dimension": self.encoder.dim}
+                ),
                 similarity_evaluation=SearchDistanceEvaluation(),
                 config=Config(similarity_threshold=self._threshold),
             )
@@ -308,12 +334,16 @@ class RedisVL(Cache):
         from redisvl.query.filter import Tag
 
         vector = self.vector(asked.text).tolist()
-        found = self._peer.check(vector=vector, filter_expression=Tag("section") == self._section(asked.group))
+        found = self._peer.check(
+            vector=vector, filter_expression=Tag("section") == self._section(asked.group)
+        )
         return str(found[0]["response"]) if found else None
 
     def store(self, asked: Asked) -> None:
         vector = self.vector(asked.text).tolist()
-        self._peer.store(asked.text, asked.answer, vector=vector, filters={"section": self._section(asked.group)})
+        self._peer.store(
+            asked.text, asked.answer, vector=vector, filters={"section": self._section(asked.group)}
+        )
 
     def close(self) -> None:
         self._peer.delete()
@@ -349,7 +379,9 @@ class SemKV(Cache):
             decider._random = Random(seed)  # type: ignore[assignment]  # noqa: S311
         self.learns = decider.learns
         self.approximate = self.wrong_approximate = 0  # hits
-        self._cache = SemanticCache(config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b)
+        self._cache = SemanticCache(
+            config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b
+        )
         self._report: ReuseReport | None = None
 
     def lookup(self, asked: Asked) -> str | None:
@@ -376,7 +408,11 @@ class SemKV(Cache):
         if self._guards and veto(a, b) is not None:
             return 0.0
         cosine = super().confidence(a, b)
-        return cosine if self._calibration is None else 1 - self._calibration.risk(cosine, wording(a, b))
+        return (
+            cosine
+            if self._calibration is None
+            else 1 - self._calibration.risk(cosine, wording(a, b))
+        )
 
     def close(self) -> None:
         self._cache.close()
@@ -408,14 +444,20 @@ Maker = Callable[[int], Cache]
 """Makes a cache, empty; the argument seeds its draws."""
 
 
-def makers(name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[float]) -> list[Maker]:
+def makers(
+    name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[float]
+) -> list[Maker]:
     """Makers of a cache, one for each setting; ``calibration`` is the file for the policies that need one."""
     threshold = PolicyConfig.similarity_threshold
 
     def semkv(value: float, settings: dict[str, Any], **policy: Any) -> Maker:
         config = PolicyConfig(**policy)
         return lambda seed: SemKV(
-            encoder=encoder, policy=config, name=f"semkv {name} {value:g}", settings=settings, seed=seed
+            encoder=encoder,
+            policy=config,
+            name=f"semkv {name} {value:g}",
+            settings=settings,
+            seed=seed,
         )
 
     if name == "cosine":
@@ -433,10 +475,15 @@ def makers(name: str, encoder: TextEncoder, calibration: Path, rates: Sequence[f
     if name == "fixed":
         return [semkv(threshold, {"cosine": threshold})]
     if name == "calibrated":
-        return [semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=calibration)]
+        return [
+            semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=calibration)
+        ]
     given = {"policy": "bounded", "calibration": calibration if name == "bounded" else None}
     checks = PolicyConfig(policy="bounded").checked_share
-    return [semkv(rate, {"max error rate": rate, "checks": checks}, max_error_rate=rate, **given) for rate in rates]
+    return [
+        semkv(rate, {"max error rate": rate, "checks": checks}, max_error_rate=rate, **given)
+        for rate in rates
+    ]
 
 
 # -- playing ------------------------------------------------------------
@@ -461,7 +508,12 @@ class Played:
         return bool((wrong <= rate * np.arange(1, len(wrong) + 1)).all())
 
     def to_json(self) -> dict[str, int]:
-        return {"requests": len(self.outcomes), "hits": self.hits, "wrong": self.wrong, "checks": self.checks}
+        return {
+            "requests": len(self.outcomes),
+            "hits": self.hits,
+            "wrong": self.wrong,
+            "checks": self.checks,
+        }
 
 
 def play(cache: Cache, stream: Iterable[Asked]) -> Played:
@@ -475,7 +527,8 @@ def play(cache: Cache, stream: Iterable[Asked]) -> Played:
         if answer is None:
             cache.store(asked)
         else:
-            found.hits, found.wrong = found.hits + 1, found.wrong + wrong
+            found.hits = found.hits + 1
+            found.wrong = found.wrong + wrong
             found.checks += cache.hit(asked, right=not wrong)
         found.outcomes.append((f"{asked.group} {asked.answer}", answer is not None, wrong))
     return found
@@ -487,11 +540,23 @@ def try_out(cache: Cache) -> None:
         play(cache, [Asked("one", "1"), Asked("one", "1")])
 
 
-def ask_pair(cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()) -> bool:
+def ask_pair(
+    cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()
+) -> bool:
     """Whether b hits where only a is stored. A cache that learns keeps learning."""
     play(cache, [Asked(text=pair.a, answer=pair.a, group=group, history=history)])
     return bool(
-        play(cache, [Asked(text=pair.b, answer=pair.a if pair.same else pair.b, group=group, history=history)]).hits
+        play(
+            cache,
+            [
+                Asked(
+                    text=pair.b,
+                    answer=pair.a if pair.same else pair.b,
+                    group=group,
+                    history=history,
+                )
+            ],
+        ).hits
     )
 
 

@@ -249,11 +249,17 @@ def _bench_connector(
 
     _check_output(out)
     settings = None if extra is None else _json_object("--extra", extra)
-    found = conformance.run(connector, only or tuple(conformance.CASES), settings, lambda line: print(line, flush=True))
+    found = conformance.run(
+        connector, only or tuple(conformance.CASES), settings, lambda line: print(line, flush=True)
+    )
     print("\n" + conformance.table(found))
     if out is not None:
         _write(found, out)
-    if any(case["verdict"] == "fail" for cases in found["connectors"].values() for case in cases.values()):
+    if any(
+        case["verdict"] == "fail"
+        for cases in found["connectors"].values()
+        for case in cases.values()
+    ):
         sys.exit(EXIT_FAILED)
 
 

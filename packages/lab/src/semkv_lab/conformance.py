@@ -30,7 +30,12 @@ from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs
 LIMIT_S = 300
 DIR = "$DIR"
 EXTRA: dict[str, dict[str, Any]] = {
-    "SemKVConnector": {"cache_dir": DIR, "host_bytes": 64 << 20, "break_even": False, "report_loads": True},
+    "SemKVConnector": {
+        "cache_dir": DIR,
+        "host_bytes": 64 << 20,
+        "break_even": False,
+        "report_loads": True,
+    },
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
     "LMCacheConnectorV1": {
@@ -43,7 +48,9 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 """Settings of the connectors that are known here; ``"$DIR"`` in them is a folder of the case."""
 NEEDS = {"LMCacheConnectorV1": "lmcache"}
-NO_CPU = {"LMCacheConnectorV1": "on a CPU LMCache starts and stores nothing: No supported cpu connector found"}
+NO_CPU = {
+    "LMCacheConnectorV1": "on a CPU LMCache starts and stores nothing: No supported cpu connector found"
+}
 PACKAGES = ("semkv", "vllm", "torch", "transformers", "lmcache")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -79,7 +86,9 @@ class Subject:
 
     def __init__(self, name: str, extra: dict[str, Any] | None, folder: Path) -> None:
         if extra is None and name not in EXTRA:
-            raise ConfigError("--connector", name, f"one of {', '.join(EXTRA)}, or any with --extra JSON")
+            raise ConfigError(
+                "--connector", name, f"one of {', '.join(EXTRA)}, or any with --extra JSON"
+            )
         self.name = name
         self.extra = EXTRA[name] if extra is None else extra
         self.folder = folder
@@ -162,7 +171,9 @@ def ask_around_update(engine: LocalEngine) -> list[list[Answer]]:
 def ask_without_room(engine: LocalEngine) -> list[list[Answer]]:
     """While files cannot grow past 16 KiB, as on a full disk, and after."""
     rng = random.Random(4)  # noqa: S311 - prompts
-    engine.ask([prompt(token_ids(rng, len(ids))) for ids in PROMPTS])  # vLLM compiles at its first requests
+    engine.ask(
+        [prompt(token_ids(rng, len(ids))) for ids in PROMPTS]
+    )  # vLLM compiles at its first requests
     limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in _family(os.getpid())}
     for pid, (_, most) in limits.items():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (16 << 10, most))
@@ -177,7 +188,9 @@ def ask_crowd(engine: LocalEngine, rounds: int) -> dict[str, Any]:
     """All of `CROWD` at once, in a KV cache that cannot hold them."""
     preempted, found = engine.count_preemptions(), []
     for _ in range(rounds):
-        found.append([answered(output) for output in engine.outputs([prompt(ids) for ids in CROWD], 60)])
+        found.append(
+            [answered(output) for output in engine.outputs([prompt(ids) for ids in CROWD], 60)]
+        )
         forget(engine)
     return {"preempted": len(preempted), "answers": found}
 
@@ -195,7 +208,9 @@ def same(what: str, answers: Sequence[Answer], reference: Sequence[Answer]) -> N
     """Raises `Failed` where an answer is another one."""
     for number, (own, other) in enumerate(zip(answers, reference, strict=True)):
         if why := differs(own, other):
-            raise Failed(f"{what}: prompt {number} is answered otherwise ({why}; {own['cached']} tokens loaded)")
+            raise Failed(
+                f"{what}: prompt {number} is answered otherwise ({why}; {own['cached']} tokens loaded)"
+            )
 
 
 def apart(what: str, one: Sequence[Answer], two: Sequence[Answer]) -> None:
@@ -232,7 +247,9 @@ def adapter_swap(subject: Subject) -> str:
     lora = {"enable_lora": True, "max_lora_rank": 8}
     right = subject.plain("adapters", ask_adapters, folders, **lora)
     apart("adapters", *right)
-    for answers, reference in zip(subject.engine(ask_adapters, folders, **lora), right, strict=True):
+    for answers, reference in zip(
+        subject.engine(ask_adapters, folders, **lora), right, strict=True
+    ):
         same("the same name with other weights", answers, reference)
     (after,) = subject.engine(ask_adapters, folders[1:], **lora)
     same("after a restart", after, right[1])
@@ -317,7 +334,9 @@ CASES: dict[str, tuple[Callable[[Subject], str], str]] = {
 }
 
 
-def run_case(name: str, connector: str, extra: dict[str, Any] | None, references: dict[str, Any]) -> dict[str, Any]:
+def run_case(
+    name: str, connector: str, extra: dict[str, Any] | None, references: dict[str, Any]
+) -> dict[str, Any]:
     """Verdict, detail and seconds of one case, in a folder of its own."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="semkv-conformance-") as folder:
@@ -328,12 +347,16 @@ def run_case(name: str, connector: str, extra: dict[str, Any] | None, references
         try:
             verdict, detail = "pass", CASES[name][0](subject)
         except (Failed, Cannot) as reason:
-            verdict, detail = "fail" if isinstance(reason, Failed) else "cannot", str(reason).replace(folder, "")
+            verdict = "fail" if isinstance(reason, Failed) else "cannot"
+            detail = str(reason).replace(folder, "")
     return {"verdict": verdict, "detail": detail, "seconds": round(time.monotonic() - started, 1)}
 
 
 def run(
-    connectors: Sequence[str], cases: Sequence[str], extra: dict[str, Any] | None, said: Callable[[str], None]
+    connectors: Sequence[str],
+    cases: Sequence[str],
+    extra: dict[str, Any] | None,
+    said: Callable[[str], None],
 ) -> dict[str, Any]:
     """Every case for every connector, as JSON: versions, and verdicts by connector and case.
 
@@ -350,14 +373,19 @@ def run(
         import vllm.v1.engine.core  # noqa: F401 - the processes of the steps are forks of this one
         from vllm.platforms import current_platform
     except ImportError as error:
-        raise ConfigError("bench connector", str(error), "vLLM: in a checkout of semkv, pip install '.[cpu]'") from None
+        raise ConfigError(
+            "bench connector", str(error), "vLLM: in a checkout of semkv, pip install '.[cpu]'"
+        ) from None
     found: dict[str, Any] = {}
     references: dict[str, Any] = {}
     for name in connectors:
         found[name] = {}
         for case in cases:
             if (package := NEEDS.get(name)) and not version(package):
-                result = {"verdict": "cannot", "detail": f"{package} is not installed: pip install {package}"}
+                result = {
+                    "verdict": "cannot",
+                    "detail": f"{package} is not installed: pip install {package}",
+                }
             elif name in NO_CPU and current_platform.is_cpu():
                 result = {"verdict": "cannot", "detail": NO_CPU[name]}
             else:
@@ -379,8 +407,14 @@ def table(found: dict[str, Any]) -> str:
     rows = [["case", *columns], ["---"] * (len(columns) + 1)]
     verdicts = ("fail", "cannot", "pass")
     asked = next(iter(columns.values()))
-    cases = sorted(asked, key=lambda case: [verdicts.index(column[case]["verdict"]) for column in columns.values()])
-    rows += [[CASES[case][1], *(column[case]["verdict"] for column in columns.values())] for case in cases]
+    cases = sorted(
+        asked,
+        key=lambda case: [verdicts.index(column[case]["verdict"]) for column in columns.values()],
+    )
+    rows += [
+        [CASES[case][1], *(column[case]["verdict"] for column in columns.values())]
+        for case in cases
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -397,7 +431,9 @@ def _in_child(model: Path, kv: dict[str, Any] | None, step: Any, args: Any, engi
     except BrokenProcessPool:
         raise Failed("the engine's process ended by itself") from None
     finally:
-        for process in pool._processes.values():  # what threads and native code do at an exit is not measured
+        for (
+            process
+        ) in pool._processes.values():  # what threads and native code do at an exit is not measured
             process.kill()
         pool.shutdown()
     if error:
@@ -423,7 +459,11 @@ def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[boo
 
 def _family(pid: int) -> list[int]:
     """A process and all below it."""
-    below = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    below = [
+        int(child)
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    ]
     return [pid, *(one for child in below for one in _family(child))]
 
 
@@ -470,6 +510,12 @@ def _adapter(folder: Path, seed: int) -> Path:
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, 8, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    about = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(about | {"task_type": "CAUSAL_LM"}))
     return folder

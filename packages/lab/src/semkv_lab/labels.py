@@ -92,7 +92,8 @@ def halves(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     first = np.random.default_rng(SEED).permutation(count) < count // 2
     sides: tuple[list[Pair], list[Pair]] = ([], [])
     for pair in pairs:
-        a, b = first[cluster[pair.group, pair.a]], first[cluster[pair.group, pair.b]]
+        a = first[cluster[pair.group, pair.a]]
+        b = first[cluster[pair.group, pair.b]]
         if a == b:
             sides[0 if a else 1].append(pair)
     return sides
@@ -108,7 +109,9 @@ def _members(pairs: Sequence[Pair]) -> dict[int, list[str]]:
 
 # -- kinds of streams: of pairs, a seed, and at most so many requests -----------------------------------------
 
-_POPULAR = 0.6  # of the clusters with several texts; the others lend one text each to the singletons
+_POPULAR = (
+    0.6  # of the clusters with several texts; the others lend one text each to the singletons
+)
 _POPULAR_REQUESTS = 0.7  # share of the requests that these get
 _IMAGE_QUESTIONS = 31.5  # requests that MiniGQA has for an image
 _TEMPLATES = (
@@ -149,7 +152,12 @@ def zipf(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
 
 def paraphrases(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
     """Every text of the clusters of several, once."""
-    stream = [Asked(text, str(n)) for n, texts in _members(pairs).items() if len(texts) > 1 for text in texts]
+    stream = [
+        Asked(text, str(n))
+        for n, texts in _members(pairs).items()
+        if len(texts) > 1
+        for text in texts
+    ]
     return [stream[i] for i in np.random.default_rng(seed).permutation(len(stream))][:requests]
 
 
@@ -163,7 +171,8 @@ def hard_negatives(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
         side = sides[int(random.random() < 0.25)]
         pair = side[int(random.integers(len(side)))]
         stream += [
-            (number + 20 * random.random(), Asked(text, str(cluster[pair.group, text]))) for text in (pair.a, pair.b)
+            (number + 20 * random.random(), Asked(text, str(cluster[pair.group, text])))
+            for text in (pair.a, pair.b)
         ]
     return [asked for _, asked in sorted(stream, key=lambda row: row[0])][:requests]
 
@@ -204,7 +213,8 @@ def shift(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
 
 
 KINDS: dict[str, Callable[[Sequence[Pair], int, int], Stream]] = {
-    kind.__name__.replace("_", "-"): kind for kind in (zipf, paraphrases, hard_negatives, templates, shift)
+    kind.__name__.replace("_", "-"): kind
+    for kind in (zipf, paraphrases, hard_negatives, templates, shift)
 }
 
 
@@ -247,7 +257,11 @@ def neighbors(items: Sequence[Item], encoder: TextEncoder) -> list[list[tuple[in
             order = np.argsort(-scores, axis=1, kind="stable")[:, : _MOST + 1]
             for row, places in enumerate(order):
                 own = members[start + row]
-                near = [(members[p], min(1.0, float(scores[row, p]))) for p in places if scores[row, p] >= FLOOR]
+                near = [
+                    (members[p], min(1.0, float(scores[row, p])))
+                    for p in places
+                    if scores[row, p] >= FLOOR
+                ]
                 found[own] = [(other, score) for other, score in near if other != own][:_MOST]
     return found
 
@@ -271,20 +285,26 @@ class Fit(NamedTuple):
     simulated: bool
 
 
-def fit(pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto) -> Fit:
+def fit(
+    pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto
+) -> Fit:
     """Fit the chance of a wrong answer, where ``guard`` does not object; ``precision`` is the least chance of a right
     answer with which a donor may be used."""
     if not 0.0 < precision < 1.0:
         raise ConfigError("--precision", precision, "a share above 0 and below 1")
     if len(pairs) < _LEAST_PAIRS or len({pair.same for pair in pairs}) < 2:
-        raise DatasetError(f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones")
+        raise DatasetError(
+            f"a calibration needs at least {_LEAST_PAIRS} pairs, same and different ones"
+        )
     texts = _Texts(pairs, encoder, guard)
     rows = texts.as_traffic()
     simulated = len(rows) >= _ENOUGH and _of_both_kinds(rows)
     if not simulated:
         rows = texts.as_pairs()
     if not _of_both_kinds(rows):
-        raise DatasetError(f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind")
+        raise DatasetError(
+            f"nothing can be fitted: among pairs above a cosine of {FLOOR}, all are of one kind"
+        )
     return Fit(_calibration(rows, encoder.fingerprint, 1.0 - precision), rows, simulated)
 
 
@@ -343,7 +363,8 @@ class _Texts:
 def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Calibration:
     """A higher cosine may not raise the chance. A feature's weight, by its standard deviation, is drawn to 0."""
     raw = np.array([features(row.score, row.wording) for row in rows])
-    middle, spread = raw.mean(axis=0), np.maximum(raw.std(axis=0), 1e-6)
+    middle = raw.mean(axis=0)
+    spread = np.maximum(raw.std(axis=0), 1e-6)
     table = np.hstack([np.ones((len(rows), 1)), (raw - middle) / spread])
     penalty = np.array([1e-3, *[_RIDGE] * len(FEATURES)])
     bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (len(FEATURES) - 2)]
@@ -351,19 +372,28 @@ def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Cali
     weights = found[1:] / spread
     bias = float(found[0] - weights @ middle)
     named = {name: round(float(weight), 5) for name, weight in zip(FEATURES, weights, strict=True)}
-    return Calibration(fingerprint=fingerprint, bias=round(bias, 5), weights=named, limit=round(limit, 6))
+    return Calibration(
+        fingerprint=fingerprint, bias=round(bias, 5), weights=named, limit=round(limit, 6)
+    )
 
 
 def logistic(
-    table: Floats, truth: Floats, penalty: Floats, bounds: Sequence[tuple[float | None, float | None]]
+    table: Floats,
+    truth: Floats,
+    penalty: Floats,
+    bounds: Sequence[tuple[float | None, float | None]],
 ) -> Floats:
     """Weights of a logistic regression by penalized likelihood."""
     from scipy.optimize import minimize  # type: ignore[import-untyped]
 
     def cost(weights: Floats) -> tuple[float, Floats]:
         odds = table @ weights
-        value = float(np.sum(np.logaddexp(0.0, odds) - truth * odds)) + 0.5 * float(penalty @ weights**2)
+        value = float(np.sum(np.logaddexp(0.0, odds) - truth * odds)) + 0.5 * float(
+            penalty @ weights**2
+        )
         return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - truth) + penalty * weights
 
-    found: Floats = minimize(cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds).x
+    found: Floats = minimize(
+        cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds
+    ).x
     return found

@@ -48,10 +48,14 @@ class LocalEngine:
             "seed": 0,
         }
         if not current_platform.is_cpu():
-            usual["gpu_memory_utilization"] = 0.02  # what must be free at the start; others may use the same GPU
+            usual["gpu_memory_utilization"] = (
+                0.02  # what must be free at the start; others may use the same GPU
+            )
         args = {name: value for name, value in (usual | args).items() if value is not None}
         with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"):
-            self.llm = LLM(str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args)
+            self.llm = LLM(
+                str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args
+            )
 
     @property
     def core(self) -> Any:
@@ -61,7 +65,9 @@ class LocalEngine:
     def scheduler(self) -> Any:
         return self.core.scheduler
 
-    def outputs(self, prompts: Sequence[Any], tokens: int = 16, lora: Any = None, **sampling: Any) -> list[Any]:
+    def outputs(
+        self, prompts: Sequence[Any], tokens: int = 16, lora: Any = None, **sampling: Any
+    ) -> list[Any]:
         """vLLM's outputs for prompts that are asked together; greedy unless told otherwise."""
         from vllm import SamplingParams
 
@@ -112,7 +118,9 @@ class LocalEngine:
 def answered(output: Any, which: int = 0) -> Answer:
     """An output of vLLM as JSON can carry it."""
     completion, outcome = output.outputs[which], read_outcome(output)
-    best = [sorted(p.items(), key=lambda item: -item[1].logprob)[:2] for p in completion.logprobs or []]
+    best = [
+        sorted(p.items(), key=lambda item: -item[1].logprob)[:2] for p in completion.logprobs or []
+    ]
     return {
         "tokens": list(completion.token_ids),
         "best": [[token for token, _ in two] for two in best],

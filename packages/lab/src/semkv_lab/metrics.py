@@ -42,8 +42,14 @@ class Estimate:
 def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
     """A figure of a summary by its dotted path; empty where there is none, or something else."""
     found = at(summary, *path.split("."))
-    named = [found.get(name) for name in ("n", "value", "low", "high")] if isinstance(found, Mapping) else [0]
-    is_one = isinstance(named[0], int) and all(isinstance(number, int | float | None) for number in named)
+    named = (
+        [found.get(name) for name in ("n", "value", "low", "high")]
+        if isinstance(found, Mapping)
+        else [0]
+    )
+    is_one = isinstance(named[0], int) and all(
+        isinstance(number, int | float | None) for number in named
+    )
     return Estimate(*named) if is_one and len(named) > 1 else Estimate(0, None)
 
 
@@ -78,7 +84,9 @@ def share(outcomes: Sequence[tuple[str, bool]]) -> Estimate:
     return replace(found, low=low, high=high)
 
 
-def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integers], float]) -> Estimate:
+def _estimate(
+    values: Sequence[tuple[str, float]], of: Callable[[Floats, Integers], float]
+) -> Estimate:
     """A figure and its percentile interval. ``of`` gets the values in ascending order, and how often each was drawn."""
     if not values:
         return Estimate(0, None)
@@ -90,7 +98,8 @@ def _estimate(values: Sequence[tuple[str, float]], of: Callable[[Floats, Integer
     found = Estimate(len(values), of(numbers, np.ones(len(values), np.int64)))
     if len(index) == 1:
         return found
-    rng, even = np.random.default_rng(_SEED), np.full(len(index), 1 / len(index))
+    rng = np.random.default_rng(_SEED)
+    even = np.full(len(index), 1 / len(index))
     drawn = [of(numbers, rng.multinomial(len(index), even)[images]) for _ in range(RESAMPLES)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     return replace(found, low=float(low), high=float(high))
@@ -119,7 +128,9 @@ def given(record: SampleRecord) -> str | None:
 def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
     """Accuracy of what hits gave (`given`), over those of which it is known and that have an expected answer."""
     hits = [(r, text) for r in records if r.hit and (text := given(r)) is not None]
-    return share([(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None])
+    return share(
+        [(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None]
+    )
 
 
 def consistency(records: Sequence[SampleRecord]) -> Estimate:
@@ -147,11 +158,15 @@ def distribution(records: Sequence[SampleRecord]) -> float | None:
     groups: dict[str, list[tuple[str, str]]] = {}
     for r in records:
         if r.group and r.answer is not None:
-            groups.setdefault(r.group, []).append((normalise_answer(r.answer), normalise_answer(r.text)))
+            groups.setdefault(r.group, []).append(
+                (normalise_answer(r.answer), normalise_answer(r.text))
+            )
     weighted = 0.0
     for answers in groups.values():
         expected, found = (Counter(column) for column in zip(*answers, strict=True))
-        weighted += len(answers) * sum((found[answer] - count) ** 2 / count for answer, count in expected.items())
+        weighted += len(answers) * sum(
+            (found[answer] - count) ** 2 / count for answer, count in expected.items()
+        )
     return weighted / sum(map(len, groups.values())) if groups else None
 
 
@@ -169,7 +184,9 @@ def by_type(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
 
 def without(record: SampleRecord) -> str | None:
     """What the request would have got without its hit, where that is known: the cold answer, of a dry run its own."""
-    return record.text if not record.applied else record.cold.text if record.cold is not None else None
+    return (
+        record.text if not record.applied else record.cold.text if record.cold is not None else None
+    )
 
 
 def wrong_hit(record: SampleRecord) -> bool | None:
@@ -222,7 +239,9 @@ class Run:
     def timed(self) -> list[tuple[SampleRecord, float, float]]:
         """Samples with a time to their first token both ways: cold, and with semkv."""
         every = [(r, c.ttft_s, r.ttft_s) for r, c in self.pairs]
-        return [(r, before, now) for r, before, now in every if before is not None and now is not None]
+        return [
+            (r, before, now) for r, before, now in every if before is not None and now is not None
+        ]
 
     @cached_property
     def twice(self) -> list[tuple[Cold, str]]:
@@ -264,12 +283,16 @@ def _saved_latency(pairs: Iterable[tuple[SampleRecord, Cold]]) -> list[tuple[str
 
 def _first_token(run: Run) -> Estimate:
     timed = [(r, before, now) for r, before, now in run.timed if r.hit and r.applied]
-    return median([(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s])
+    return median(
+        [(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]
+    )
 
 
 def _gained(run: Run) -> Estimate:
     judged = [(r, c) for r, c in run.pairs if r.match is not None and c.match is not None]
-    return share([(r.image, r.hit and r.applied and bool(r.match) and not c.match) for r, c in judged])
+    return share(
+        [(r.image, r.hit and r.applied and bool(r.match) and not c.match) for r, c in judged]
+    )
 
 
 def _among(records: Iterable[SampleRecord], name: str) -> Estimate:
@@ -319,11 +342,24 @@ COLUMNS = (
         compute=lambda run: consistency(run.records),
         meaning="GQA's: of right answers, the share of entailed questions that are right too",
     ),
-    Column(name="validity", path="gqa.validity", unit="%", compute=lambda run: _among(run.records, "valid")),
     Column(
-        name="plausibility", path="gqa.plausibility", unit="%", compute=lambda run: _among(run.records, "plausible")
+        name="validity",
+        path="gqa.validity",
+        unit="%",
+        compute=lambda run: _among(run.records, "valid"),
     ),
-    Column(name="cold: accuracy", path="baseline_accuracy", unit="%", compute=lambda run: accuracy(run.cold)),
+    Column(
+        name="plausibility",
+        path="gqa.plausibility",
+        unit="%",
+        compute=lambda run: _among(run.records, "plausible"),
+    ),
+    Column(
+        name="cold: accuracy",
+        path="baseline_accuracy",
+        unit="%",
+        compute=lambda run: accuracy(run.cold),
+    ),
     Column(
         name="hits run cold: accuracy",
         path="against_cold.cold_accuracy_on_hits",
@@ -334,7 +370,9 @@ COLUMNS = (
         name="hits: same answer as cold",
         path="against_cold.agreement",
         unit="%",
-        compute=lambda run: share([(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]),
+        compute=lambda run: share(
+            [(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]
+        ),
         meaning="hits with the answer that came without semkv",
     ),
     Column(
@@ -362,14 +400,18 @@ COLUMNS = (
         name="hits: cold latency / cached",
         path="against_cold.speedup",
         unit="x",
-        compute=lambda run: median([(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0]),
+        compute=lambda run: median(
+            [(r.image, c.latency_s / r.latency_s) for r, c in run.hit_pairs if r.latency_s > 0]
+        ),
         meaning="cold latency over a hit's with its lookup, median",
     ),
     Column(
         name="exact prompts: tokens equal cold",
         path="against_cold.identical_tokens",
         unit="%",
-        compute=lambda run: _same_tokens((r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"),
+        compute=lambda run: _same_tokens(
+            (r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"
+        ),
     ),
     Column(
         name="saved a request: tokens",
@@ -395,20 +437,28 @@ COLUMNS = (
         name="noise floor: answers differ",
         path="noise_floor.answers",
         unit="%",
-        compute=lambda run: share([(c.image, not answers_match(c.text, again)) for c, again in run.twice]),
+        compute=lambda run: share(
+            [(c.image, not answers_match(c.text, again)) for c, again in run.twice]
+        ),
     ),
     Column(
         name="noise floor: tokens differ",
         path="noise_floor.tokens",
         unit="%",
-        compute=lambda run: share([(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice]),
+        compute=lambda run: share(
+            [(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice]
+        ),
     ),
     Column(
         name="answer equals the donor's",
         path="donor_agreement",
         unit="%",
         compute=lambda run: share(
-            [(r.image, answers_match(r.text, r.donor_answer)) for r in run.hits if r.donor_answer is not None]
+            [
+                (r.image, answers_match(r.text, r.donor_answer))
+                for r in run.hits
+                if r.donor_answer is not None
+            ]
         ),
     ),
 )
@@ -425,11 +475,13 @@ def tokens(records: Sequence[SampleRecord]) -> Figures:
     """
 
     def split_up(of: Sequence[SampleRecord | Cold]) -> tuple[int, int, int]:
-        prompt, computed = sum(r.prompt_tokens for r in of), sum(r.computed_tokens for r in of)
+        prompt = sum(r.prompt_tokens for r in of)
+        computed = sum(r.computed_tokens for r in of)
         return prompt, computed, prompt - computed
 
     cold = [r.cold for r in records if r.cold is not None]
-    own, base = split_up(records), split_up(cold) if cold and len(cold) == len(records) else (None, None, None)
+    own = split_up(records)
+    base = split_up(cold) if cold and len(cold) == len(records) else (None, None, None)
     names = ("prompt", "computed", "not_computed")
     return {
         **dict(zip(names, own, strict=True)),
@@ -440,7 +492,9 @@ def tokens(records: Sequence[SampleRecord]) -> Figures:
     }
 
 
-def _tier_row(tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]) -> Figures:
+def _tier_row(
+    tier: str, chosen: Sequence[SampleRecord], records: Sequence[SampleRecord]
+) -> Figures:
     members = {id(r) for r in chosen}
     return {
         "tier": tier,

@@ -63,13 +63,23 @@ def write_report(logs: Sequence[Path], out: Path) -> None:
             version=__version__,
             counts=_counts(experiments),
             sections=sections,
-            pictures={s.name: (_png if kind == "md" else _svg)(s, out) for s in sections if s.figure is not None},
+            pictures={
+                s.name: (_png if kind == "md" else _svg)(s, out)
+                for s in sections
+                if s.figure is not None
+            },
         )
         out.write_text(page, encoding="utf-8", errors="replace")
 
 
 def _markdown_cell(text: str) -> str:
-    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("`", "\\`"), ("\n", " ")):
+    for character, escaped in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        ("|", "\\|"),
+        ("`", "\\`"),
+        ("\n", " "),
+    ):
         text = text.replace(character, escaped)
     return text
 
@@ -84,7 +94,11 @@ def _sections(experiments: Sequence[Experiment]) -> list[Section]:
     plane = points(experiments)
     colors = dict(zip(dict.fromkeys(e.group for e in experiments), cycle(SERIES), strict=False))
     found = [_tradeoff(plane, colors), _tiers(experiments, colors), *_table(experiments)]
-    return [*filter(None, found), _wrong(experiments), Section("Environment", "", _environments(experiments))]
+    return [
+        *filter(None, found),
+        _wrong(experiments),
+        Section("Environment", "", _environments(experiments)),
+    ]
 
 
 # -- the table of experiments ------------------------------------------------------------
@@ -106,12 +120,18 @@ COLUMNS: Mapping[str, Column] = {
     "experiment": Column("its name", lambda e: e.name),
     "status": Column("ok or failed", lambda e: e.status),
     **{column.name: _figure(column) for column in metrics.COLUMNS if column.meaning},
-    "lookup": Column("median time of the lookup", lambda e: seconds(at(e.summary, "lookup", "p50_s"))),
-    "requests": Column("requests answered", lambda e: f"{e.estimate('hit_share').n:,}" if e.summary else "-"),
+    "lookup": Column(
+        "median time of the lookup", lambda e: seconds(at(e.summary, "lookup", "p50_s"))
+    ),
+    "requests": Column(
+        "requests answered", lambda e: f"{e.estimate('hit_share').n:,}" if e.summary else "-"
+    ),
     "tiers": Column("tiers that are on", lambda e: e.tiers if e.settings else "-"),
     "thresholds": Column("least cosine by tier or layer", lambda e: e.thresholds or "-"),
     "group": Column("preset or model, and what else differs", lambda e: e.group),
-    "took": Column("the whole experiment, s", lambda e: "-" if e.seconds is None else f"{e.seconds:,.0f}"),
+    "took": Column(
+        "the whole experiment, s", lambda e: "-" if e.seconds is None else f"{e.seconds:,.0f}"
+    ),
     "note": Column("error or note", lambda e: e.error.strip() or e.notes or "-"),
 }
 """Every column by its title."""
@@ -182,10 +202,19 @@ def _wrong_row(wrong: Wrong) -> Row:
 # -- figures ------------------------------------------------------------
 
 INK = "#1b2026"
-SERIES = ("#2b7fd6", "#d65a1f", "#2a9d57", "#a05ccb", "#b07d1a", "#d6408a")  # told apart on white and on black
+SERIES = (
+    "#2b7fd6",
+    "#d65a1f",
+    "#2a9d57",
+    "#a05ccb",
+    "#b07d1a",
+    "#d6408a",
+)  # told apart on white and on black
 MARKERS = "osD^vPX*"
 STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "svg.hashsalt": "semkv",
@@ -203,7 +232,9 @@ def _svg(section: Section, _: Path) -> str:
     """The figure as it stands in a page, in the page's own color of text."""
     assert section.figure is not None
     out = io.StringIO()
-    section.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    section.figure.savefig(
+        out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+    )
     text = out.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
@@ -245,13 +276,19 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
     tiers = sorted({p.experiment.tiers for p in plane})
     for p in plane:
         e = p.experiment
-        style = {"fmt": MARKERS[tiers.index(e.tiers) % len(MARKERS)], "color": colors[e.group], "markersize": 6}
+        style = {
+            "fmt": MARKERS[tiers.index(e.tiers) % len(MARKERS)],
+            "color": colors[e.group],
+            "markersize": 6,
+        }
         marks[f"{e.group}: {e.tiers}"] = _error_bar(axes, p.rate, p.accuracy, 100, **style)
     front = sorted((p for p in plane if p.front), key=lambda p: p.front)
     xs, ys = ([100 * (getattr(p, name).value or 0) for p in front] for name in ("rate", "accuracy"))
     axes.plot([0, *xs], [ys[0], *ys], drawstyle="steps-pre", color=INK, linewidth=1.1, zorder=1.5)
     for number, place in enumerate(zip(xs, ys, strict=True), 1):
-        axes.annotate(str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold")
+        axes.annotate(
+            str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold"
+        )
     axes.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
     _legend(figure, marks, 4.9)
     rows = [
@@ -268,7 +305,13 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
         "One mark an experiment whose hits can be judged. The line is the Pareto front: no other one has more hits and "
         f"more of them right; its numbers are in the table below. Bars are {_INTERVAL}."
     )
-    return Section(title="Accuracy on hits against hit rate", text=said, rows=rows, figure=figure, name="tradeoff")
+    return Section(
+        title="Accuracy on hits against hit rate",
+        text=said,
+        rows=rows,
+        figure=figure,
+        name="tradeoff",
+    )
 
 
 def _middles(names: Sequence[str]) -> tuple[list[float], list[str]]:
@@ -290,7 +333,12 @@ def _limits(times: Sequence[float]) -> tuple[float, float]:
 def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Section | None:
     """The share of requests that every tier served, misses too, and what each of them saved."""
     rows = [
-        (row["tier"], e.group, read_estimate(row, "share"), read_estimate(row, "saved.latency_p50_s"))
+        (
+            row["tier"],
+            e.group,
+            read_estimate(row, "share"),
+            read_estimate(row, "saved.latency_p50_s"),
+        )
         for e in experiments
         for row in (e.summary or {}).get("tiers", ())
         if row["tier"] != "all" and row["n"]
@@ -301,7 +349,9 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
     names = [row[0] for row in rows]
     figure, marks = Figure(layout="constrained"), dict[str, Any]()
     served, saved = figure.subplots(1, 2, sharey=True)
-    for place, (_, group, share, time) in enumerate(rows):  # one below the other: bars do not cover each other
+    for place, (_, group, share, time) in enumerate(
+        rows
+    ):  # one below the other: bars do not cover each other
         style = {"fmt": "o", "markersize": 3.4, "color": colors[group]}
         marks[group] = _error_bar(served, share, place, 100, **style)
         if time.value is not None:
@@ -318,4 +368,6 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
         "less its time with semkv, lookup included; left of zero semkv was slower. "
         f"Bars are {_INTERVAL}; what leaves the panel is cut."
     )
-    return Section(title="Hit rate and saved time by tier", text=said, rows=(), figure=figure, name="tiers")
+    return Section(
+        title="Hit rate and saved time by tier", text=said, rows=(), figure=figure, name="tiers"
+    )

@@ -56,7 +56,12 @@ class Experiment:
     @property
     def tiers(self) -> str:
         """The tiers that are on: ``exact``, ``semantic + fusion`` ...; ``none`` where none is."""
-        tiers = {"exact": "exact", "semantic": "semantic", "embedding": "embedding_layers", "fusion": "fusion"}
+        tiers = {
+            "exact": "exact",
+            "semantic": "semantic",
+            "embedding": "embedding_layers",
+            "fusion": "fusion",
+        }
         on = [name for name, setting in tiers.items() if self.setting("cache", setting)]
         return "none" if not on or self.setting("cache", "mode") == "off" else " + ".join(on)
 
@@ -95,8 +100,12 @@ def read_logs(paths: Sequence[Path]) -> list[Experiment]:
 def _read_log(path: Path) -> list[Experiment]:
     lines = path.with_suffix(".jsonl")
     if path.suffix not in (".csv", ".jsonl") or not path.is_file():
-        raise DatasetError(f"{path}: no log of a sweep, which is a file that ends in .csv or .jsonl")
-    found = {e.name: e for e in read_rows(lines, Experiment, cut_off=True)}  # a later row is a later try
+        raise DatasetError(
+            f"{path}: no log of a sweep, which is a file that ends in .csv or .jsonl"
+        )
+    found = {
+        e.name: e for e in read_rows(lines, Experiment, cut_off=True)
+    }  # a later row is a later try
     for e in found.values():
         if e.samples and (file := path.parent / e.samples).is_file():
             found[e.name] = replace(e, records=tuple(read_rows(file, SampleRecord, cut_off=True)))
@@ -113,12 +122,17 @@ _INSIDE = (
 
 def grouped(experiments: Sequence[Experiment]) -> list[Experiment]:
     """The experiments with the names of their groups: preset or model, and the settings in which groups differ."""
-    outer = [{key: _short(value) for key, value in flatten(e.settings) if key not in _INSIDE} for e in experiments]
+    outer = [
+        {key: _short(value) for key, value in flatten(e.settings) if key not in _INSIDE}
+        for e in experiments
+    ]
     found = []
     for experiment, own in zip(experiments, outer, strict=True):
         others = [o for e, o in zip(experiments, outer, strict=True) if e.base == experiment.base]
         differs = [key for key in own if len({other[key] for other in others if key in other}) > 1]
-        group = ", ".join([experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)])
+        group = ", ".join(
+            [experiment.base, *(f"{key.split('.')[-1]} {own[key]}" for key in differs)]
+        )
         found.append(replace(experiment, group=group))
     return found
 
@@ -147,11 +161,17 @@ def load_table(path: Path) -> "pd.DataFrame":
     """See `semkv_lab.load`."""
     import pandas as pd
 
-    first = {} if path.suffix == ".csv" else next((row for _, row in read_jsonl(path, cut_off=True)), {})
+    first = (
+        {}
+        if path.suffix == ".csv"
+        else next((row for _, row in read_jsonl(path, cut_off=True)), {})
+    )
     if "sample_id" in first:
         return pd.json_normalize([r.to_json() for r in read_rows(path, SampleRecord, cut_off=True)])
     names = ("name", "status", "error", "notes", "seconds", "settings", "environment", "summary")
-    return pd.json_normalize([{name: getattr(e, name) for name in names} for e in read_logs([path])])
+    return pd.json_normalize(
+        [{name: getattr(e, name) for name in names} for e in read_logs([path])]
+    )
 
 
 def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
@@ -178,10 +198,18 @@ def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "se
     logs = read_logs([Path(path)])
     for log in logs:
         run = client.create_run(place, run_name=log.name)
-        leaves, said = flatten(log.summary or {}), {"environment": log.environment, "notes": log.notes}
-        figures = [Metric(name, value, 0, 0) for name, value in leaves if type(value) in (int, float)]
-        params = [Param(name, str(value)[:_MLFLOW_LONGEST]) for name, value in flatten(log.settings)]
-        tags = [RunTag(name, str(value)[:_MLFLOW_LONGEST]) for name, value in flatten({**said, "error": log.error})]
+        leaves = flatten(log.summary or {})
+        said = {"environment": log.environment, "notes": log.notes}
+        figures = [
+            Metric(name, value, 0, 0) for name, value in leaves if type(value) in (int, float)
+        ]
+        params = [
+            Param(name, str(value)[:_MLFLOW_LONGEST]) for name, value in flatten(log.settings)
+        ]
+        tags = [
+            RunTag(name, str(value)[:_MLFLOW_LONGEST])
+            for name, value in flatten({**said, "error": log.error})
+        ]
         client.log_batch(run.info.run_id, figures, params, tags)
         client.set_terminated(run.info.run_id, "FINISHED" if log.status == "ok" else "FAILED")
     return len(logs)
@@ -211,7 +239,10 @@ def points(experiments: Sequence[Experiment]) -> list[Point]:
     every = [Point(e, e.estimate("hit_share"), e.accuracy) for e in experiments]
     found = [p for p in every if p.rate.value and p.accuracy.value is not None]
     best, front = -1.0, list[int]()
-    for n in sorted(range(len(found)), key=lambda n: (-(found[n].rate.value or 0), -(found[n].accuracy.value or 0))):
+    for n in sorted(
+        range(len(found)),
+        key=lambda n: (-(found[n].rate.value or 0), -(found[n].accuracy.value or 0)),
+    ):
         if (found[n].accuracy.value or 0) > best:
             best = found[n].accuracy.value or 0
             front.insert(0, n)
@@ -237,7 +268,13 @@ def wrong_hits(experiments: Sequence[Experiment]) -> list[Wrong]:
     found: dict[tuple[str, ...], tuple[SampleRecord, dict[str, Experiment]]] = {}
     for experiment in experiments:
         for record in filter(wrong_hit, experiment.records):
-            key = (experiment.base, record.question, record.image, record.donor_question, record.donor_image)
+            key = (
+                experiment.base,
+                record.question,
+                record.image,
+                record.donor_question,
+                record.donor_image,
+            )
             found.setdefault(key, (record, {}))[1][experiment.name] = experiment
     every = [Wrong(record, tuple(where.values())) for record, where in found.values()]
     return sorted(every, key=lambda w: (-w.score, -len(w.experiments), w.record.sample_id))

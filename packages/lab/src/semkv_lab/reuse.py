@@ -26,12 +26,24 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
 from transformers.models.llama.modeling_llama import rotate_half
 
 from semkv import keys
 from semkv.encoders.vision import READING
-from semkv.engines import TEXT_SEPARATOR, EnginePrompt, EngineResult, load_image, system_text, user_parts
+from semkv.engines import (
+    TEXT_SEPARATOR,
+    EnginePrompt,
+    EngineResult,
+    load_image,
+    system_text,
+    user_parts,
+)
 from semkv.errors import EngineError
 from semkv.types import MediaSegment, Status
 from semkv_lab.settings import RunSettings
@@ -62,7 +74,9 @@ class Kv:
     end: int = 0
     rows: torch.Tensor | None = None
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any) -> tuple[torch.Tensor, ...]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any
+    ) -> tuple[torch.Tensor, ...]:
         for held, new in zip(self.layers[layer], (keys, values), strict=True):
             held[:, :, self.rows] = new
         return tuple(held[:, :, : self.end] for held in self.layers[layer])
@@ -90,21 +104,29 @@ class TransformersEngine:
     """
 
     def __init__(self, settings: RunSettings, attach: bool) -> None:
-        self._settings, self._attach = settings, attach
+        self._settings = settings
+        self._attach = attach
         given = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         try:
             config = AutoConfig.from_pretrained(settings.model, **given)
             _check(config, settings.model)
-            kind = AutoModelForImageTextToText if config.model_type == "llava" else AutoModelForCausalLM
+            kind = (
+                AutoModelForImageTextToText
+                if config.model_type == "llava"
+                else AutoModelForCausalLM
+            )
             processor = AutoProcessor.from_pretrained(settings.model, **given)
             self._model = kind.from_pretrained(settings.model, dtype=torch.float32, **given).eval()
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise EngineError(f"model {settings.model!r} cannot be loaded: {first_line(error)}") from error
+            raise EngineError(
+                f"model {settings.model!r} cannot be loaded: {first_line(error)}"
+            ) from error
         self._commit = getattr(config, "_commit_hash", None)  # of a hub id
         self.accepts_images = config.model_type == "llava"
         self._model.to("cuda" if torch.cuda.is_available() else "cpu")
         self._decoder = self._model.get_decoder()
-        self._processor, self._tokenizer = processor, getattr(processor, "tokenizer", processor)
+        self._processor = processor
+        self._tokenizer = getattr(processor, "tokenizer", processor)
         self._template = getattr(processor, "chat_template", None) or self._tokenizer.chat_template
         ends = self._model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends or ())
@@ -144,17 +166,25 @@ class TransformersEngine:
             result = self.generate(prompt)
             return result if kept else replace(result, kv=Status.MISS)
         tokens = self._tokens(prompt)
-        kv, most = self._room(len(tokens) + prompt.max_tokens), len(tokens) - 1  # the last token is always computed
+        # the last token is always computed
+        kv = self._room(len(tokens) + prompt.max_tokens)
+        most = len(tokens) - 1
         if self._settings.reuse == "blend":
-            exact = max(kept, self._find(prompt) or kept, key=lambda one: _shared(one.tokens, tokens))
+            exact = max(
+                kept, self._find(prompt) or kept, key=lambda one: _shared(one.tokens, tokens)
+            )
             first = min(_shared(exact.tokens, tokens), most)
-            blocks = SequenceMatcher(None, kept.tokens[first:], tokens[first:-1], autojunk=False).get_matching_blocks()
+            blocks = SequenceMatcher(
+                None, kept.tokens[first:], tokens[first:-1], autojunk=False
+            ).get_matching_blocks()
             moved = [(first + b.a + n, first + b.b + n) for b in blocks for n in range(b.size)]
             self._take(kv, exact, [(n, n) for n in range(first)])
             self._take(kv, kept, moved)
             return self._answer(start, prompt, tokens, kv, first, {own for _, own in moved})
         stand = len(kept.tokens)
-        if kept.names[-1] != self._names(canonical)[-1]:  # the request's own segments follow the donor's
+        if (
+            kept.names[-1] != self._names(canonical)[-1]
+        ):  # the request's own segments follow the donor's
             sent = self._tokens(canonical)
             stand = _shared(kept.tokens, sent)
             most = min(most, len(tokens) - (len(sent) - stand))
@@ -186,13 +216,19 @@ class TransformersEngine:
         pictures = [part.media_id for part in parts if isinstance(part, MediaSegment)]
         text = self._text(system_text(prompt.segments), parts)
         if self._each:
-            text = text.replace(self._processor.image_token, self._processor.image_token * self._each)
+            text = text.replace(
+                self._processor.image_token, self._processor.image_token * self._each
+            )
         ids = self._tokenizer(text, add_special_tokens=self._template is None).input_ids
         if len(ids) >= self._limit:
-            raise EngineError(f"a prompt of {len(ids)} tokens: the model takes {self._limit} with the answer")
+            raise EngineError(
+                f"a prompt of {len(ids)} tokens: the model takes {self._limit} with the answer"
+            )
         places = [n for n, token in enumerate(ids) if token == self._picture]
         if len(places) != self._each * len(pictures):
-            raise EngineError(f"a text has {self._processor.image_token!r} in it, which stands for an image")
+            raise EngineError(
+                f"a text has {self._processor.image_token!r} in it, which stands for an image"
+            )
         for n, place in enumerate(places):
             ids[place] = (pictures[n // self._each], n % self._each)
         return tuple(ids)
@@ -202,11 +238,19 @@ class TransformersEngine:
         has_pictures = any(isinstance(part, MediaSegment) for part in parts)
         if self._template is None:
             if has_pictures:
-                raise EngineError(f"model {self._settings.model!r} has no chat template to place an image with")
-            return TEXT_SEPARATOR.join(part for part in (system, *parts) if isinstance(part, str) and part)
-        turn = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+                raise EngineError(
+                    f"model {self._settings.model!r} has no chat template to place an image with"
+                )
+            return TEXT_SEPARATOR.join(
+                part for part in (system, *parts) if isinstance(part, str) and part
+            )
+        turn = [
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts
+        ]
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": turn if has_pictures else "".join(map(str, parts))})
+        messages.append(
+            {"role": "user", "content": turn if has_pictures else "".join(map(str, parts))}
+        )
         text: str = self._tokenizer.apply_chat_template(
             messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
         )
@@ -215,15 +259,25 @@ class TransformersEngine:
     def _embed(self, prompt: EnginePrompt, tokens: Sequence[Token]) -> torch.Tensor:
         """The input of the first layer, [1, tokens, width]; only pictures that occur are read and encoded."""
         device = self._model.device
-        ids = torch.tensor([[0 if isinstance(token, tuple) else token for token in tokens]], device=device)
+        ids = torch.tensor(
+            [[0 if isinstance(token, tuple) else token for token in tokens]], device=device
+        )
         embedded = self._model.get_input_embeddings()(ids)
         media = {part.media_id: part for part in prompt.segments if isinstance(part, MediaSegment)}
         for name in dict.fromkeys(token[0] for token in tokens if isinstance(token, tuple)):
-            pixels = self._processor.image_processor(load_image(media[name]), return_tensors="pt").pixel_values
+            pixels = self._processor.image_processor(
+                load_image(media[name]), return_tensors="pt"
+            ).pixel_values
             features = self._model.get_image_features(pixels.to(device)).pooler_output[0]
             if len(features) != self._each:
-                raise EngineError(f"a picture has {len(features)} parts, and image_seq_length is {self._each}")
-            here = [(n, token[1]) for n, token in enumerate(tokens) if isinstance(token, tuple) and token[0] == name]
+                raise EngineError(
+                    f"a picture has {len(features)} parts, and image_seq_length is {self._each}"
+                )
+            here = [
+                (n, token[1])
+                for n, token in enumerate(tokens)
+                if isinstance(token, tuple) and token[0] == name
+            ]
             places, parts = zip(*here, strict=True)
             embedded[0, list(places)] = features[list(parts)]
         return embedded
@@ -244,7 +298,9 @@ class TransformersEngine:
         ``kv`` holds KV of all tokens before ``first``, and of ``blended`` ones behind it.
         """
         rows = torch.arange(first, len(tokens), device=self._model.device)
-        doubtful = torch.tensor([n in blended for n in range(first, len(tokens))], device=self._model.device)
+        doubtful = torch.tensor(
+            [n in blended for n in range(first, len(tokens))], device=self._model.device
+        )
         most = min(prompt.max_tokens, self._limit - len(tokens))
         answer: list[int] = []
         with torch.inference_mode():
@@ -269,7 +325,9 @@ class TransformersEngine:
             finish_reason="stop" if token in self._ends else "length",
         )
 
-    def _step(self, hidden: torch.Tensor, kv: Kv, rows: torch.Tensor, doubtful: torch.Tensor) -> tuple[int, int]:
+    def _step(
+        self, hidden: torch.Tensor, kv: Kv, rows: torch.Tensor, doubtful: torch.Tensor
+    ) -> tuple[int, int]:
         """Send tokens through the layers: their embeddings [1, rows, width], their positions, and which of them have KV
         of a donor's. Returns the next token, and how many were computed; one in a part of the layers counts for that
         part.
@@ -288,7 +346,9 @@ class TransformersEngine:
             before = torch.arange(kv.end, device=rows.device) <= rows[:, None]
             hidden = layer(
                 hidden,
-                attention_mask=None if len(rows) == kv.end or len(rows) == 1 else before[None, None],
+                attention_mask=None
+                if len(rows) == kv.end or len(rows) == 1
+                else before[None, None],
                 position_ids=rows[None],
                 position_embeddings=self._decoder.rotary_emb(hidden, rows[None]),
                 past_key_values=kv,
@@ -324,10 +384,16 @@ class TransformersEngine:
 
     def _room(self, tokens: int) -> Kv:
         config = self._decoder.config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape, device = (1, config.num_key_value_heads, tokens, width), self._model.device
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        shape = (1, config.num_key_value_heads, tokens, width)
+        device = self._model.device
         return Kv(
-            [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in self._decoder.layers]
+            [
+                (torch.zeros(shape, device=device), torch.zeros(shape, device=device))
+                for _ in self._decoder.layers
+            ]
         )
 
     def _take(self, kv: Kv, kept: Kept, pairs: Sequence[tuple[int, int]]) -> None:
@@ -347,7 +413,12 @@ def _check(config: Any, model: str) -> None:
     kinds = {"full_attention", *(getattr(text, "layer_types", None) or ())}
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
     plain = text.model_type in _FAMILIES and config.model_type in ("llava", text.model_type)
-    if not plain or rope != "default" or kinds != {"full_attention"} or getattr(text, "sliding_window", None):
+    if (
+        not plain
+        or rope != "default"
+        or kinds != {"full_attention"}
+        or getattr(text, "sliding_window", None)
+    ):
         found = f"{config.model_type}, {text.model_type}, rope {rope}, {', '.join(sorted(kinds))}"
         raise EngineError(
             f"model {model!r} ({found}): --engine transformers takes {', '.join(_FAMILIES)}, alone or in LLaVA, with "

@@ -30,7 +30,16 @@ from semkv.cache import CacheStats, SemanticCache
 from semkv.engines import Engine, EnginePrompt, EngineResult, MediaError
 from semkv.errors import DatasetError, EngineError, SemkvError
 from semkv.stores.maintenance import prepare
-from semkv.types import CacheMode, MediaSegment, Namespace, Plan, ReuseReport, Role, Status, TextSegment
+from semkv.types import (
+    CacheMode,
+    MediaSegment,
+    Namespace,
+    Plan,
+    ReuseReport,
+    Role,
+    Status,
+    TextSegment,
+)
 from semkv_lab.console import (
     SAMPLES_OUT,
     SUMMARY_OUT,
@@ -71,7 +80,9 @@ if TYPE_CHECKING:
     from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
-NOISE_SAMPLES = 32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
+NOISE_SAMPLES = (
+    32  # cold samples that are asked twice: 32 more answers, whatever the length of the run
+)
 _GIVE_UP_AFTER = 3  # samples that fail before one succeeded: the set-up is wrong, not a sample
 
 
@@ -93,7 +104,13 @@ def run(
         baseline: a file of samples with cold answers, in place of a cold pass.
     """
     cache = make_cache(settings) if settings.cache.mode is not CacheMode.OFF else None
-    runner = _Runner(settings=settings, samples=samples, _make_engine=make_engine, _listener=listener, _cache=cache)
+    runner = _Runner(
+        settings=settings,
+        samples=samples,
+        _make_engine=make_engine,
+        _listener=listener,
+        _cache=cache,
+    )
     interrupted = False
     try:
         runner.run(baseline)
@@ -162,10 +179,14 @@ class _Runner:
         self.skipped += [s.sample_id for s in lacking]
         self.samples = [s for s in self.samples if s.complete]
         if lacking and (self.settings.strict or not self.samples):
-            missing = {image.name: image for s in lacking for image in s.images if image.path is None}
+            missing = {
+                image.name: image for s in lacking for image in s.images if image.path is None
+            }
             first = missing[min(missing)]
             where = first.sought or f"the data set {self.settings.dataset} names no file for it"
-            raise DatasetError(f"images without a file: {len(missing)}, such as {first.name!r}: {where}")
+            raise DatasetError(
+                f"images without a file: {len(missing)}, such as {first.name!r}: {where}"
+            )
 
     def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
@@ -174,13 +195,17 @@ class _Runner:
             try:
                 answer(sample)
             except Exception as e:
-                own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)  # may raise anything
+                own = plug.is_path(self.settings.engine) and not isinstance(
+                    e, SemkvError
+                )  # may raise anything
                 if not own and not isinstance(e, EngineError):
                     raise
                 self._failed.add(sample.sample_id)
                 self.faults["failed samples"] = len(self._failed)
                 self._listener.say(f"[{sample.sample_id}] failed | {e}")
-                alike += not isinstance(e, MediaError)  # an image that cannot be read is that sample's fault
+                alike += not isinstance(
+                    e, MediaError
+                )  # an image that cannot be read is that sample's fault
                 if not done and alike >= _GIVE_UP_AFTER:
                     raise
 
@@ -191,7 +216,9 @@ class _Runner:
         prompt = self._prompt(request.segments)
         result, again = engine.generate(prompt), None
         if sample.sample_id in self._twice:
-            again = engine.generate(replace(prompt, tenant=f"{self.settings.tenant} noise floor {sample.sample_id}"))
+            again = engine.generate(
+                replace(prompt, tenant=f"{self.settings.tenant} noise floor {sample.sample_id}")
+            )
         self.cold[sample.sample_id] = Cold(
             image=sample.image_name,
             match=_match(result.text, sample),
@@ -271,7 +298,9 @@ class _Runner:
             if not report.plan.substituted:
                 raise
         self.faults["donor image lost"] += 1
-        missed = {tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()}
+        missed = {
+            tier: Status.MISS if s is Status.HIT else s for tier, s in report.statuses.items()
+        }
         report = replace(report, plan=Plan(report.request.segments), statuses=missed)
         return report, self._send(report, engine)
 
@@ -294,7 +323,9 @@ class _Runner:
             return engine.generate(sent)
         return cast("TransformersEngine", engine).reuse(self._prompt(report.request.segments), sent)
 
-    def _check(self, report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache) -> None:
+    def _check(
+        self, report: ReuseReport, answer: str, engine: Engine, cache: SemanticCache
+    ) -> None:
         """Answer the unchanged request of an approximate hit as well, and hand in whether the two answers agree."""
         own = report.unchanged()
         result = engine.generate(self._prompt(own.plan.segments))
@@ -303,10 +334,15 @@ class _Runner:
 
     def _metadata(self, result: EngineResult) -> dict[str, str]:
         model = Path(self.settings.model)
-        return {"finish_reason": result.finish_reason, "model": model.name if model.is_dir() else self.settings.model}
+        return {
+            "finish_reason": result.finish_reason,
+            "model": model.name if model.is_dir() else self.settings.model,
+        }
 
     def _prompt(self, segments: tuple[Any, ...]) -> EnginePrompt:
-        return EnginePrompt(segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens)
+        return EnginePrompt(
+            segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens
+        )
 
 
 def _donor_inputs(report: ReuseReport) -> tuple[str, str]:
@@ -334,14 +370,18 @@ def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
 
 def bytes_on_disk(settings: RunSettings) -> int:
     """Bytes of all files below the cache folders, but for those that other processes take away meanwhile."""
-    folders = [f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None]
+    folders = [
+        f for f in (settings.cache.cache_dir, settings.cache.fusion_cache_dir) if f is not None
+    ]
     files = {file.resolve() for folder in folders for file in folder.rglob("*")}
     return sum(status.st_size for _, status in described(files))
 
 
 def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
     """The cold answers in a file of ``--samples-out``, by sample id."""
-    there = {record.sample_id: record.cold for record in read_rows(path, SampleRecord, cut_off=True)}
+    there = {
+        record.sample_id: record.cold for record in read_rows(path, SampleRecord, cut_off=True)
+    }
     found = {}
     for sample in samples:
         cold = there.get(sample.sample_id)
@@ -358,7 +398,11 @@ def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) ->
 
 
 def execute(
-    settings: RunSettings, *, quiet: bool = False, verbose: bool = False, baseline: Path | None = None
+    settings: RunSettings,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+    baseline: Path | None = None,
 ) -> Figures:
     """Run, print and write what the settings ask for; ``baseline`` as in `run`."""
     started = datetime.now(UTC)
@@ -367,7 +411,9 @@ def execute(
     if settings.engine in ("vllm", "transformers"):
         from semkv_lab.vllm_engine import check_model, set_environment
 
-        check_model(settings.model, settings.revision)  # before a data set is loaded, which may be a download
+        check_model(
+            settings.model, settings.revision
+        )  # before a data set is loaded, which may be a download
         set_environment(verbose=verbose)  # before the cache's encoders import torch
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:
@@ -380,7 +426,9 @@ def execute(
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
         make = partial(make_engine, samples=samples, verbose=verbose)
-        _, summary = run(settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline)
+        _, summary = run(
+            settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline
+        )
         if not summary["interrupted"]:
             listener.write()  # of a run without records, too
     print_summary(console, summary, settings)
@@ -397,7 +445,9 @@ def execute(
     return summary
 
 
-def make_engine(settings: RunSettings, attach: bool, samples: Sequence[Sample], verbose: bool = False) -> Engine:
+def make_engine(
+    settings: RunSettings, attach: bool, samples: Sequence[Sample], verbose: bool = False
+) -> Engine:
     """An engine of the kind that the settings name; one of the user's own gets the settings and ``attach``."""
     if plug.is_path(settings.engine):
         engine = plug.load("--engine", settings.engine, settings, attach)
@@ -450,13 +500,30 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
     console = make_console()
     for name, (title, extra) in _PASSES.items():
         console.rule(f"{name}: {title}")
-        command = [sys.executable, "-m", "semkv", "run", "--preset", "minigqa", "--max-samples", str(samples)]
+        command = [
+            sys.executable,
+            "-m",
+            "semkv",
+            "run",
+            "--preset",
+            "minigqa",
+            "--max-samples",
+            str(samples),
+        ]
         command += ["--cache-dir", str(directory / "cache"), "--data-dir", str(directory / "data")]
-        command += ["--samples-out", str(directory / f"{name}.jsonl"), "--summary-out", str(directory / f"{name}.json")]
+        command += [
+            "--samples-out",
+            str(directory / f"{name}.jsonl"),
+            "--summary-out",
+            str(directory / f"{name}.json"),
+        ]
         done = subprocess.run([*command, *extra, *(["--verbose"] if verbose else [])], check=False)
         if done.returncode:
             raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
-    cold, warm = (json.loads((directory / f"{n}.json").read_text(encoding="utf-8"))["summary"] for n in _PASSES)
+    cold, warm = (
+        json.loads((directory / f"{n}.json").read_text(encoding="utf-8"))["summary"]
+        for n in _PASSES
+    )
     console.print(comparison(cold, warm, same_answers(directory)))
     console.print(f"settings, figures, samples and the cache: {directory}", highlight=False)
 
@@ -464,13 +531,20 @@ def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
 def same_answers(directory: Path) -> tuple[int, int]:
     """How many samples of the warm pass gave the tokens of the cold pass, and how many there were."""
     cold, warm = (
-        {row["sample_id"]: row["token_ids"] for _, row in read_jsonl(directory / f"{name}.jsonl")} for name in _PASSES
+        {row["sample_id"]: row["token_ids"] for _, row in read_jsonl(directory / f"{name}.jsonl")}
+        for name in _PASSES
     )
     return sum(cold.get(key) == value for key, value in warm.items()), len(warm)
 
 
 _COMPARED = (
-    *("prompt tokens", "not computed", "  loaded from the KV store", "latency p50 / p95", "lookup p50 / p95"),
+    *(
+        "prompt tokens",
+        "not computed",
+        "  loaded from the KV store",
+        "latency p50 / p95",
+        "lookup p50 / p95",
+    ),
     "TTFT p50 / p95",
 )
 
@@ -486,11 +560,18 @@ def comparison(cold: Figures, warm: Figures, same: tuple[int, int]) -> Table:
         "TTFT p50 / p95": times(cold["baseline_ttft"]),
     }
     first, second = (dict(figures(summary)) for summary in both)
-    right = [at(cold, "baseline_accuracy", "value"), *(at(summary, "accuracy", "value") for summary in both)]
+    right = [
+        at(cold, "baseline_accuracy", "value"),
+        *(at(summary, "accuracy", "value") for summary in both),
+    ]
     rows = [("hits", "", *(f"{summary['hits']} ({summary['hit_rate']:.0%})" for summary in both))]
     rows += [(name, alone.get(name, ""), first[name], second[name]) for name in _COMPARED]
     rows.append(("accuracy", *(percent(Estimate(1, value)) for value in right)))
     for what, tier in (("requests that loaded KV", "kv_cache"), ("  an encoder output", "fusion")):
-        rows.append((what, "", *(str(at(summary, "statuses", tier, "hit") or 0) for summary in both)))
+        rows.append(
+            (what, "", *(str(at(summary, "statuses", tier, "hit") or 0) for summary in both))
+        )
     rows.append(("answers with the tokens of before", "", "", f"{same[0]} of {same[1]}"))
-    return table("the same questions three times", ("", "vLLM only", "empty cache", "new process"), rows)
+    return table(
+        "the same questions three times", ("", "vLLM only", "empty cache", "new process"), rows
+    )

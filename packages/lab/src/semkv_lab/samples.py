@@ -117,7 +117,9 @@ class DatasetOptions:
         trace_requests: So many requests, samples repeating as need be; by default as many as there are samples.
     """
 
-    data_dir: Annotated[Path, DATA] = field(default_factory=lambda: Path("~/.cache/semkv-data").expanduser())
+    data_dir: Annotated[Path, DATA] = field(
+        default_factory=lambda: Path("~/.cache/semkv-data").expanduser()
+    )
     root: Annotated[Path | None, Parameter(name="--dataset-root"), DATA] = None
     config: Annotated[str, Parameter(name="--dataset-config"), DATA] = ""
     split: Annotated[str, DATA] = ""
@@ -146,7 +148,8 @@ def arrange(samples: Sequence[Sample], options: DatasetOptions) -> list[Sample]:
     """The requests of a trace. A sample that comes again gets an id of its own: ``<id>#2``, ``<id>#3`` ..."""
     requests = _zipf(samples) if options.trace == "zipf" else cycle(samples)
     many = len(samples) if options.trace_requests is None else options.trace_requests
-    taken, times = {sample.sample_id for sample in samples}, Counter[str]()
+    taken = {sample.sample_id for sample in samples}
+    times = Counter[str]()
     arranged = []
     for sample in islice(requests, many):
         times[sample.sample_id] += 1
@@ -186,13 +189,18 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
     """
     for number, row in read_json_lines(path, nan_is_null=True, cut_off=cut_off):
         if not isinstance(row, dict):
-            raise DatasetError(f"{path}, line {number}: expected an object, found {type(row).__name__}")
+            raise DatasetError(
+                f"{path}, line {number}: expected an object, found {type(row).__name__}"
+            )
         yield number, row
 
 
 def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
     """The lines of a file (`read_jsonl`) as objects of a dataclass."""
-    found = [as_row(row, kind, f"{path}, line {number}") for number, row in read_jsonl(path, cut_off=cut_off)]
+    found = [
+        as_row(row, kind, f"{path}, line {number}")
+        for number, row in read_jsonl(path, cut_off=cut_off)
+    ]
     if not found and not cut_off:
         raise DatasetError(f"{path}: no rows")
     return found
@@ -204,7 +212,9 @@ def as_row(row: Any, kind: type[_T], where: str) -> _T:
         found: _T = _reader(cast("Hashable", kind)).validate_python(row)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DatasetError(": ".join(filter(None, (where, ".".join(map(str, first["loc"])), first["msg"])))) from None
+        raise DatasetError(
+            ": ".join(filter(None, (where, ".".join(map(str, first["loc"])), first["msg"])))
+        ) from None
     return found
 
 
@@ -223,7 +233,9 @@ class _Prompt:
     id: str | None = None
     system: str | None = None
     context: str | None = None
-    images: Annotated[list[NonEmpty] | NonEmpty | None, Field(validation_alias=AliasChoices("images", "image"))] = None
+    images: Annotated[
+        list[NonEmpty] | NonEmpty | None, Field(validation_alias=AliasChoices("images", "image"))
+    ] = None
     answer: str | None = None
     semantic: str | None = None
     group: str | None = None
@@ -267,7 +279,9 @@ def _image(folder: Path, name: str) -> ImageRef:
     with suppress(OSError):  # such as a name that is too long
         if file.is_file():
             return ImageRef(whole, file)
-    return ImageRef(whole, None, f"there is no file {file}; a path is relative to the folder of the .jsonl file")
+    return ImageRef(
+        whole, None, f"there is no file {file}; a path is relative to the folder of the .jsonl file"
+    )
 
 
 # -- requests ------------------------------------------------------------
@@ -287,7 +301,9 @@ def chunk_text(sample: Sample, source: ChunkSource, window: int = 0) -> str:
     return text[:window] if window else text
 
 
-def label_answers(samples: Iterable[Sample], instruction: str = "") -> Callable[[tuple[Segment, ...]], str]:
+def label_answers(
+    samples: Iterable[Sample], instruction: str = ""
+) -> Callable[[tuple[Segment, ...]], str]:
     """Answers prompts with the data set's own labels, in a model's place: for `ScriptedEngine.answer`.
 
     A prompt is known by its exact segments; one that no sample asks, such as one picture's context with another's

@@ -45,9 +45,25 @@ class Kind(NamedTuple):
 
 KINDS = {
     "card": Kind((0, 2), (215, 255), lines=(2, 9), size=(10, 30)),
-    "table": Kind((0, 0), (250, 250), shapes=(2, 4), reach=(4, 6), lines=(5, 14), columns=(3, 5), size=(10, 14)),
+    "table": Kind(
+        (0, 0),
+        (250, 250),
+        shapes=(2, 4),
+        reach=(4, 6),
+        lines=(5, 14),
+        columns=(3, 5),
+        size=(10, 14),
+    ),
     "toys": Kind((4, 25), (60, 220), shapes=(3, 7), reach=(9, 34)),
-    "map": Kind((7, 7), (205, 228), shapes=(8, 18), reach=(4, 8), lines=(3, 5), columns=(1, 3), size=(10, 13)),
+    "map": Kind(
+        (7, 7),
+        (205, 228),
+        shapes=(8, 18),
+        reach=(4, 8),
+        lines=(3, 5),
+        columns=(1, 3),
+        size=(10, 13),
+    ),
     "sign": Kind((20, 40), (70, 190), shapes=(3, 6), reach=(10, 40), lines=(1, 2), size=(20, 40)),
     "texture": Kind((30, 55), (70, 190), shapes=(3, 9), reach=(7, 26)),
 }
@@ -84,9 +100,12 @@ def make(kind: Kind, rng: Random) -> Scene:
     elements: list[Element] = []
     for _ in range(400):
         reach = rng.uniform(*kind.reach)
-        x, y = rng.uniform(reach + 4, width - reach - 4), rng.uniform(reach + 4, height - reach - 4)
+        x = rng.uniform(reach + 4, width - reach - 4)
+        y = rng.uniform(reach + 4, height - reach - 4)
         if all(math.hypot(x - e.x, y - e.y) > 1.5 * reach + 20 for e in elements):
-            elements.append(Element(x=x, y=y, reach=reach, form=rng.choice(FORMS), color=_paint(rng, tone)))
+            elements.append(
+                Element(x=x, y=y, reach=reach, form=rng.choice(FORMS), color=_paint(rng, tone))
+            )
     elements = elements[: rng.randint(*kind.shapes)]
     size = rng.randint(*kind.size)
     columns = rng.randint(*kind.columns)
@@ -111,14 +130,19 @@ def _paint(rng: Random, other: Sequence[int]) -> RGB:
     return rng.choice([paint for paint in PAINTS if math.dist(paint, other) > 70])
 
 
-def _ground(size: tuple[int, int], mean: Sequence[int], contrast: float, rng: Random) -> Image.Image:
+def _ground(
+    size: tuple[int, int], mean: Sequence[int], contrast: float, rng: Random
+) -> Image.Image:
     """Noise of several grains, as in photographs."""
-    noise, random = np.zeros((size[1], size[0], 3)), np.random.default_rng(rng.getrandbits(31))
+    noise = np.zeros((size[1], size[0], 3))
+    random = np.random.default_rng(rng.getrandbits(31))
     for grain in (1, 4, 16, 64):
         shape = (size[1] // grain + 2, size[0] // grain + 2, 3)
         coarse = random.normal(size=shape) + 2 * random.normal(size=(*shape[:2], 1))
         noise += coarse.repeat(grain, axis=0).repeat(grain, axis=1)[: size[1], : size[0]]
-    return Image.fromarray((np.array(mean) + contrast * noise / noise.std()).clip(0, 255).astype(np.uint8))
+    return Image.fromarray(
+        (np.array(mean) + contrast * noise / noise.std()).clip(0, 255).astype(np.uint8)
+    )
 
 
 def draw(scene: Scene) -> Image.Image:
@@ -156,9 +180,20 @@ def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
         return
     one = rng.choice(shapes)
     yield "color", scene.edited(one, one._replace(color=_paint(rng, one.color)))
-    yield "form", scene.edited(one, one._replace(form=rng.choice([form for form in FORMS if form != one.form])))
-    far, turn = max(8.0, one.reach) * rng.uniform(1, 3), rng.uniform(0, 2 * math.pi)
-    yield "place", scene.edited(one, one._replace(x=one.x + far * math.cos(turn), y=one.y + far * math.sin(turn)))
+    yield (
+        "form",
+        scene.edited(
+            one, one._replace(form=rng.choice([form for form in FORMS if form != one.form]))
+        ),
+    )
+    far = max(8.0, one.reach) * rng.uniform(1, 3)
+    turn = rng.uniform(0, 2 * math.pi)
+    yield (
+        "place",
+        scene.edited(
+            one, one._replace(x=one.x + far * math.cos(turn), y=one.y + far * math.sin(turn))
+        ),
+    )
     yield "count", scene.edited(one)
     if others := [e for e in shapes if math.dist(one.color, e.color) > 70]:
         other = rng.choice(others)
@@ -194,13 +229,22 @@ def encoded(image: Image.Image, form: str = "PNG", **options: int) -> bytes:
 
 
 def first_photo(wide: Image.Image, rng: Random) -> bytes:
-    return encoded(frame(wide)) if rng.random() < 0.5 else encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
+    return (
+        encoded(frame(wide))
+        if rng.random() < 0.5
+        else encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
+    )
 
 
 def shift(wide: Image.Image, rng: Random) -> bytes:
     """The camera moves by one to four pixels."""
     far = rng.randint(1, 4)
-    return encoded(frame(wide, *rng.choice(((far, 0), (-far, 0), (0, far), (0, -far), (far, rng.randint(-far, far))))))
+    return encoded(
+        frame(
+            wide,
+            *rng.choice(((far, 0), (-far, 0), (0, far), (0, -far), (far, rng.randint(-far, far)))),
+        )
+    )
 
 
 def crop(wide: Image.Image, rng: Random) -> bytes:
@@ -225,20 +269,37 @@ def light(wide: Image.Image, rng: Random) -> bytes:
 def scale(wide: Image.Image, rng: Random) -> bytes:
     """5% larger or smaller, at most."""
     image, by = frame(wide), rng.uniform(0.95, 1.05)
-    return encoded(image.resize((round(image.width * by), round(image.height * by)), Image.Resampling.BICUBIC))
+    return encoded(
+        image.resize((round(image.width * by), round(image.height * by)), Image.Resampling.BICUBIC)
+    )
 
 
 def second(wide: Image.Image, rng: Random) -> bytes:
     """A second photograph: moved by parts of a pixel, another light, other noise, and JPEG."""
     dx, dy = rng.uniform(-3, 3), rng.uniform(-3, 3)
     by = rng.uniform(0.99, 1.01)
-    moved = wide.transform(wide.size, Image.Transform.AFFINE, (by, 0, dx, 0, by, dy), Image.Resampling.BICUBIC)
-    pixels = np.asarray(ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07)), dtype=np.float32)
+    moved = wide.transform(
+        wide.size, Image.Transform.AFFINE, (by, 0, dx, 0, by, dy), Image.Resampling.BICUBIC
+    )
+    pixels = np.asarray(
+        ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07)), dtype=np.float32
+    )
     grain = np.random.default_rng(rng.getrandbits(31)).normal(0, 2, pixels.shape)
-    return encoded(Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8)), "JPEG", quality=rng.randint(70, 92))
+    return encoded(
+        Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8)),
+        "JPEG",
+        quality=rng.randint(70, 92),
+    )
 
 
-COPIES: tuple[Callable[[Image.Image, Random], bytes], ...] = (shift, crop, reencoded, light, scale, second)
+COPIES: tuple[Callable[[Image.Image, Random], bytes], ...] = (
+    shift,
+    crop,
+    reencoded,
+    light,
+    scale,
+    second,
+)
 
 
 class Pair(NamedTuple):
@@ -266,15 +327,20 @@ def pairs(scenes: int) -> list[Pair]:
             changed = [(what, draw(other)) for what, other in changes(drawn, rng)]
         donor = first_photo(wide, rng)
         found += [
-            Pair(kind=name, what=copy.__name__, same=True, donor=donor, request=copy(wide, rng)) for copy in COPIES
+            Pair(kind=name, what=copy.__name__, same=True, donor=donor, request=copy(wide, rng))
+            for copy in COPIES
         ]
         for what, other in changed:
             if _shows(frame(other), frame(wide)):
                 taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
-                found.append(Pair(kind=name, what=what, same=False, donor=donor, request=taken(other, rng)))
+                found.append(
+                    Pair(kind=name, what=what, same=False, donor=donor, request=taken(other, rng))
+                )
     return found
 
 
 def _enlarged(small: Image.Image, by: int) -> Image.Image:
     inner = small.resize((small.width * by, small.height * by), Image.Resampling.BICUBIC)
-    return Image.fromarray(np.pad(np.asarray(inner), ((EDGE, EDGE), (EDGE, EDGE), (0, 0)), mode="edge"))
+    return Image.fromarray(
+        np.pad(np.asarray(inner), ((EDGE, EDGE), (EDGE, EDGE), (0, 0)), mode="edge")
+    )

@@ -53,7 +53,8 @@ class ScriptedEngine:
             media_bytes(item)
         tokens = _tokens(prompt)
         blocks = self._blocks(prompt, tokens)
-        local, stored = _leading(blocks, self._prefix), _leading(blocks, self.store or ())
+        local = _leading(blocks, self._prefix)
+        stored = _leading(blocks, self.store or ())
         loaded = max(0, stored - local) * self.block_size
         cached = local * self.block_size + loaded
         self._prefix.update(blocks)
@@ -67,7 +68,11 @@ class ScriptedEngine:
             prompt_tokens=len(tokens),
             cached_tokens=cached,
             loaded_tokens=None if self.store is None else loaded,
-            kv=Status.SKIP if self.store is None or local == len(blocks) else Status.HIT if loaded else Status.MISS,
+            kv=Status.SKIP
+            if self.store is None or local == len(blocks)
+            else Status.HIT
+            if loaded
+            else Status.MISS,
             fusion=Status.MISS if media and self.store is not None and not cached else Status.SKIP,
             ttft_s=elapsed,
             latency_s=elapsed,
@@ -91,7 +96,9 @@ class ScriptedEngine:
     def _blocks(self, prompt: EnginePrompt, tokens: list[str]) -> list[str]:
         """Chained keys of the full blocks, the last token left to compute."""
         parent, found = prompt.cache_salt or "", []
-        for start in range(0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size):
+        for start in range(
+            0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size
+        ):
             parent = digest(parent, *tokens[start : start + self.block_size])
             found.append(parent)
         return found

@@ -142,16 +142,25 @@ class Bench:
     """One run: what is asked and what fits, encoder, calibration, and the caches that can be measured here."""
 
     def __init__(self, flags: SemanticFlags, folder: Path) -> None:
-        self.flags, self._calibration = flags, folder / "calibration.json"
+        self.flags = flags
+        self._calibration = folder / "calibration.json"
         self.encoder = SentenceEncoder(remembered=_REMEMBERED)
         self.absent: list[str] = []
 
     @cached_property
     def data(self) -> list[Labeled]:
         """All traps and paraphrases of ``bench/data``."""
-        files = (("traps.jsonl", False, "category", "passed_first"), ("paraphrases.jsonl", True, "kind", "kept_first"))
+        files = (
+            ("traps.jsonl", False, "category", "passed_first"),
+            ("paraphrases.jsonl", True, "kind", "kept_first"),
+        )
         return [
-            Labeled(pair=Pair(row["a"], row["b"], same), kind=row[kind], held_out=row["held_out"], first=row.get(first))
+            Labeled(
+                pair=Pair(row["a"], row["b"], same),
+                kind=row[kind],
+                held_out=row["held_out"],
+                first=row.get(first),
+            )
             for name, same, kind, first in files
             for row in self.rows(name)
         ]
@@ -159,14 +168,18 @@ class Bench:
     def rows(self, name: str) -> list[Row]:
         """Rows of a file of ``bench/data``. Raises `DatasetError` where it is not there."""
         if not (DATA / name).is_file():
-            raise DatasetError(f"{DATA / name} is not here: run this in a checkout, or with --parts pairs --pairs FILE")
+            raise DatasetError(
+                f"{DATA / name} is not here: run this in a checkout, or with --parts pairs --pairs FILE"
+            )
         return [dict(row) for _, row in read_jsonl(DATA / name)]
 
     @cached_property
     def halves(self) -> tuple[list[Pair], list[Pair]]:
         """What fits, and what asks."""
         if self.flags.pairs is None:
-            fitting, asking = ([r.pair for r in self.data if r.held_out is held] for held in (False, True))
+            fitting, asking = (
+                [r.pair for r in self.data if r.held_out is held] for held in (False, True)
+            )
             return fitting, asking
         asking, fitting = halves(read_rows(self.flags.pairs, Pair))
         if not all(len({pair.same for pair in half}) == 2 for half in (fitting, asking)):
@@ -181,11 +194,15 @@ class Bench:
         names = [name for name in CACHES if name in self.flags.caches]
         if {"calibrated", "bounded"} & {*names}:
             self.know(self.halves[0])
-            fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration.save(self._calibration)
+            fit(self.halves[0], self.encoder, precision=caches.PRECISION).calibration.save(
+                self._calibration
+            )
         found: list[Maker] = []
         for name in names:
             try:
-                found += caches.makers(name, self.encoder, self._calibration, self.flags.max_error_rate)
+                found += caches.makers(
+                    name, self.encoder, self._calibration, self.flags.max_error_rate
+                )
             except ImportError as error:
                 self.absent.append(f"{name}: not installed: pip install {error.name}")
             except Exception as error:
@@ -203,7 +220,10 @@ class Bench:
         """A cache; one that learns has answered a stream of the fitting part, in a group of its own."""
         with closing(make(0)) as cache:
             if cache.learns:
-                stream = [replace(asked, group="warm-up") for asked in zipf(self.halves[0], 0, self.flags.requests)]
+                stream = [
+                    replace(asked, group="warm-up")
+                    for asked in zipf(self.halves[0], 0, self.flags.requests)
+                ]
                 know((asked.text for asked in stream), self.encoder)
                 play(cache, stream)
             yield cache
@@ -212,7 +232,10 @@ class Bench:
 def run(flags: SemanticFlags, screen: Console) -> Row:
     """Measure, print a table for each part, and return everything as JSON values."""
     given = {name: value for name, value in asdict(flags).items() if name != "out"}
-    found: Row = {"machine": machine(), "settings": json.loads(json.dumps(given, default=lambda path: path.name))}
+    found: Row = {
+        "machine": machine(),
+        "settings": json.loads(json.dumps(given, default=lambda path: path.name)),
+    }
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, Path(folder))
         found |= {"encoder": bench.encoder.fingerprint, "not measured": bench.absent}
@@ -231,20 +254,29 @@ def machine() -> Row:
     """What times depend on, the load of the moment included."""
     versions = {name: installed for name in VERSIONS if (installed := version(name))}
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
+    )
     usable = {"cpu": cpu, "cores": len(os.sched_getaffinity(0))}
     return environment() | usable | {"versions": versions, "load_average": os.getloadavg()}
 
 
 def times(seconds: Sequence[float]) -> Row:
     """Median and 99th percentile, in milliseconds."""
-    return {"calls": len(seconds)} | {f"p{q}_ms": round(1e3 * float(np.percentile(seconds, q)), 4) for q in (50, 99)}
+    return {"calls": len(seconds)} | {
+        f"p{q}_ms": round(1e3 * float(np.percentile(seconds, q)), 4) for q in (50, 99)
+    }
 
 
 def rate(count: int, of: int) -> Row:
     """A share with its 95% interval (Wilson's)."""
     value = round(count / of, 6) if of else None
-    return {"count": count, "of": of, "share": value, "interval": [round(end, 6) for end in wilson(count, of)]}
+    return {
+        "count": count,
+        "of": of,
+        "share": value,
+        "interval": [round(end, 6) for end in wilson(count, of)],
+    }
 
 
 def share_of(row: Row, digits: int = 1) -> str:
@@ -273,8 +305,14 @@ def traps_part(bench: Bench) -> Found:
     found, tables = _pairs(bench, strangers, "held-out traps and paraphrases by strangers")
     alone = _guards(bench)
     names = ("all", "held out", "at first sight")
-    rows = [(name, *(share_of(row[of]) if of in row else "" for of in names)) for name, row in alone.items()]
-    return {"caches": found, "guards": alone}, [*tables, table("no veto by the guards", ("", *names), rows)]
+    rows = [
+        (name, *(share_of(row[of]) if of in row else "" for of in names))
+        for name, row in alone.items()
+    ]
+    return {"caches": found, "guards": alone}, [
+        *tables,
+        table("no veto by the guards", ("", *names), rows),
+    ]
 
 
 def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
@@ -287,10 +325,19 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
         with bench.warm(make) as cache:
             row = _pair_figures(cache, pairs)
         found[cache.name] = {"settings": cache.settings} | row
-        shares = (row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit"))
+        shares = (
+            row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit")
+        )
         rows.append((cache.name, *map(share_of, shares), f"{row['p_chr_auc']:.3f}"))
     title = f"{what}: {len(pairs)}, {sum(pair.same for pair in pairs)} of them the same; 95% intervals (Wilson)"
-    names = ("cache", "hit rate", "precision at it", "same that hit", "different that hit", "P-CHR AUC")
+    names = (
+        "cache",
+        "hit rate",
+        "precision at it",
+        "same that hit",
+        "different that hit",
+        "P-CHR AUC",
+    )
     return found, [table(title, names, rows)]
 
 
@@ -299,10 +346,13 @@ def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
     `STAY` of the same do."""
     hits = [(ask_pair(cache, pair, f"{number}"), pair.same) for number, pair in enumerate(pairs)]
     trust = [cache.confidence(pair.a, pair.b) for pair in pairs]
-    accepted, same = sum(hit for hit, _ in hits), sum(pair.same for pair in pairs)
+    accepted = sum(hit for hit, _ in hits)
+    same = sum(pair.same for pair in pairs)
     right = hits.count((True, True))
     ranked = list(zip(trust, pairs, strict=True))
-    least = np.quantile([own for own, pair in ranked if pair.same] or [2.0], 1 - STAY, method="lower")
+    least = np.quantile(
+        [own for own, pair in ranked if pair.same] or [2.0], 1 - STAY, method="lower"
+    )
     at = sum(bool(own >= least) and not pair.same for own, pair in ranked)
     return {
         "hit_rate": rate(accepted, len(pairs)),
@@ -317,9 +367,14 @@ def _pair_figures(cache: Cache, pairs: Sequence[Pair]) -> Row:
 def _guards(bench: Bench) -> Row:
     """Traps without a veto, paraphrases without one that a threshold may accept, and what a new pair costs."""
     bench.know([row.pair for row in bench.data])
-    cosine = {row: float(np.dot(*bench.encoder.encode([row.pair.a, row.pair.b]))) for row in bench.data}
+    cosine = {
+        row: float(np.dot(*bench.encoder.encode([row.pair.a, row.pair.b]))) for row in bench.data
+    }
     near = [row for row in bench.data if row.pair.same and cosine[row] >= ACCEPTED]
-    sides = {"traps": [row for row in bench.data if not row.pair.same], f"paraphrases, cosine {ACCEPTED} or more": near}
+    sides = {
+        "traps": [row for row in bench.data if not row.pair.same],
+        f"paraphrases, cosine {ACCEPTED} or more": near,
+    }
     found: Row = {name: _unvetoed(side) for name, side in sides.items()}
     for name in ("classes", "last_turns", "long", "other_languages"):
         rows = bench.rows(f"{name}.jsonl")
@@ -348,7 +403,11 @@ def _unvetoed(rows: Sequence[Labeled]) -> Row:
 # -- streams ------------------------------------------------------------
 
 # Of the best static threshold, dense where few answers are wrong; at the last one only exact repeats hit.
-COSINES = (*np.arange(0.7, 0.9, 0.02).round(2).tolist(), *np.arange(0.9, 1.0, 0.0025).round(4).tolist(), 1.01)
+COSINES = (
+    *np.arange(0.7, 0.9, 0.02).round(2).tolist(),
+    *np.arange(0.9, 1.0, 0.0025).round(4).tolist(),
+    1.01,
+)
 Static = list[tuple[float, int, int]]
 """Threshold, hits and wrong hits of a cache with a fixed cosine and nothing else."""
 
@@ -370,7 +429,16 @@ def streams_part(bench: Bench) -> Found:
         sizes = [len(stream) for stream in streams]
         found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
-        names = ("cache", "hit rate", "wrong per request", "worst", "checks", "lookup p50", "p99", "best static")
+        names = (
+            "cache",
+            "hit rate",
+            "wrong per request",
+            "worst",
+            "checks",
+            "lookup p50",
+            "p99",
+            "best static",
+        )
         tables.append(table(title, names, [_stream_cells(name, row) for name, row in rows.items()]))
     return found, tables
 
@@ -378,7 +446,8 @@ def streams_part(bench: Bench) -> Found:
 def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
     """What each of `COSINES` gives."""
     items = list(dict.fromkeys((asked.group, asked.text) for asked in stream))
-    place, near = {item: n for n, item in enumerate(items)}, neighbors(items, encoder)
+    place = {item: n for n, item in enumerate(items)}
+    near = neighbors(items, encoder)
     found = []
     for threshold in COSINES:
         stored: dict[int, str] = {}
@@ -390,7 +459,8 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
             if nearest is None:
                 stored[own] = asked.answer
             else:
-                hits, wrong = hits + 1, wrong + (stored[nearest] != asked.answer)
+                hits = hits + 1
+                wrong = wrong + (stored[nearest] != asked.answer)
         found.append((threshold, hits, wrong))
     return found
 
@@ -402,11 +472,16 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
         with closing(make(SEED + n)) as cache:
             played.append(play(cache, stream))
     total = sum(map(len, streams))
-    wrong = share([(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes])
+    wrong = share(
+        [(f"{n} {name}", bad) for n, one in enumerate(played) for name, _, bad in one.outcomes]
+    )
     shares = [one.wrong / len(stream) for one, stream in zip(played, streams, strict=True)]
     bound = cache.settings.get("max error rate")
     allowed = shares if bound is None else [bound] * len(streams)
-    best = [_most_hits(rows, own * len(stream)) for rows, own, stream in zip(static, allowed, streams, strict=True)]
+    best = [
+        _most_hits(rows, own * len(stream))
+        for rows, own, stream in zip(static, allowed, streams, strict=True)
+    ]
     return cache.name, {
         "settings": cache.settings,
         "streams": [one.to_json() for one in played],
@@ -440,8 +515,14 @@ def _stream_cells(name: str, row: Row) -> tuple[str, ...]:
 
 # -- last turns ------------------------------------------------------------
 
-_CHAT = (("user", "Tell me about Lisbon."), ("assistant", "It is a city by the sea. Do you want to know more?"))
-_DOCUMENT = "The lease of the flat in Elm Street begins in May. " + "The tenant pays the rent on the first day. " * 40
+_CHAT = (
+    ("user", "Tell me about Lisbon."),
+    ("assistant", "It is a city by the sea. Do you want to know more?"),
+)
+_DOCUMENT = (
+    "The lease of the flat in Elm Street begins in May. "
+    + "The tenant pays the rent on the first day. " * 40
+)
 FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "single turn": (),
     "second turn": _CHAT,
@@ -460,7 +541,9 @@ def turns_part(bench: Bench) -> Found:
     pairs = [Pair(row["a"], row["b"], row["same"]) for row in bench.rows("last_turns.jsonl")]
     last = ("What about the second one?", "How about the second one?")
     bench.know([*pairs, Pair(*last, same=True)])
-    about = [(("user", f"Describe house {n}."), ("assistant", "Done.")) for n in range(CONVERSATIONS)]
+    about = [
+        (("user", f"Describe house {n}."), ("assistant", "Done.")) for n in range(CONVERSATIONS)
+    ]
     found, rows = {}, []
     for make in bench.makers:
         with bench.warm(make) as cache:
@@ -472,7 +555,10 @@ def turns_part(bench: Bench) -> Found:
                     forms[form]["paraphrases" if pair.same else "traps"] += hit
                     hits[pair.same].append((f"{number}", hit))
             streams = [
-                [Asked(text=text, answer=f"{n}", group="houses", history=h) for n, h in enumerate(about)]
+                [
+                    Asked(text=text, answer=f"{n}", group="houses", history=h)
+                    for n, h in enumerate(about)
+                ]
                 for text in last
             ]
             equal, reworded = (play(cache, stream) for stream in streams)
@@ -485,7 +571,13 @@ def turns_part(bench: Bench) -> Found:
         others = f"{equal.wrong + reworded.wrong} of {2 * CONVERSATIONS}"
         rows.append((cache.name, percent(share(hits[True])), percent(share(hits[False])), others))
     title = f"last turns: {len(pairs)} pairs after {len(FORMS)} histories; 95% intervals by bootstrap over pairs"
-    return found, [table(title, ("cache", "paraphrases that hit", "traps that hit", "another conversation's"), rows)]
+    return found, [
+        table(
+            title,
+            ("cache", "paraphrases that hit", "traps that hit", "another conversation's"),
+            rows,
+        )
+    ]
 
 
 # -- images ------------------------------------------------------------
@@ -496,12 +588,17 @@ def images_part(bench: Bench) -> Found:
     from semkv_lab import scenes
 
     made = scenes.pairs(SCENES)
-    found = {"semkv": _image_cache(made, guarded=True), "semkv without guards": _image_cache(made, guarded=False)}
+    found = {
+        "semkv": _image_cache(made, guarded=True),
+        "semkv without guards": _image_cache(made, guarded=False),
+    }
     rows = [
         (name, share_of(row["copies"]["all"]), share_of(row["changes"]["all"]), *_ms(row))
         for name, row in found.items()
     ]
-    title = f"images: {SCENES} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
+    title = (
+        f"images: {SCENES} scenes of each kind; 95% intervals (Wilson); lookups with the encoder"
+    )
     return found, [table(title, ("", "copies that hit", "changes that hit", "p50", "p99"), rows)]
 
 
@@ -524,14 +621,21 @@ def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
         def ask(data: bytes) -> Request:
             file = Path(root) / keys.media_id(data)
             file.write_bytes(data)
-            return Request("", Namespace(), (MediaSegment(file.name, file), TextSegment("What does the picture show?")))
+            return Request(
+                "",
+                Namespace(),
+                (MediaSegment(file.name, file), TextSegment("What does the picture show?")),
+            )
 
         with SemanticCache(config) as cache:
             for data in donors:
                 cache.add_observation(cache.try_reuse(ask(data)), keys.media_id(data))
             for pair in made:
                 report = cache.try_reuse(ask(pair.request))
-                hits.append(report.hit and (report.donor_response == keys.media_id(pair.donor) or not pair.same))
+                hits.append(
+                    report.hit
+                    and (report.donor_response == keys.media_id(pair.donor) or not pair.same)
+                )
                 seconds.append(report.lookup_s)
             vetoes = dict(cache.stats().vetoes)
     measured = {"layer": layer, "images": len(donors), "vetoes": vetoes, "lookup": times(seconds)}
@@ -540,11 +644,16 @@ def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
 
 def _image_shares(made: Sequence[scenes.Pair], hits: Sequence[bool]) -> Row:
     """Shares of copies and of changes that hit, by what was done and by kind of scene."""
-    groups: dict[str, dict[str, list[bool]]] = {name: defaultdict(list) for name in ("copies", "changes")}
+    groups: dict[str, dict[str, list[bool]]] = {
+        name: defaultdict(list) for name in ("copies", "changes")
+    }
     for pair, hit in zip(made, hits, strict=True):
         for group in ("all", pair.what, f"of {pair.kind}"):
             groups["copies" if pair.same else "changes"][group].append(hit)
-    return {name: {group: rate(sum(v), len(v)) for group, v in of.items()} for name, of in groups.items()}
+    return {
+        name: {group: rate(sum(v), len(v)) for group, v in of.items()}
+        for name, of in groups.items()
+    }
 
 
 PARTS: dict[str, Callable[[Bench], Found]] = {

@@ -18,10 +18,22 @@ from semkv.errors import ConfigError
 from semkv_lab.console import keep_apart
 from semkv_lab.datasets import DATASETS
 from semkv_lab.samples import ChunkSource, DatasetOptions
-from semkv_stores.settings import COSINE, EXISTS, NO_FOLDER, NOT_NEGATIVE, POSITIVE, SOME_SHARE, Allowed, check
+from semkv_stores.settings import (
+    COSINE,
+    EXISTS,
+    NO_FOLDER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SOME_SHARE,
+    Allowed,
+    check,
+)
 
 ENGINES = ("labels", "scripted", "transformers", "vllm")
-ENGINE = Allowed(f"one of {', '.join(ENGINES)}, or {plug.FORM}", lambda name: name in ENGINES or plug.is_path(name))
+ENGINE = Allowed(
+    f"one of {', '.join(ENGINES)}, or {plug.FORM}",
+    lambda name: name in ENGINES or plug.is_path(name),
+)
 MODEL = Parameter(group="Model")
 MATCHED = Parameter(group="What the tiers match on")
 DATA = Parameter(group="Data")
@@ -31,7 +43,11 @@ SWITCH = Parameter(negative="")
 MANY = Parameter(consume_multiple=True)
 
 # Layers that a built-in hook cannot fill are dropped from a preset when the user names that hook.
-_HOOK_LAYERS = {"none": frozenset[str](), "prompt": frozenset({"prompt"}), "vision": frozenset({"vision"})}
+_HOOK_LAYERS = {
+    "none": frozenset[str](),
+    "prompt": frozenset({"prompt"}),
+    "vision": frozenset({"vision"}),
+}
 
 
 Reuse = Literal["inputs", "prefix", "literal", "blend"]
@@ -91,22 +107,39 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        if not (self.dataset in DATASETS or self.dataset.endswith(".jsonl") or plug.is_path(self.dataset)):
-            raise ConfigError("--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM])
+        if not (
+            self.dataset in DATASETS
+            or self.dataset.endswith(".jsonl")
+            or plug.is_path(self.dataset)
+        ):
+            raise ConfigError(
+                "--dataset", self.dataset, [*DATASETS, "a file that ends in .jsonl", plug.FORM]
+            )
         if self.reuse != "inputs" and self.engine != "transformers":
-            raise ConfigError("--reuse", self.reuse, "inputs, or another one with --engine transformers")
-        for key, path in (("--calibration", self.cache.calibration), ("--dataset-root", self.data.root)):
+            raise ConfigError(
+                "--reuse", self.reuse, "inputs, or another one with --engine transformers"
+            )
+        for key, path in (
+            ("--calibration", self.cache.calibration),
+            ("--dataset-root", self.data.root),
+        ):
             if path is not None and not path.exists():
                 raise ConfigError(key, str(path), EXISTS.text)
         roots = [
-            Path(os.environ[name]).expanduser() for name in IMAGE_ROOT_VARIABLES if os.environ.get(name, "").strip()
+            Path(os.environ[name]).expanduser()
+            for name in IMAGE_ROOT_VARIABLES
+            if os.environ.get(name, "").strip()
         ]
         if self.data.root is not None and (self.data.root / "images").is_dir():
             roots.append(self.data.root / "images")
         object.__setattr__(self, "cache", replace(self.cache, image_roots=tuple(roots)))
         outputs = {"--samples-out": self.samples_out, "--summary-out": self.summary_out}
         dataset = Path(self.dataset) if self.dataset.endswith(".jsonl") else None
-        read = {"--dataset": dataset, "--dataset-root": self.data.root, "--calibration": self.cache.calibration}
+        read = {
+            "--dataset": dataset,
+            "--dataset-root": self.data.root,
+            "--calibration": self.cache.calibration,
+        }
         keep_apart(outputs, read)
 
     @property
@@ -125,7 +158,9 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
     """A source of flags: the preset's, for what is not given."""
     flags = {name: argument for argument in arguments for name in argument.names}
     for name in ("--preset", "--model"):
-        flags[name].tokens[:] = [token for token in flags[name].tokens if token.value]  # "$UNSET" is not given
+        flags[name].tokens[:] = [
+            token for token in flags[name].tokens if token.value
+        ]  # "$UNSET" is not given
     name = _preset_name(flags)
     if not name:
         return
@@ -135,7 +170,9 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
         if argument.tokens or value is None:
             continue
         for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
-            argument.append(Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index))
+            argument.append(
+                Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index)
+            )
 
 
 def _preset_name(flags: Mapping[str, Argument]) -> str:
@@ -148,12 +185,18 @@ def _preset_name(flags: Mapping[str, Argument]) -> str:
 def _preset_values(name: str, hook: Argument) -> dict[str, Any]:
     """The flags of a preset. Layers that a given hook cannot fill are left out."""
     preset = get_preset(name)
-    values = {item.name: getattr(preset, item.name) for item in fields(preset) if item.name != "instruction"}
+    values = {
+        item.name: getattr(preset, item.name)
+        for item in fields(preset)
+        if item.name != "instruction"
+    }
     values["preset"] = name
     values["enable_fusion_cache"] = values.pop("fusion")
     fillable = _HOOK_LAYERS.get(hook.tokens[0].value) if hook.tokens else None
     if fillable is not None:
-        values["embedding_layers"] = [one for one in preset.embedding_layers if one.split(":")[0] in fillable]
+        values["embedding_layers"] = [
+            one for one in preset.embedding_layers if one.split(":")[0] in fillable
+        ]
     return values
 
 
@@ -161,8 +204,12 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
     """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
     words: dict[str, list[str]] = {}
     for key, value in {**(given or {}), **flags}.items():
-        option = "--" + key.replace("_", "-").replace("-layers", "-layer")  # of two names the last one counts
-        items = value if option == "--embedding-layer" and isinstance(value, list | tuple) else [value]
+        option = "--" + key.replace("_", "-").replace(
+            "-layers", "-layer"
+        )  # of two names the last one counts
+        items = (
+            value if option == "--embedding-layer" and isinstance(value, list | tuple) else [value]
+        )
         if not all(isinstance(item, str | int | float | Path | None) for item in items):
             raise ConfigError(option, value, "a string, a number, true or false")
         none = [] if value is None else ["--no-embedding-layer"]
@@ -171,7 +218,17 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
 
 
 SEMANTIC_PARTS = ("pairs", "traps", "streams", "turns", "images")
-CACHES = ("cosine", "vcache", "krites", "gptcache", "redisvl", "fixed", "calibrated", "bounded", "bounded-uncalibrated")
+CACHES = (
+    "cosine",
+    "vcache",
+    "krites",
+    "gptcache",
+    "redisvl",
+    "fixed",
+    "calibrated",
+    "bounded",
+    "bounded-uncalibrated",
+)
 
 
 def _each(known: tuple[str, ...]) -> Allowed:

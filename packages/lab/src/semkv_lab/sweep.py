@@ -33,7 +33,14 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from semkv.errors import ConfigError, DatasetError, SemkvError
 from semkv.stores.maintenance import prepare
@@ -88,16 +95,26 @@ def read_spec(path: Path) -> list[Experiment]:
     try:
         document = read_toml(path) if path.suffix == ".toml" else read_json(path)
     except DatasetError as error:
-        raise ConfigError("--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})") from error
-    spec, found = as_row(document, _Spec, str(path)), dict[str, Experiment]()
+        raise ConfigError(
+            "--specs", str(path), f"valid JSON, or TOML in a file named .toml ({error})"
+        ) from error
+    spec = as_row(document, _Spec, str(path))
+    found = dict[str, Experiment]()
     for number, row in enumerate(spec.experiments, 1):
-        name, key = row.get("name"), f"{path.name}: name of experiment {number}"
+        name = row.get("name")
+        key = f"{path.name}: name of experiment {number}"
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ConfigError(key, name, "up to 100 letters, digits and . _ = + -, beginning with a letter or digit")
+            raise ConfigError(
+                key,
+                name,
+                "up to 100 letters, digits and . _ = + -, beginning with a letter or digit",
+            )
         if name in found:
             raise ConfigError(key, name, "a name that no other experiment has")
         defaults = _flags(spec.defaults, f"{path.name}: defaults")
-        found[name] = _experiment(name, {**defaults, **_flags(row, f"{path.name}: experiment {name}")})
+        found[name] = _experiment(
+            name, {**defaults, **_flags(row, f"{path.name}: experiment {name}")}
+        )
     return list(found.values())
 
 
@@ -116,9 +133,13 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
     given = {key: value for key, value in row.items() if key not in ("name", "notes")}
     notes = typed(f"experiment {name}: notes", row.get("notes", ""), str)
     if ours := sorted(_OURS & given.keys()):
-        raise ConfigError(f"experiment {name}", ours[0], "a flag of semkv run; this one is the sweep's own")
+        raise ConfigError(
+            f"experiment {name}", ours[0], "a flag of semkv run; this one is the sweep's own"
+        )
     try:
-        return Experiment(name=name, notes=notes, names_a_cache="cache_dir" in given, settings=resolve(given))
+        return Experiment(
+            name=name, notes=notes, names_a_cache="cache_dir" in given, settings=resolve(given)
+        )
     except SemkvError as error:
         raise SemkvError(f"experiment {name}: {error}") from error
 
@@ -137,15 +158,24 @@ class SweepLog:
     def __init__(self, path: Path, *, resume: bool) -> None:
         if path.suffix != ".csv":
             raise ConfigError(_LOG_FILE, str(path), "a name that ends in .csv")
-        self.path, self.lines = path, path.with_suffix(".jsonl")
+        self.path = path
+        self.lines = path.with_suffix(".jsonl")
         if not resume and (self.lines.exists() or path.exists()):
-            raise ConfigError(_LOG_FILE, str(path), "a new file, or --resume to go on with this one")
+            raise ConfigError(
+                _LOG_FILE, str(path), "a new file, or --resume to go on with this one"
+            )
         try:
-            rows = [row for _, row in read_jsonl(self.lines, cut_off=True)] if self.lines.exists() else []
+            rows = (
+                [row for _, row in read_jsonl(self.lines, cut_off=True)]
+                if self.lines.exists()
+                else []
+            )
         except DatasetError as error:
             raise ConfigError("--resume", str(path), f"a log of a sweep ({error})") from None
         if not all({"name", "status", "settings"} <= row.keys() for row in rows):
-            raise ConfigError("--resume", str(path), "a log of a sweep: a row has no name, status or settings")
+            raise ConfigError(
+                "--resume", str(path), "a log of a sweep: a row has no name, status or settings"
+            )
         self.rows = {row["name"]: row for row in rows}
 
     def made_from(self) -> dict[Source, tuple[str, str]]:
@@ -159,7 +189,10 @@ class SweepLog:
     def write(self) -> None:
         """Put the rows in place of what the files hold."""
         flat = [
-            {key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(row)}
+            {
+                key: json.dumps(value) if isinstance(value, list) else value
+                for key, value in flatten(row)
+            }
             for row in self.rows.values()
         ]
         columns = [*_FIRST, *sorted({key for row in flat for key in row} - set(_FIRST))]
@@ -174,7 +207,9 @@ class SweepLog:
 
 def _inputs_of(row: Mapping[str, Any], where: str) -> list[Input]:
     if "inputs" not in row:
-        raise ConfigError("--resume", where, "a row that notes the data it was made from; begin another log")
+        raise ConfigError(
+            "--resume", where, "a row that notes the data it was made from; begin another log"
+        )
     return as_row(row["inputs"], list[Input], where)
 
 
@@ -185,9 +220,13 @@ def locked(path: Path) -> Iterator[None]:
         with writing(_LOG_FILE, path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(lock(path.with_suffix(".lock"), 0))  # given up with the process, however it ends
+                held.enter_context(
+                    lock(path.with_suffix(".lock"), 0)
+                )  # given up with the process, however it ends
             except BlockingIOError:
-                raise ConfigError(_LOG_FILE, str(path), "a log that no other sweep is writing") from None
+                raise ConfigError(
+                    _LOG_FILE, str(path), "a log that no other sweep is writing"
+                ) from None
         yield
 
 
@@ -202,11 +241,15 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         with console.status("reading what the log was made from"):
             left = _left(planned, log)
         if len(left) < len(planned):
-            console.print(f"{len(planned) - len(left)} of {len(planned)} experiments are in {log.path}")
+            console.print(
+                f"{len(planned) - len(left)} of {len(planned)} experiments are in {log.path}"
+            )
         _make_samples_folder(flags, left)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
-            task = bar.add_task("Experiments", total=len(planned), completed=len(planned) - len(left))
+            task = bar.add_task(
+                "Experiments", total=len(planned), completed=len(planned) - len(left)
+            )
             for e in left:
                 bar.update(task, description=e.name)
                 _run_into(log, e)
@@ -214,7 +257,9 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
         console.print(f"failed: {name}: {error.strip().splitlines()[-1]}", markup=False)
-    console.print(f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False)
+    console.print(
+        f"log: {log.path} and {log.lines.name}; samples: {flags.samples_dir}", markup=False
+    )
     return len(errors)
 
 
@@ -246,12 +291,16 @@ def _make_samples_folder(flags: SweepFlags, left: Sequence[Experiment]) -> None:
     for e in left:
         for path in (e.samples, e.summary):
             if path.exists():
-                raise ConfigError("--samples-dir", str(flags.samples_dir), f"a folder without {path.name}")
+                raise ConfigError(
+                    "--samples-dir", str(flags.samples_dir), f"a folder without {path.name}"
+                )
 
 
 def _run_into(log: SweepLog, e: Experiment) -> None:
     """Run an experiment, and put its row into the log."""
-    if not e.names_a_cache:  # what another experiment, or a killed try of this one, left would be its hits
+    if (
+        not e.names_a_cache
+    ):  # what another experiment, or a killed try of this one, left would be its hits
         prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
     e.summary.unlink(missing_ok=True)
     e = replace(e, baseline=_cold_answers(e, log))
@@ -268,7 +317,11 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
     for name in flags.only:
         if name not in found:
             raise ConfigError("--only", name, list(found))
-    read = {"--specs": flags.specs, "--log-file": flags.log_file, "its lines": flags.log_file.with_suffix(".jsonl")}
+    read = {
+        "--specs": flags.specs,
+        "--log-file": flags.log_file,
+        "its lines": flags.log_file.with_suffix(".jsonl"),
+    }
     planned = []
     for e in found.values():
         if flags.only and e.name not in flags.only:
@@ -291,8 +344,11 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
 
 
 def _check_same(experiment: Experiment, log: SweepLog) -> None:
-    before, now = log.rows[experiment.name]["settings"], experiment.settings.to_json()
-    if changed := sorted(key for key in (before.keys() | now.keys()) - _PATHS if before.get(key) != now.get(key)):
+    before = log.rows[experiment.name]["settings"]
+    now = experiment.settings.to_json()
+    if changed := sorted(
+        key for key in (before.keys() | now.keys()) - _PATHS if before.get(key) != now.get(key)
+    ):
         raise ConfigError(
             f"experiment {experiment.name}",
             ", ".join(changed),
@@ -344,7 +400,15 @@ def read_inputs(settings: RunSettings) -> tuple[dict[Source, str], str]:
 
 
 # Cold answers depend on all settings but these.
-_CACHED = {"cache", "preset", "purge", "chunk_source", "chunk_window", "reuse", "blend_share"} | _PATHS
+_CACHED = {
+    "cache",
+    "preset",
+    "purge",
+    "chunk_source",
+    "chunk_window",
+    "reuse",
+    "blend_share",
+} | _PATHS
 
 
 def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
@@ -396,7 +460,14 @@ def _changed(found: Mapping[str, Any], log: SweepLog) -> str:
 # -- the experiments as processes ------------------------------------------------------------
 
 # Imports that start no thread and touch no GPU, so that a fork is clean; one that is not installed is left out.
-_PRELOADED = ("torch", "transformers", "sentence_transformers", "faiss", "vllm", "vllm.entrypoints.llm")
+_PRELOADED = (
+    "torch",
+    "transformers",
+    "sentence_transformers",
+    "faiss",
+    "vllm",
+    "vllm.entrypoints.llm",
+)
 _TAIL = 2_000  # characters of an experiment's output that go into the log where it failed
 
 
@@ -423,14 +494,20 @@ def _run(e: Experiment) -> str:
     try:
         process.join()
     finally:
-        with suppress(OSError):  # nothing left, or not yet a group: itself, or what a crash left of its engine
+        with suppress(
+            OSError
+        ):  # nothing left, or not yet a group: itself, or what a crash left of its engine
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
     if not process.exitcode:
         return ""
     output = e.samples.with_suffix(".log")
-    tail = output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip() if output.exists() else ""
+    tail = (
+        output.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+        if output.exists()
+        else ""
+    )
     if process.exitcode == 1 and tail:  # it ended by itself
         return tail
     return f"the process ended with exit code {process.exitcode}: {tail}"

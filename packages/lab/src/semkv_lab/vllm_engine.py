@@ -152,7 +152,9 @@ class VllmEngine:
             seed=prompt.seed if prompt.temperature > 0 else None,
         )
         try:
-            (output,) = self._llm.generate([rendered], params, use_tqdm=False, tokenization_kwargs=tokenization)
+            (output,) = self._llm.generate(
+                [rendered], params, use_tqdm=False, tokenization_kwargs=tokenization
+            )
         except _prompt_errors() as e:
             raise EngineError(f"vLLM failed on a prompt: {first_line(e)}") from e
         return self._result(output, time.perf_counter() - start)
@@ -171,7 +173,9 @@ class VllmEngine:
             "version": vllm.__version__,
             "device": "cpu" if self._cpu else "accelerator",
             "id": "" if local else options.model,
-            "revision": "" if local else hub_commit(options.model, options.revision) or options.revision,
+            "revision": ""
+            if local
+            else hub_commit(options.model, options.revision) or options.revision,
             "weights": weights_digest(options.model),
             "load_format": options.arguments.get("load_format", "auto"),
             "dtype": str(config.dtype),
@@ -185,7 +189,8 @@ class VllmEngine:
     def close(self) -> None:
         if self._llm is None:
             return
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         if core is not None and self._options.connectors is not None:
             from semkv_vllm.adapter import settle
@@ -198,22 +203,28 @@ class VllmEngine:
 
     def _render(self, prompt: EnginePrompt) -> tuple[dict[str, Any], dict[str, Any]]:
         """The prompt as `LLM.generate` takes it, and how to tokenize it (a template writes its own BOS)."""
-        system, parts = system_text(prompt.segments), user_parts(prompt.segments)
+        system = system_text(prompt.segments)
+        parts = user_parts(prompt.segments)
         media = [p for p in parts if isinstance(p, MediaSegment)]
         if media and not self.accepts_images:
             raise EngineError(f"model {self._options.model!r} takes no images")
         if self._chat_template is None:
             if media:
-                raise EngineError(f"model {self._options.model!r} has no chat template to place an image with")
+                raise EngineError(
+                    f"model {self._options.model!r} has no chat template to place an image with"
+                )
             text = "\n".join(p for p in [system, *parts] if isinstance(p, str) and p)
             rendered, tokenization = {"prompt": text}, {}
         else:
-            rendered, tokenization = self._render_chat(prompt, system, parts), {"add_special_tokens": False}
+            rendered = self._render_chat(prompt, system, parts)
+            tokenization = {"add_special_tokens": False}
         if prompt.cache_salt is not None:
             rendered["cache_salt"] = prompt.cache_salt
         return rendered, tokenization
 
-    def _render_chat(self, prompt: EnginePrompt, system: str, parts: list[MediaSegment | str]) -> dict[str, Any]:
+    def _render_chat(
+        self, prompt: EnginePrompt, system: str, parts: list[MediaSegment | str]
+    ) -> dict[str, Any]:
         from vllm.renderers import ChatParams
 
         content = [
@@ -228,15 +239,20 @@ class VllmEngine:
         try:
             _, rendered = self._llm.renderer.render_messages(messages, params)
         except _prompt_errors() as e:
-            raise EngineError(f"the chat template of {self._options.model!r} refused a prompt: {first_line(e)}") from e
+            raise EngineError(
+                f"the chat template of {self._options.model!r} refused a prompt: {first_line(e)}"
+            ) from e
         return dict(rendered)
 
     def _result(self, output: Any, latency: float) -> EngineResult:
         from semkv_vllm import read_outcome
 
-        completion, metrics, connectors = output.outputs[0], output.metrics, self._options.connectors
+        completion = output.outputs[0]
+        metrics = output.metrics
+        connectors = self._options.connectors
         outcome = read_outcome(output)
-        prompt_tokens, cached = len(output.prompt_token_ids), outcome.cached_tokens or 0
+        prompt_tokens = len(output.prompt_token_ids)
+        cached = outcome.cached_tokens or 0
         loaded = outcome.loaded_tokens or 0
         kv = fusion = Status.SKIP
         if connectors is not None:
@@ -317,7 +333,9 @@ def _cpu_build() -> bool:
 
 def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
     # vLLM's CPU attention takes multiples of 32 tokens; its default share of memory suits a machine of its own.
-    on_cpu = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 29} if cpu else {}
+    on_cpu = (
+        {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 29} if cpu else {}
+    )
     return {
         "model": options.model,
         "revision": options.revision,
@@ -358,7 +376,9 @@ def check_model(model: str, revision: str | None = None) -> None:
             raise EngineError(f"model {model!r} is a directory without a config.json")
         return
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise EngineError(f"model {model!r} is not a directory; give a checkpoint's directory or a hub id")
+        raise EngineError(
+            f"model {model!r} is not a directory; give a checkpoint's directory or a hub id"
+        )
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return
     from huggingface_hub import hf_hub_download

@@ -91,7 +91,8 @@ def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[
         "keys": " ".join(key.hex() for key in keys),
         "checksums": " ".join(map(checksum, rows)),
     }
-    text, tensor = json.dumps(document), _tensor(len(rows), len(rows[0]))
+    text = json.dumps(document)
+    tensor = _tensor(len(rows), len(rows[0]))
     metadata = {"semkv": text, "checksum": _head_checksum(text, tensor)}
     head = json.dumps({"__metadata__": metadata, _TENSOR: tensor}).encode()
     direct = about["kind"] == "kv" and len(rows[0]) % PAGE == 0
@@ -176,7 +177,9 @@ def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
 def _read(descriptor: int, length: int, at: int) -> bytes:
     """So many bytes from a place of a file on, fewer only where it ends: one call may give a part of what is there."""
     found = b""
-    while len(found) < length and (more := os.pread(descriptor, length - len(found), at + len(found))):
+    while len(found) < length and (
+        more := os.pread(descriptor, length - len(found), at + len(found))
+    ):
         found += more
     return found
 
@@ -199,7 +202,14 @@ class BlockFile:
         except OSError:
             os.close(self._fd)
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, CorruptValue) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            CorruptValue,
+        ) as error:
             os.close(self._fd)
             raise CorruptValue(f"{path.name}: {error}") from error
 
@@ -209,7 +219,8 @@ class BlockFile:
         if length > min(_MAX_HEADER, nbytes):
             raise CorruptValue(f"a header of {length} bytes")
         document = json.loads(_read(self._fd, length, 8))
-        text, tensor = document["__metadata__"]["semkv"], document[_TENSOR]
+        text = document["__metadata__"]["semkv"]
+        tensor = document[_TENSOR]
         if document["__metadata__"]["checksum"] != _head_checksum(text, tensor):
             raise CorruptValue("checksum of the header")
         self.head: dict[str, Any] = json.loads(text)
@@ -220,7 +231,11 @@ class BlockFile:
         self._checksums = self.head["checksums"].split(" ")
         self._start = 8 + length
         self.row_bytes, rest = divmod(nbytes - self._start, len(self.keys))
-        if rest or len(self._checksums) != len(self.keys) or tensor != _tensor(len(self.keys), self.row_bytes):
+        if (
+            rest
+            or len(self._checksums) != len(self.keys)
+            or tensor != _tensor(len(self.keys), self.row_bytes)
+        ):
             raise CorruptValue("its length does not fit its header")
 
     def __enter__(self) -> BlockFile:
@@ -231,7 +246,9 @@ class BlockFile:
 
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right."""
-        if not 0 <= first <= len(self.keys) - len(rows) or any(len(row) != self.row_bytes for row in rows):
+        if not 0 <= first <= len(self.keys) - len(rows) or any(
+            len(row) != self.row_bytes for row in rows
+        ):
             return [False] * len(rows)
         _transfer(os.preadv, self._fd, rows, self._start + first * self.row_bytes)
         sums = self._checksums[first : first + len(rows)]
@@ -267,7 +284,9 @@ def listed(root: Path) -> Iterator[Path]:
     """All that lies where block files do, but for folders. No link is followed."""
     for folder in () if (root / FILES).is_symlink() else matching(root / FILES, "*"):
         if not folder.is_symlink():
-            yield from (path for path in matching(folder, "*") if path.is_symlink() or not path.is_dir())
+            yield from (
+                path for path in matching(folder, "*") if path.is_symlink() or not path.is_dir()
+            )
 
 
 def unlink(root: Path, file: str) -> None:

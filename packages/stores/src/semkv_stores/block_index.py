@@ -131,7 +131,9 @@ def _space(namespace: str) -> bytes:
 
 def _where(which: Mapping[str, str]) -> tuple[str, list[bytes]]:
     """A condition over the table ``files``, with its values; ``which`` maps columns to what they must hold."""
-    return " AND ".join(["1", *(f"{column}=?" for column in which)]), [word.encode() for word in which.values()]
+    return " AND ".join(["1", *(f"{column}=?" for column in which)]), [
+        word.encode() for word in which.values()
+    ]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -148,7 +150,9 @@ def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[
     (answer,) = db.execute(_FIND, asked).fetchone()
     for line in filter(None, (answer or "").split(";")):
         number, created, owner, *places = line.split(" ")
-        file, written, tag = _id(int(number)), int(created) / 1e6, _text(bytes.fromhex(owner))
+        file = _id(int(number))
+        written = int(created) / 1e6
+        tag = _text(bytes.fromhex(owner))
         for at, row in zip(places[::2], places[1::2], strict=True):
             found[int(at)] = BlockRef(file, int(row), written, tag)
     return found
@@ -165,10 +169,15 @@ def purges_after(db: sqlite3.Connection, purge_id: int) -> list[Purge]:
     rows = db.execute(query, (purge_id,)).fetchall()
     if not rows or rows[0][0] != purge_id:  # of an index before this one, or too long ago
         return [Purge(last_purge(db))]
-    return [Purge(number, *(None if word is None else _text(word) for word in words)) for number, *words in rows[1:]]
+    return [
+        Purge(number, *(None if word is None else _text(word) for word in words))
+        for number, *words in rows[1:]
+    ]
 
 
-def file_ids(db: sqlite3.Connection, which: Mapping[str, str], *, committed: bool = False) -> list[str]:
+def file_ids(
+    db: sqlite3.Connection, which: Mapping[str, str], *, committed: bool = False
+) -> list[str]:
     """Ids of files; with ``committed`` without those that are being written."""
     where, values = _where(which)
     query = f"SELECT number FROM files WHERE {where} AND (committed=1 OR NOT ?)"  # noqa: S608 (our own words)
@@ -181,7 +190,9 @@ def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
     return files, blocks, nbytes
 
 
-def ages(db: sqlite3.Connection, owners: Sequence[str] | None) -> dict[str, tuple[int, int, int, float, float]]:
+def ages(
+    db: sqlite3.Connection, owners: Sequence[str] | None
+) -> dict[str, tuple[int, int, int, float, float]]:
     """By namespace: files, blocks, bytes, when the oldest was written and the latest used; of some tenants, or all."""
     rows = db.execute(_AGES, (None if owners is None else json.dumps(owners),))
     return {_text(row[0]): (*row[1:4], row[4] / 1e6, row[5] / 1e6) for row in rows}
@@ -212,7 +223,15 @@ def reserve(
         return None
     delete(db, root, [file for file, _ in gone])
     at = _us(new.created)
-    row = (_number(new.file), new.namespace.encode(), len(new.keys), new.nbytes, at, at, new.owner.encode())
+    row = (
+        _number(new.file),
+        new.namespace.encode(),
+        len(new.keys),
+        new.nbytes,
+        at,
+        at,
+        new.owner.encode(),
+    )
     db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?)", (*row, new.writer.encode()))
     return len(gone), sum(blocks for _, blocks in gone)
 
@@ -240,7 +259,10 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
     gone: list[tuple[str, int]] = []
     if over_bytes <= 0 and over_blocks <= 0:
         return gone
-    held = [db.execute("SELECT total(nbytes) FROM files WHERE again=?", (again,)).fetchone()[0] for again in (0, 1)]
+    held = [
+        db.execute("SELECT total(nbytes) FROM files WHERE again=?", (again,)).fetchone()[0]
+        for again in (0, 1)
+    ]
     queues = [db.execute(may_go, (again, pending)) for again in (0, 1)]
     while over_bytes > 0 or over_blocks > 0:
         first = 0 if held[0] > held[1] else 1
@@ -252,7 +274,8 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
         number, nbytes, blocks = head
         gone.append((_id(number), blocks))
         held[which] -= nbytes
-        over_bytes, over_blocks = over_bytes - nbytes, over_blocks - blocks
+        over_bytes = over_bytes - nbytes
+        over_blocks = over_blocks - blocks
     return gone
 
 
@@ -261,7 +284,9 @@ def commit(db: sqlite3.Connection, root: Path, new: NewFile, since: int) -> bool
     the purge ``since``, or the reservation is gone: then the file is deleted."""
     number, space = _number(new.file), _space(new.namespace)
     kept = not _is_purged(db, new, since)
-    kept = kept and db.execute("UPDATE files SET committed=1 WHERE number=?", (number,)).rowcount > 0
+    kept = (
+        kept and db.execute("UPDATE files SET committed=1 WHERE number=?", (number,)).rowcount > 0
+    )
     rows = [(space + key, number, row) for row, key in enumerate(new.keys)]
     name = (  # what another file has stays, but for one that is not known
         "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
@@ -295,11 +320,16 @@ def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
     for number, done in rows:
         if not done:
             unlink(root, _id(number))
-    words = [which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")]
+    words = [
+        which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")
+    ]
     record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, NULL FROM purges"
-    db.execute(record, (_us(time.time()), *words))  # from the clock, so that a later index has higher ones
     db.execute(
-        "DELETE FROM purges WHERE id<=(SELECT id FROM purges ORDER BY id DESC LIMIT 1 OFFSET ?)", (_MOST_PURGES,)
+        record, (_us(time.time()), *words)
+    )  # from the clock, so that a later index has higher ones
+    db.execute(
+        "DELETE FROM purges WHERE id<=(SELECT id FROM purges ORDER BY id DESC LIMIT 1 OFFSET ?)",
+        (_MOST_PURGES,),
     )
     return len(rows)
 

@@ -60,7 +60,9 @@ class Bounds:
     def __post_init__(self) -> None:
         for key in ("max_bytes", "max_blocks", "max_age_s"):
             if not 0 <= getattr(self, key) < 2**63:  # what SQLite and a clock can hold
-                raise ConfigError(key, getattr(self, key), "0 (no bound) or a positive number below 2**63")
+                raise ConfigError(
+                    key, getattr(self, key), "0 (no bound) or a positive number below 2**63"
+                )
 
 
 class BlockStore:
@@ -80,12 +82,17 @@ class BlockStore:
         Raises:
             StoreError: see `make_store` and `Database`; not for what the disk keeps from being opened.
         """
-        self.root, self.kind, self.bounds, self.writer = root, kind, bounds, writer
+        self.root = root
+        self.kind = kind
+        self.bounds = bounds
+        self.writer = writer
         self.counters: Counter[str] = Counter()
         self._read_only = self._closed = False
         self._write_after = self._warn_after = self._flushed_at = 0.0
         self._swept_at = float("-inf")
-        self._disowned: list[str] = []  # namespaces that are still to be purged of what this writer wrote
+        self._disowned: list[
+            str
+        ] = []  # namespaces that are still to be purged of what this writer wrote
         self._open()
 
     # -- the index as it is now -----------------------------------------------------------------------------------
@@ -109,13 +116,29 @@ class BlockStore:
         except StoreError as error:
             if (cause := error.__cause__) is None:
                 raise
-            self._read_only = isinstance(cause, OSError) and cause.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
-            self._index = Database(file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only)
+            self._read_only = isinstance(cause, OSError) and cause.errno in (
+                errno.EROFS,
+                errno.EACCES,
+                errno.EPERM,
+            )
+            self._index = Database(
+                file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only
+            )
             self._ask(lambda db: None, None)  # which says what keeps it from being opened
             if self.on and self._read_only:
-                log.warning("semkv: %s cannot be written (%s); stored blocks are still read", self.root, cause)
+                log.warning(
+                    "semkv: %s cannot be written (%s); stored blocks are still read",
+                    self.root,
+                    cause,
+                )
 
-    def _ask(self, what: Callable[[sqlite3.Connection], _T], otherwise: _T, *, write_s: float | None = None) -> _T:
+    def _ask(
+        self,
+        what: Callable[[sqlite3.Connection], _T],
+        otherwise: _T,
+        *,
+        write_s: float | None = None,
+    ) -> _T:
         """What the index says, or ``otherwise`` where it cannot be read. Faults of the index are counted here.
 
         Args:
@@ -160,7 +183,12 @@ class BlockStore:
         return [None if ref is None or ref.created < oldest else ref for ref in refs]
 
     def read(
-        self, layout: Any, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], rows: Sequence[Bytes]
+        self,
+        layout: Any,
+        namespace: str,
+        keys: Sequence[bytes],
+        refs: Sequence[BlockRef],
+        rows: Sequence[Bytes],
     ) -> list[bool]:
         """Fill each of ``rows`` (uint8 ``[row_bytes]``) with the block that a ref of `find` leads to. Returns for each
         whether it is right; a row that is not may hold anything.
@@ -177,7 +205,9 @@ class BlockStore:
             try:
                 with self._block_file(file, owner=refs[which[0]].owner, **expected) as opened:
                     # Rows that follow one another in the file are read at once.
-                    for _, pairs in groupby(enumerate(which), lambda pair: refs[pair[1]].row - pair[0]):
+                    for _, pairs in groupby(
+                        enumerate(which), lambda pair: refs[pair[1]].row - pair[0]
+                    ):
                         run = [i for _, i in pairs]
                         first = refs[run[0]].row
                         right = opened.read(first, [rows[i] for i in run])
@@ -254,7 +284,9 @@ class BlockStore:
         Raises:
             ValueError: the rows differ in length, are no bytes, or are not as many as the keys.
         """
-        if len({len(row) for row in rows}) > 1 or any(row.ndim != 1 or row.dtype.itemsize != 1 for row in rows):
+        if len({len(row) for row in rows}) > 1 or any(
+            row.ndim != 1 or row.dtype.itemsize != 1 for row in rows
+        ):
             raise ValueError("rows of different lengths, or not of bytes")
         given = dict(zip(keys, rows, strict=True))
         if not given or self._read_only or time.monotonic() < self._write_after:
@@ -265,8 +297,15 @@ class BlockStore:
         if not new or not self.on:
             return None
         file = new_file_id()
-        about = {"kind": self.kind, "file": file, "namespace": namespace, "layout": layout_text(layout)}
-        head = block_file.encode_head(about | {"owner": owner, "writer": self.writer}, list(new), list(new.values()))
+        about = {
+            "kind": self.kind,
+            "file": file,
+            "namespace": namespace,
+            "layout": layout_text(layout),
+        }
+        head = block_file.encode_head(
+            about | {"owner": owner, "writer": self.writer}, list(new), list(new.values())
+        )
         nbytes = len(head) + len(new) * len(rows[0])
         entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
         since = self.last_purge() if since is None else since
@@ -275,7 +314,9 @@ class BlockStore:
         kept = False
         try:
             block_file.write_file(path_of(self.root, file), head, list(new.values()))
-            kept = self._ask(lambda db: block_index.commit(db, self.root, entry, since), False, write_s=BUSY_S)
+            kept = self._ask(
+                lambda db: block_index.commit(db, self.root, entry, since), False, write_s=BUSY_S
+            )
         except OSError as error:
             self._fail(error)
         if not kept:
@@ -298,7 +339,8 @@ class BlockStore:
         def reserve(db: sqlite3.Connection) -> bool:
             if oldest:
                 block_index.expire(db, self.root, oldest)
-            max_bytes, max_blocks = self.bounds.max_bytes, self.bounds.max_blocks
+            max_bytes = self.bounds.max_bytes
+            max_blocks = self.bounds.max_blocks
             gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks)
             if gone is None:
                 self.counters["rejected"] += 1
@@ -326,7 +368,9 @@ class BlockStore:
 
     def purge(self, owner: str) -> int:
         """Delete the files of a tenant; how many went. Running engines hear of it by `purges_after`."""
-        gone = self._ask(lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S)
+        gone = self._ask(
+            lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
+        )
         self.sweep()  # what a writer that died, or an index that was lost, has left
         return gone
 
@@ -348,7 +392,10 @@ class BlockStore:
         wait_s = BUSY_S if namespaces else 0.0
         while self._disowned:
             mine = {"writer": self.writer, "namespace": self._disowned[0]}
-            if self._ask(lambda db: block_index.purge(db, self.root, mine), None, write_s=wait_s) is None:  # noqa: B023
+            if (
+                self._ask(lambda db: block_index.purge(db, self.root, mine), None, write_s=wait_s)  # noqa: B023
+                is None
+            ):
                 return False
             del self._disowned[0]
         return True

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from semkv_stores.errors import CorruptValue, StoreError
-from semkv_stores.files import FileId, check_regular, file_id, lock, make_folder, open_file, read_bytes
+from semkv_stores.files import (
+    FileId,
+    check_regular,
+    file_id,
+    lock,
+    make_folder,
+    open_file,
+    read_bytes,
+)
 
 _APPLICATION = 0x73656D6B  # "semk", so that another program's database is never taken for ours
 _POLL_S = 0.005
@@ -43,7 +51,9 @@ _REASONS = {
     sqlite3.SQLITE_BUSY: "busy",
     sqlite3.SQLITE_LOCKED: "busy",
 }
-_WRONG_SQL = sqlite3.SQLITE_ERROR  # of a file that was opened: then `Schema.probes` has seen its columns
+_WRONG_SQL = (
+    sqlite3.SQLITE_ERROR
+)  # of a file that was opened: then `Schema.probes` has seen its columns
 
 log = logging.getLogger("semkv")
 
@@ -109,10 +119,15 @@ class Database:
         replace: bool = True,
         anew: bool = False,
     ) -> None:
-        self.path, self.lock, self._schema = path, threading.RLock(), schema
-        self._timeout_s, self._raises_store_error, self._replace = timeout_s, raises_store_error, replace
+        self.path = path
+        self.lock = threading.RLock()
+        self._schema = schema
+        self._timeout_s = timeout_s
+        self._raises_store_error = raises_store_error
+        self._replace = replace
         self._later: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_LATER)
-        self.opened, self._closed = 0, False
+        self.opened = 0
+        self._closed = False
         self.connection: sqlite3.Connection
         self.file: FileId | None = None
         self._name = os.fspath(path)
@@ -137,7 +152,9 @@ class Database:
             raise
         return self.connection
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         try:
             if error is not None:
                 self._fail(error)
@@ -155,7 +172,9 @@ class Database:
             with self:
                 if self._began(last=time.monotonic() >= until):
                     # Lost where this fails: one of them may be of a damaged row.
-                    for statement, values in [self._later.popleft() for _ in range(len(self._later))]:
+                    for statement, values in [
+                        self._later.popleft() for _ in range(len(self._later))
+                    ]:
                         self.connection.execute(statement, values)
                     yield self.connection
                     self.connection.execute("COMMIT")
@@ -223,7 +242,9 @@ class Database:
         """
         number = 0
         # A damaged tree may lead back.
-        while (row := next(iter(self.rows(statement, number)), None)) is not None and row[0] > number:
+        while (row := next(iter(self.rows(statement, number)), None)) is not None and row[
+            0
+        ] > number:
             reason = ""
             try:
                 read(*row[1:])
@@ -251,7 +272,8 @@ class Database:
             if self.opened:
                 with suppress(sqlite3.Error):
                     self.connection.close()
-            self._closed, self.file = True, None
+            self._closed = True
+            self.file = None
 
     # -- the file -----------------------------------------------------------------------------------------------
 
@@ -285,12 +307,19 @@ class Database:
                 self.connection.close()
             if anew:
                 self._delete()
-            if damaged is not None and damaged == file_id(self.path):  # else another process has replaced it
+            if damaged is not None and damaged == file_id(
+                self.path
+            ):  # else another process has replaced it
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter of what SQLite says is wrong
-                is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL  # the latter of a damaged table's text
+            except (
+                sqlite3.DatabaseError,
+                UnicodeDecodeError,
+            ) as error:  # the latter of what SQLite says is wrong
+                is_of_no_use = (
+                    is_useless(error) or _code(error) == _WRONG_SQL
+                )  # the latter of a damaged table's text
                 ours = is_ours(self.path)  # None: only its name may tell
                 named = ours is None and self.path.name == self._schema.file
                 if not self._replace or not is_of_no_use or not (ours or named):
@@ -306,22 +335,30 @@ class Database:
             if not is_there:  # SQLite gives its log and shared memory the same mode
                 os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))
             self._make_private()
-        writable = self._replace or (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK))
+        writable = self._replace or (
+            os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        )
         # Without a log nobody has the file open, and SQLite would leave one behind to read it.
         read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
-        db = sqlite3.connect(uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
+        )
         db.text_factory = _text
         try:
             db.execute("PRAGMA foreign_keys=ON")
-            db.execute("PRAGMA secure_delete=ON")  # what goes is overwritten with zeros; not every build does it
+            db.execute(
+                "PRAGMA secure_delete=ON"
+            )  # what goes is overwritten with zeros; not every build does it
             db.execute("PRAGMA synchronous=NORMAL")
             if self._is_new(db):
                 if not self._replace:
                     raise StoreError(f"{self.path} is empty")
                 self._begin(db)
             if writable:
-                db.execute("PRAGMA journal_mode=WAL")  # after the above, which `is_ours` finds in the file then
+                db.execute(
+                    "PRAGMA journal_mode=WAL"
+                )  # after the above, which `is_ours` finds in the file then
             for query in (*self._schema.probes, *(self._schema.added if writable else ())):
                 db.execute(query).fetchone()
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
@@ -334,14 +371,20 @@ class Database:
         """Whether nothing is in the file. Raises where it is another program's, or of another format version."""
         version, application, tables = (
             db.execute(statement).fetchone()[0]
-            for statement in ("PRAGMA user_version", "PRAGMA application_id", "SELECT COUNT(*) FROM sqlite_master")
+            for statement in (
+                "PRAGMA user_version",
+                "PRAGMA application_id",
+                "SELECT COUNT(*) FROM sqlite_master",
+            )
         )
         if not tables and not version and not application:
             return True
         if version == self._schema.version and application == _APPLICATION:
             return False
         if application != _APPLICATION:
-            raise StoreError(f"{self.path} is not a semkv database: choose another file or cache directory")
+            raise StoreError(
+                f"{self.path} is not a semkv database: choose another file or cache directory"
+            )
         if self._schema.discard and version < self._schema.version:
             raise sqlite3.DatabaseError("it is of an earlier format")
         raise StoreError(
@@ -358,13 +401,19 @@ class Database:
     def _begin(self, db: sqlite3.Connection) -> None:
         if self._schema.discard:
             self._schema.discard(self.path.parent)
-        tables = "; ".join((*self._schema.added, self._schema.tables.replace(":now", str(time.time_ns() // 1000))))
-        identity = f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
+        tables = "; ".join(
+            (*self._schema.added, self._schema.tables.replace(":now", str(time.time_ns() // 1000)))
+        )
+        identity = (
+            f"PRAGMA application_id={_APPLICATION}; PRAGMA user_version={self._schema.version};"
+        )
         db.executescript(f"BEGIN IMMEDIATE; {tables} {identity} COMMIT")
 
     def _put_aside(self, why: str) -> None:
         kept = "deleted" if self._schema.discard else "put aside"
-        log.warning("semkv: %s cannot be used and is %s; a new file is begun (%s)", self.path, kept, why)
+        log.warning(
+            "semkv: %s cannot be used and is %s; a new file is begun (%s)", self.path, kept, why
+        )
         aside = _beside(self.path, ".damaged")
         if not self._schema.discard and not aside.exists():  # the first one is kept
             self.path.replace(aside)

@@ -32,7 +32,9 @@ def weights_digest(model: str | Path) -> str:
     parts = []
     for file in weight_files(root):
         with file.open("rb") as f:
-            parts.append((file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()))
+            parts.append(
+                (file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest())
+            )
     return digest("weights", *(part for pair in sorted(parts) for part in pair))
 
 

@@ -21,8 +21,11 @@ class ConfigError(SemkvError):
     """
 
     def __init__(self, key: str, value: object, allowed: str | Iterable[str]) -> None:
-        self.key, self.value = key, str(value) if isinstance(value, PurePath) else value
-        self.allowed = allowed if isinstance(allowed, str) else "one of " + ", ".join(sorted(allowed))
+        self.key = key
+        self.value = str(value) if isinstance(value, PurePath) else value
+        self.allowed = (
+            allowed if isinstance(allowed, str) else "one of " + ", ".join(sorted(allowed))
+        )
         shown = re.sub("//.*@", "//", repr(self.value))  # without the name and password of a URL
         super().__init__(f"{key}: {shown} is not allowed; expected {self.allowed}")
 

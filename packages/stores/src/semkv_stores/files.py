@@ -132,7 +132,8 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE if private else 0o666
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        mode = _FILE if private else 0o666
         with os.fdopen(open_file(part, flags, mode), "wb") as file:
             yield file
             if durable:

@@ -37,8 +37,14 @@ class FusionState:
 
     def __post_init__(self) -> None:
         size = _ITEM_SIZE.get(self.dtype)
-        if size is None or self.data.dtype != np.uint8 or self.data.shape != (int(np.prod(self.shape)) * size,):
-            raise CorruptValue(f"{self.data.shape} bytes are no {self.dtype} tensor of shape {self.shape}")
+        if (
+            size is None
+            or self.data.dtype != np.uint8
+            or self.data.shape != (int(np.prod(self.shape)) * size,)
+        ):
+            raise CorruptValue(
+                f"{self.data.shape} bytes are no {self.dtype} tensor of shape {self.shape}"
+            )
 
     @classmethod
     def from_array(cls, key: str, array: npt.NDArray[Any]) -> FusionState:
@@ -62,7 +68,9 @@ class FusionStore:
         self.namespace = digest("fusion", namespace)
 
     @classmethod
-    def open(cls, directory: Path, namespace_digest: str, bounds: Bounds | None = None) -> FusionStore:
+    def open(
+        cls, directory: Path, namespace_digest: str, bounds: Bounds | None = None
+    ) -> FusionStore:
         """Open or create the store under ``directory``.
 
         Args:
@@ -73,7 +81,9 @@ class FusionStore:
         Raises:
             StoreError: see `BlockStore`.
         """
-        return cls(BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest)
+        return cls(
+            BlockStore(directory, "fusion", bounds or Bounds(FUSION_MAX_BYTES)), namespace_digest
+        )
 
     def __contains__(self, key: str) -> bool:
         return self.blocks.find(self.namespace, [_block(key)])[0] is not None
@@ -94,8 +104,17 @@ class FusionStore:
             # Counts and deletes what is damaged.
             if not self.blocks.read(document, self.namespace, [block], [ref], [row])[0]:
                 return None
-            return FusionState(key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"]))
-        except (LookupError, TypeError, ValueError, OverflowError, RecursionError, CorruptValue):  # another writer's
+            return FusionState(
+                key, row, tuple(int(n) for n in document["shape"]), str(document["dtype"])
+            )
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            CorruptValue,
+        ):  # another writer's
             self.blocks.reject(ref.file)
             return None
 
@@ -104,8 +123,12 @@ class FusionStore:
 
         ``owner``, ``since``: see `BlockStore.write`.
         """
-        block, layout = [_block(state.key)], {"shape": list(state.shape), "dtype": state.dtype}
-        return self.blocks.write(self.namespace, layout, block, [state.data], owner=owner, since=since) is not None
+        block = [_block(state.key)]
+        layout = {"shape": list(state.shape), "dtype": state.dtype}
+        return (
+            self.blocks.write(self.namespace, layout, block, [state.data], owner=owner, since=since)
+            is not None
+        )
 
     def close(self) -> None:
         self.blocks.close()

@@ -43,7 +43,9 @@ def default_cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
     Raises:
         ConfigError: it is no path.
     """
-    found: Path = typed("SEMKV_CACHE_DIR", environment.get("SEMKV_CACHE_DIR") or "~/.cache/semkv", Path)
+    found: Path = typed(
+        "SEMKV_CACHE_DIR", environment.get("SEMKV_CACHE_DIR") or "~/.cache/semkv", Path
+    )
     return found
 
 
@@ -83,7 +85,8 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
 @cache
 def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed]]]:
     """By field: its flag, its type, and what is allowed of it."""
-    hints, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind)
+    annotated = get_type_hints(kind, include_extras=True)
     found: dict[str, tuple[str, Any, list[Allowed]]] = {}
     for item in fields(kind):
         extras = getattr(annotated[item.name], "__metadata__", ())
@@ -91,7 +94,11 @@ def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed]]]:
             name for extra in extras for name in getattr(extra, "name", None) or ()
         ]  # of a command line's parameter
         option = names[0] if names else "--" + item.name.replace("_", "-")
-        found[item.name] = option, hints[item.name], [extra for extra in extras if isinstance(extra, Allowed)]
+        found[item.name] = (
+            option,
+            hints[item.name],
+            [extra for extra in extras if isinstance(extra, Allowed)],
+        )
     return found
 
 

@@ -45,7 +45,11 @@ def register() -> None:
     warning that names the oldest version.
     """
     if (installed := _too_old()) is not None:
-        log.warning("semkv: no connectors: vLLM %d.%d or newer is needed, and %s is installed", *FLOOR, installed)
+        log.warning(
+            "semkv: no connectors: vLLM %d.%d or newer is needed, and %s is installed",
+            *FLOOR,
+            installed,
+        )
         return
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -118,8 +122,12 @@ class KVSettings:
 
     def __post_init__(self) -> None:
         check(self, flags=False)
-        if not all(tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers):
-            raise ConfigError("secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type")
+        if not all(
+            tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers
+        ):
+            raise ConfigError(
+                "secondary_tiers", list(self.secondary_tiers), "a list of objects, each with a type"
+            )
         if any(tier["type"] == "example" for tier in self.secondary_tiers):
             allowed = "no tier of type 'example': vLLM's demonstration says that blocks were loaded and loads none"
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
@@ -128,7 +136,9 @@ class KVSettings:
             allowed = f"only {TIER!r} without fixed_weights: other tiers would serve what old weights computed"
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
         if len(ours) > 1 or any(set(tier) - {"type", "backpressure"} for tier in ours):
-            allowed = f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"
+            allowed = (
+                f"at most one tier of type {TIER!r}, whose settings stand beside secondary_tiers"
+            )
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
 
     def bounds(self) -> Bounds:
@@ -223,8 +233,10 @@ class ConnectorOutcome:
 def read_outcome(output: object) -> ConnectorOutcome:
     """Read the outcome from a vLLM ``RequestOutput``, or from any object with the same attributes. The reports of
     several SemKVConnectors in one MultiConnector, of which one loads for a request, are added up."""
-    kv, ec = _reports(output, "kv_transfer_params"), _reports(output, "ec_transfer_params")
-    loaded, sources = [report["loaded_tokens"] for report in kv if "loaded_tokens" in report], Counter[str]()
+    kv = _reports(output, "kv_transfer_params")
+    ec = _reports(output, "ec_transfer_params")
+    loaded = [report["loaded_tokens"] for report in kv if "loaded_tokens" in report]
+    sources = Counter[str]()
     for report in kv:
         sources.update(report.get("sources", {}))
     return ConnectorOutcome(
@@ -238,7 +250,11 @@ def read_outcome(output: object) -> ConnectorOutcome:
 
 def _reports(output: object, where: str) -> list[Mapping[str, Any]]:
     params = getattr(output, where, None)
-    found = [params[name] for name in params if name.startswith(REPORT_KEY)] if isinstance(params, Mapping) else []
+    found = (
+        [params[name] for name in params if name.startswith(REPORT_KEY)]
+        if isinstance(params, Mapping)
+        else []
+    )
     return [report for report in found if isinstance(report, Mapping)]
 
 

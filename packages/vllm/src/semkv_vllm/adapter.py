@@ -52,7 +52,11 @@ class KVChunk:
     @property
     def num_tokens(self) -> int:
         """Tokens the chunk covers, all of its blocks being full."""
-        return len(self.block_hashes) * int(self.layout["groups"][0][1]) * int(self.layout["blocks_per_chunk"])
+        return (
+            len(self.block_hashes)
+            * int(self.layout["groups"][0][1])
+            * int(self.layout["blocks_per_chunk"])
+        )
 
     @property
     def tensors(self) -> dict[str, npt.NDArray[np.uint8]]:
@@ -65,7 +69,9 @@ class KVChunk:
         if self.layout["ranks"] != [1, 1]:
             raise ValueError("the rows of this model are not cut by layer")
         names = self.layout["groups"][0][2]
-        size = int(self.layout["bytes_per_block"]) * int(self.layout["blocks_per_chunk"]) // len(names)
+        size = (
+            int(self.layout["bytes_per_block"]) * int(self.layout["blocks_per_chunk"]) // len(names)
+        )
         return {name: self.rows[:, i * size : (i + 1) * size] for i, name in enumerate(names)}
 
 
@@ -88,11 +94,16 @@ class KVAdapter:
                 "no SemKVConnector in this process: set VLLM_ENABLE_V1_MULTIPROCESSING=0 and "
                 "kv_transfer_config=KVTransferConfig(kv_connector='SemKVConnector', kv_role='kv_both')"
             )
-        self._connector, self._shared, store = connector, connector.shared, connector.shared.store
+        self._connector = connector
+        self._shared = connector.shared
+        store = connector.shared.store
         groups = connector.scheduler.config.kv_group_configs
         if store is None or len(groups) != 1:
-            raise EngineError("capture and injection need a model with one KV cache group and a working store")
-        self._store, self._group = store, groups[0]
+            raise EngineError(
+                "capture and injection need a model with one KV cache group and a working store"
+            )
+        self._store = store
+        self._group = groups[0]
         self._row_bytes = self._shared.row_bytes
         self._finished: dict[str, list[bytes]] = {}
         connector.on_finished = self._remember
@@ -117,14 +128,21 @@ class KVAdapter:
         None when the request is unknown or its first block is not stored.
         """
         settle(self._core)
-        live, namespace = self._live(request_id), self._shared.namespace()
+        live = self._live(request_id)
+        namespace = self._shared.namespace()
         name = request_name(request_id, self._finished)
         keys = self._keys(live) if live is not None else self._finished.get(name, [])
-        refs = [ref for ref in takewhile(bool, self._store.find(namespace, keys)) if ref is not None]
+        refs = [
+            ref for ref in takewhile(bool, self._store.find(namespace, keys)) if ref is not None
+        ]
         rows = np.empty((len(refs), self._row_bytes), np.uint8)
         good = self._store.read(self._shared.layout, namespace, keys[: len(refs)], refs, list(rows))
         count = sum(1 for _ in takewhile(bool, good))
-        return KVChunk(tuple(keys[:count]), rows[:count], self._shared.layout, namespace) if count else None
+        return (
+            KVChunk(tuple(keys[:count]), rows[:count], self._shared.layout, namespace)
+            if count
+            else None
+        )
 
     def refusal(self, request_id: str, chunk: KVChunk) -> str:
         """Why ``chunk`` may not be injected; empty where it is exactly what this request would compute itself, and it
@@ -138,7 +156,9 @@ class KVAdapter:
             return f"no live request {request_id}"
         if request.num_computed_tokens:
             return "the request has started"
-        if request.lora_request is not None:  # the engine's hashes do not say which weights the adapter had
+        if (
+            request.lora_request is not None
+        ):  # the engine's hashes do not say which weights the adapter had
             return "the request has a LoRA adapter"
         if (chunk.layout, chunk.namespace) != (self._shared.layout, self._shared.namespace()):
             return "the chunk is of another model or layout, or of weights from before a reset"
@@ -154,7 +174,9 @@ class KVAdapter:
         request = self._live(request_id)
         assert request is not None
         owner = tenant_tag(request.cache_salt)
-        self._store.write(chunk.namespace, self._shared.layout, chunk.block_hashes, list(chunk.rows), owner=owner)
+        self._store.write(
+            chunk.namespace, self._shared.layout, chunk.block_hashes, list(chunk.rows), owner=owner
+        )
         return True
 
 

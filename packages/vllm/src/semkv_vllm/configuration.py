@@ -22,7 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())
+HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_name("harmless.toml").read_text()
+)
 """By class of vLLM's configuration, or ``environment`` or ``packages``: names, and why each changes no value."""
 
 _FAMILIES = (  # of variables that libraries below vLLM read
@@ -43,7 +45,9 @@ _FAMILIES = (  # of variables that libraries below vLLM read
     "TORCH",
     "TRITON_",
 )
-_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$")  # what Kubernetes sets for one named "vllm"
+_OF_A_SERVICE = re.compile(
+    r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$"
+)  # what Kubernetes sets for one named "vllm"
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -77,7 +81,9 @@ def _field(name: str, value: Any) -> object:
     try:
         return plain(value)
     except UnknownError as error:
-        raise UnknownError(f"{name} has {error}, which may mean something else at the next start") from None
+        raise UnknownError(
+            f"{name} has {error}, which may mean something else at the next start"
+        ) from None
 
 
 def plain(value: Any) -> object:
@@ -95,7 +101,10 @@ def plain(value: Any) -> object:
     if isinstance(value, bytes):
         return ["bytes", value.hex()]
     if isinstance(value, Mapping):
-        return ["mapping", *sorted(([plain(key), plain(held)] for key, held in value.items()), key=json.dumps)]
+        return [
+            "mapping",
+            *sorted(([plain(key), plain(held)] for key, held in value.items()), key=json.dumps),
+        ]
     if isinstance(value, set | frozenset):
         return ["set", *sorted((plain(part) for part in value), key=json.dumps)]
     if isinstance(value, list | tuple):
@@ -111,7 +120,11 @@ def _object(value: Any) -> object:
     if isinstance(value, functools.partial):
         return ["partial", plain(value.func), plain(value.args), plain(value.keywords)]
     if inspect.isroutine(value):
-        if str(value.__module__).partition(".")[0] in ("vllm", "torch", "transformers"):  # of a known version
+        if str(value.__module__).partition(".")[0] in (
+            "vllm",
+            "torch",
+            "transformers",
+        ):  # of a known version
             return _name(value)
         raise UnknownError(f"a function of its own ({value.__qualname__})")
     if isinstance(value, type):
@@ -120,7 +133,10 @@ def _object(value: Any) -> object:
         return str(value.to_json_string(use_diff=False))
     if dataclasses.is_dataclass(value):
         return configuration(value)
-    for own in ("compute_hash", "uuid"):  # vLLM's and torch's protocols for what plugins and passes are
+    for own in (
+        "compute_hash",
+        "uuid",
+    ):  # vLLM's and torch's protocols for what plugins and passes are
         if hasattr(value, own):
             return [_name(type(value)), str(getattr(value, own)())]
     raise UnknownError(f"a {_name(type(value))}")

@@ -100,7 +100,9 @@ class _UnderWay:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._taken: dict[int, float | None] = {}  # by number, oldest first: since when a thread has it
+        self._taken: dict[
+            int, float | None
+        ] = {}  # by number, oldest first: since when a thread has it
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -166,14 +168,20 @@ class DiskProcess:
                 fds = (self._memory, theirs.fileno())
                 arguments = ["-P", "-m", __name__, *map(str, fds), json.dumps(self._about)]
                 process = subprocess.Popen(
-                    [sys.executable, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
+                    [sys.executable, *arguments],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             # A process that does not read must not hold up the engine: then sending fails.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
             self._connection = Connection(ours.detach())
             self._process = process
         except Exception:  # whatever it is, a job that is half handed over would leave rows in use
-            log.warning("semkv: no process for the disk can be started: no KV is read or written", exc_info=True)
+            log.warning(
+                "semkv: no process for the disk can be started: no KV is read or written",
+                exc_info=True,
+            )
 
     @property
     def _under_way(self) -> int:
@@ -182,7 +190,11 @@ class DiskProcess:
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
         # What is still under way was given to another process, or to none: `finished` must say so first.
-        if self._process is None and not self._under_way and time.monotonic() - self._started > _RESTART_S:
+        if (
+            self._process is None
+            and not self._under_way
+            and time.monotonic() - self._started > _RESTART_S
+        ):
             self._start()
         number = next(self._numbers)
         handed_over = FileJob(number, **job)
@@ -213,7 +225,9 @@ class DiskProcess:
             yield done
         hanging = self._hanging() if self._process is not None else []
         if hanging:
-            log.warning("semkv: the disk has not answered for %g s: %d jobs hang", _SILENT_S, len(hanging))
+            log.warning(
+                "semkv: the disk has not answered for %g s: %d jobs hang", _SILENT_S, len(hanging)
+            )
             self._ended()
         if self._process is None:
             for number in (*self._reads.take_all(), *self._writes.take_all()):
@@ -265,12 +279,18 @@ class DiskProcess:
 def main() -> None:
     """Serve one engine until it closes its end of the socket."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the engine's end is the sign
-    memory, end, about = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    memory = int(sys.argv[1])
+    end = int(sys.argv[2])
+    about = json.loads(sys.argv[3])
     shape = HostShape(**about["shape"])
     mapped = np.frombuffer(mmap.mmap(memory, shape.rows * shape.stride), np.uint8)
     rows = mapped.reshape(shape.rows, shape.stride)[:, : shape.row_bytes]
-    store = BlockStore(Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"])
-    connection, lock, told = Connection(end), threading.Lock(), Counter[str]()
+    store = BlockStore(
+        Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"]
+    )
+    connection = Connection(end)
+    lock = threading.Lock()
+    told = Counter[str]()
 
     def run(job: FileJob) -> None:
         try:
@@ -297,7 +317,9 @@ def main() -> None:
 
 def _read(store: BlockStore, rows: Any, job: FileJob) -> bytes:
     refs = [BlockRef(job.file, place, 0.0, job.owner) for place in job.places]
-    return bytes(store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks]))
+    return bytes(
+        store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks])
+    )
 
 
 def _write(store: BlockStore, rows: Any, job: FileJob) -> bytes:

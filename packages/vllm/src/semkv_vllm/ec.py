@@ -24,7 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
 
 from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import BlockStore
@@ -42,7 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("semkv.connectors")
 
 _T = TypeVar("_T")
-_MOST_WAITING = 64  # encoder outputs that may wait for the disk; what comes on top is dropped and counted
+_MOST_WAITING = (
+    64  # encoder outputs that may wait for the disk; what comes on top is dropped and counted
+)
 
 
 @dataclass
@@ -110,7 +116,11 @@ class ECScheduler:
         return live
 
     def _tenant(self, request: Any) -> str | None:
-        adapter = None if wants_skip(request.ec_transfer_params) else self._adapters.identity(request.lora_request)
+        adapter = (
+            None
+            if wants_skip(request.ec_transfer_params)
+            else self._adapters.identity(request.lora_request)
+        )
         if adapter is None:
             return None
         tenant = request.cache_salt or ""
@@ -118,7 +128,11 @@ class ECScheduler:
 
     def _key(self, tenant: str | None, feature: Any) -> str | None:
         """The key of an item's output; None where it is left alone."""
-        if tenant is None or feature.modality == "prompt_embeds" or not (content := self._media.content(feature)):
+        if (
+            tenant is None
+            or feature.modality == "prompt_embeds"
+            or not (content := self._media.content(feature))
+        ):
             return None
         return digest("ec", content, tenant)
 
@@ -140,7 +154,9 @@ class ECScheduler:
             return False
         rows = using[0].rows[identifier]
         if len(state.shape) != 2 or state.shape[0] != rows:
-            log.warning("semkv: an encoder output of shape %s does not fill %d positions", state.shape, rows)
+            log.warning(
+                "semkv: an encoder output of shape %s does not fill %d positions", state.shape, rows
+            )
             return False
         self._promised[identifier] = state
         return True
@@ -162,13 +178,16 @@ class ECScheduler:
             self._step.saves[identifier] = key, tenant_tag(request.cache_salt)
 
     def build_step(self) -> SemECMetadata:
-        step, self._step = self._step, SemECMetadata(self.namespace)
+        step = self._step
+        self._step = SemECMetadata(self.namespace)
         self._promised.clear()
         return step
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         live = self._live.pop(request.request_id, None)
-        return None if live is None else {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
+        return (
+            None if live is None else {REPORT_KEY: {"loaded": live.loaded, "encoded": live.encoded}}
+        )
 
     def close(self) -> None:
         """Delete what nobody will find, which is what this engine stored since a reset, and close the files."""
@@ -187,7 +206,9 @@ class ECWorker:
     """
 
     def __init__(self, blocks: BlockStore | None, device: str, *, saves: bool) -> None:
-        self._blocks, self._device, self._saves = blocks, device, saves
+        self._blocks = blocks
+        self._device = device
+        self._saves = saves
         self._writer = ThreadPoolExecutor(1, "semkv-ec-writer")
         self._room = threading.Semaphore(_MOST_WAITING)
 
@@ -196,10 +217,14 @@ class ECWorker:
 
         for identifier, state in step.loads.items():
             if identifier not in encoder_cache:
-                tensor = torch.from_numpy(state.data).view(getattr(torch, state.dtype)).view(state.shape)
+                tensor = (
+                    torch.from_numpy(state.data).view(getattr(torch, state.dtype)).view(state.shape)
+                )
                 encoder_cache[identifier] = tensor.to(self._device)
 
-    def save(self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str) -> None:
+    def save(
+        self, step: SemECMetadata, encoder_cache: dict[str, torch.Tensor], identifier: str
+    ) -> None:
         """Start to copy an output to the host and to write it; the engine waits for neither."""
         if identifier not in step.saves or not self._saves or self._blocks is None:
             return
@@ -208,7 +233,9 @@ class ECWorker:
             self._blocks.counters["dropped"] += 1
             return
         try:
-            self._writer.submit(self._write, step, identifier, *_to_host(encoder_cache[identifier].detach()))
+            self._writer.submit(
+                self._write, step, identifier, *_to_host(encoder_cache[identifier].detach())
+            )
         except BaseException:
             self._room.release()
             raise
@@ -220,8 +247,11 @@ class ECWorker:
         try:
             if copied is not None:
                 copied.synchronize()
-            (key, owner), dtype = step.saves[identifier], str(host.dtype).removeprefix("torch.")
-            state = FusionState(key, host.view(-1).view(torch.uint8).numpy(), tuple(host.shape), dtype)
+            (key, owner) = step.saves[identifier]
+            dtype = str(host.dtype).removeprefix("torch.")
+            state = FusionState(
+                key, host.view(-1).view(torch.uint8).numpy(), tuple(host.shape), dtype
+            )
             FusionStore(self._blocks, step.namespace).save(state, owner, step.since)
         except Exception:
             log.exception("semkv: an encoder output is not stored")
@@ -266,7 +296,9 @@ class SemECConnector(ECConnectorBase):
             ConfigError: an unknown or wrong key in ``ec_connector_extra_config``.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        settings = read_settings(ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config)
+        settings = read_settings(
+            ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config
+        )
         self._reports = settings.report_loads
         engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
         self._blocks: BlockStore | None = None
@@ -305,7 +337,10 @@ class SemECConnector(ECConnectorBase):
         except Exception:
             if self._blocks is not None:
                 self._blocks.counters["errors"] += 1
-            log.warning("semkv: an encoder output is computed or not stored, by a fault of semkv's", exc_info=True)
+            log.warning(
+                "semkv: an encoder output is computed or not stored, by a fault of semkv's",
+                exc_info=True,
+            )
             return otherwise
 
     # ------------------------------------------------------------------ scheduler half
@@ -330,7 +365,11 @@ class SemECConnector(ECConnectorBase):
         return self.scheduler_half.build_step()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        done = None if self.scheduler_half is None else self._try(None, self.scheduler_half.finished, request)
+        done = (
+            None
+            if self.scheduler_half is None
+            else self._try(None, self.scheduler_half.finished, request)
+        )
         return False, done if self._reports else None
 
     # ------------------------------------------------------------------ worker half
@@ -340,7 +379,9 @@ class SemECConnector(ECConnectorBase):
         if self.worker_half is not None and isinstance(step, SemECMetadata):
             self.worker_half.load(step, encoder_cache)
 
-    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None:
         step = self._connector_metadata
         if self.worker_half is not None and self.is_producer and isinstance(step, SemECMetadata):
             self._try(None, self.worker_half.save, step, encoder_cache, mm_hash)

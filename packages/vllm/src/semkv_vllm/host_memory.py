@@ -121,7 +121,9 @@ class Need:
         self.step_tokens: int = min(scheduler.max_num_batched_tokens, longest)
         self._tokens_per_block = [group.tokens_per_block for group in offloading.groups]
         self.row_bytes: int = (pages + sealed) * PAGE
-        step_rows: int = sum(math.ceil(self.step_tokens / tokens) for tokens in self._tokens_per_block)
+        step_rows: int = sum(
+            math.ceil(self.step_tokens / tokens) for tokens in self._tokens_per_block
+        )
         self.rows: int = max(_LEAST_ROWS, step_rows)
 
     @property

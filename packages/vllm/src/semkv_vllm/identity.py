@@ -21,7 +21,15 @@ from weakref import WeakValueDictionary
 
 from semkv_stores.digests import digest, weight_files, weights_digest
 from semkv_stores.files import replace_text
-from semkv_vllm.configuration import UnknownError, configuration, environment, files_in, hardware, plain, versions
+from semkv_vllm.configuration import (
+    UnknownError,
+    configuration,
+    environment,
+    files_in,
+    hardware,
+    plain,
+    versions,
+)
 
 log = logging.getLogger("semkv.connectors")
 
@@ -44,7 +52,9 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     Raises:
         UnknownError: what the engine computes with cannot be told for certain.
     """
-    model, load, speculative = vllm_config.model_config, vllm_config.load_config, vllm_config.speculative_config
+    model = vllm_config.model_config
+    load = vllm_config.load_config
+    speculative = vllm_config.speculative_config
     started = begun(vllm_config)
     facts: dict[str, object] = {
         "configuration": configuration(vllm_config, without=["cache_config"]),  # of KV only
@@ -56,7 +66,9 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     }
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:
-        facts["draft"] = weights_identity(draft, speculative.draft_load_config or load, cache_dir, started)
+        facts["draft"] = weights_identity(
+            draft, speculative.draft_load_config or load, cache_dir, started
+        )
     for file in files_in(facts):
         check_settled([file], started)
     return facts
@@ -70,7 +82,9 @@ def kv_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, object]:
     """
     return {
         "cache": configuration(vllm_config.cache_config),
-        "groups": [[repr(g.kv_cache_spec), list(g.layer_names)] for g in kv_cache_config.kv_cache_groups],
+        "groups": [
+            [repr(g.kv_cache_spec), list(g.layer_names)] for g in kv_cache_config.kv_cache_groups
+        ],
         "model_runner": bool(vllm_config.use_v2_model_runner),
     }
 
@@ -87,7 +101,9 @@ def row_layout(offloading: Any) -> dict[str, object]:
         "bytes_per_block": offloading.worker_kv_bytes_per_block,
         "blocks_per_chunk": offloading.cache.blocks_per_chunk,
         "tokens_per_hash": offloading.cache.tokens_per_hash,
-        "groups": [[g.group_id, g.tokens_per_block, list(g.layer_names)] for g in offloading.groups],
+        "groups": [
+            [g.group_id, g.tokens_per_block, list(g.layer_names)] for g in offloading.groups
+        ],
         "ranks": [offloading.parallel.tp_size, offloading.parallel.pp_size],
         "one_copy": offloading.replicated_layout,
         "kv_cache_layout": str(offloading.kv_cache_layout),
@@ -143,10 +159,14 @@ def weights_identity(model: Any, load: Any, cache_dir: Path, started: float) -> 
     if load_format == "dummy":
         return digest("dummy", model.hf_config.to_json_string(use_diff=False), str(model.seed))
     if load_format not in _FROM_THE_MODEL:
-        raise UnknownError(f"load format {load_format} may read weights from anywhere; use --load-format auto")
+        raise UnknownError(
+            f"load format {load_format} may read weights from anywhere; use --load-format auto"
+        )
     path = Path(str(model.model_weights or model.model))
     if "://" in str(model.model_weights or model.model):
-        raise UnknownError(f"what lies at {model.model_weights or model.model} may change; serve a copy on the disk")
+        raise UnknownError(
+            f"what lies at {model.model_weights or model.model} may change; serve a copy on the disk"
+        )
     _check_code(model, local=path.exists())
     if path.exists():
         value = cached_weights_digest(path, cache_dir / "weights")
@@ -155,8 +175,12 @@ def weights_identity(model: Any, load: Any, cache_dir: Path, started: float) -> 
     commit = str(getattr(model.hf_config, "_commit_hash", None) or model.revision)
     if not _COMMIT.fullmatch(commit):
         raise UnknownError(f"the commit of {path} is not known; pass it as --revision")
-    if (now := _commit_in_cache(str(path), str(model.revision or "main"), load.download_dir)) not in ("", commit):
-        raise UnknownError(f"{path} came to be {now[:12]} while the engine started; start it again, or pass --revision")
+    if (
+        now := _commit_in_cache(str(path), str(model.revision or "main"), load.download_dir)
+    ) not in ("", commit):
+        raise UnknownError(
+            f"{path} came to be {now[:12]} while the engine started; start it again, or pass --revision"
+        )
     return digest("hub", str(path), commit)
 
 
@@ -167,8 +191,12 @@ def _check_code(model: Any, *, local: bool) -> None:
     if not model.trust_remote_code or not isinstance(code, dict):
         return
     elsewhere = any("--" in str(place) for place in code.values())
-    if (elsewhere or (model.code_revision and not local)) and not _COMMIT.fullmatch(str(model.code_revision)):
-        raise UnknownError(f"{model.model} runs code from a hub; pass its commit as --code-revision")
+    if (elsewhere or (model.code_revision and not local)) and not _COMMIT.fullmatch(
+        str(model.code_revision)
+    ):
+        raise UnknownError(
+            f"{model.model} runs code from a hub; pass its commit as --code-revision"
+        )
 
 
 def _commit_in_cache(repository: str, revision: str, download_dir: str | None) -> str:
@@ -188,7 +216,9 @@ def check_settled(places: Iterable[Path], started: float) -> None:
     before: the engine may have read what was there earlier."""
     for place in places:
         if place.lstat().st_ctime >= started - _CLOCK_S:
-            raise UnknownError(f"{place} was changed when the engine started or later; start it again")
+            raise UnknownError(
+                f"{place} was changed when the engine started or later; start it again"
+            )
 
 
 def _checkpoint_places(model: Path) -> set[Path]:
@@ -282,7 +312,11 @@ class Adapters:
             log.warning("semkv: cannot read the adapter %s (%s)", path, error)
             value = ""
         if not value or self._known.setdefault(key, value) != value:
-            log.warning("semkv: nothing is kept for adapter %s: %s is no directory older than the engine", key[0], path)
+            log.warning(
+                "semkv: nothing is kept for adapter %s: %s is no directory older than the engine",
+                key[0],
+                path,
+            )
             self._refused.add(key)  # for good: the engine may hold what was there before
             return None
         return digest("lora", value, repr(getattr(lora_request, "is_3d_lora_weight", False)))
@@ -305,4 +339,6 @@ def _places(path: Path) -> Iterator[Path]:
 
 
 def _links(path: Path) -> Iterator[Path]:
-    yield from (place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink())
+    yield from (
+        place for place in (path.absolute(), *path.absolute().parents) if place.is_symlink()
+    )

@@ -14,10 +14,18 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, iter_layer_specs
@@ -27,9 +35,27 @@ from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.errors import StoreError
-from semkv_vllm import REPORT_KEY, SPEC, SPEC_MODULE, KVSettings, identity, private, read_settings, register, wants_skip
+from semkv_vllm import (
+    REPORT_KEY,
+    SPEC,
+    SPEC_MODULE,
+    KVSettings,
+    identity,
+    private,
+    read_settings,
+    register,
+    wants_skip,
+)
 from semkv_vllm.configuration import UnknownError
-from semkv_vllm.host_memory import OURS, SHM, Need, agreed_host_bytes, default_host_bytes, let_go, region_of
+from semkv_vllm.host_memory import (
+    OURS,
+    SHM,
+    Need,
+    agreed_host_bytes,
+    default_host_bytes,
+    let_go,
+    region_of,
+)
 from semkv_vllm.identity import Adapters
 from semkv_vllm.media import ByContent, Media
 from semkv_vllm.old_weights import OldWeights
@@ -38,9 +64,13 @@ from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
 from semkv_vllm.spec import SemKVManager
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_sliding_window_size_in_chunks
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_sliding_window_size_in_chunks,
+    )
 except ImportError:  # vLLM 0.32
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
 
 log = logging.getLogger("semkv.connectors")
 engine_log = init_logger("vllm.semkv")
@@ -57,15 +87,21 @@ class IdleConnector(KVConnectorBase_V1, SupportsHMA):
     def _nothing(self, *args: Any, **fields: Any) -> None:
         return
 
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = (
+        update_state_after_alloc
+    ) = _nothing
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
     def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata:
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
 
@@ -73,15 +109,21 @@ class SemKVScheduler(OffloadingConnectorScheduler):
     """vLLM's, which looks for every block of a waiting prompt again in every step, 500 for 8,000 tokens. Here those in
     host memory are counted at once."""
 
-    def _maximal_prefix_lookup(self, keys: Any, req_context: Any, req: Any, config: Any, start: int) -> int | None:
+    def _maximal_prefix_lookup(
+        self, keys: Any, req_context: Any, req: Any, config: Any, start: int
+    ) -> int | None:
         keys = list(keys)
         manager = self.manager
-        held, pending, rest = 0, False, 0
+        held = 0
+        pending = False
+        rest = 0
         # With KV events vLLM notes every block that it finds.
         if isinstance(manager, SemKVManager) and not private.describes_events(self):
             held, pending = manager.held(keys, req_context)
         if held < len(keys):
-            rest = super()._maximal_prefix_lookup(keys[held:], req_context, req, config, start + held)
+            rest = super()._maximal_prefix_lookup(
+                keys[held:], req_context, req, config, start + held
+            )
         return None if pending or rest is None else held + rest
 
 
@@ -100,7 +142,8 @@ class SemKVConnector(OffloadingConnector):
         _MADE[engine] += 1
         self = super().__new__(cls)
         self._number = _MADE[engine]  # in the same order in every process of the engine
-        self._config, self._settings = config, settings
+        self._config = config
+        self._settings = settings
         if reason is None:
             names = (str(config.kv_transfer_config.engine_id), engine[0], str(self._number))
             self._engine = OURS + digest("engine", *names)[:24]
@@ -129,7 +172,9 @@ class SemKVConnector(OffloadingConnector):
         if role == KVConnectorRole.SCHEDULER:
             told = need.told(wanted, self._host_bytes)
             if self._host_bytes < wanted:
-                log.warning("semkv: %s; enlarge %s (docker: --shm-size) or lower host_bytes", told, SHM)
+                log.warning(
+                    "semkv: %s; enlarge %s (docker: --shm-size) or lower host_bytes", told, SHM
+                )
             else:
                 engine_log.info("semkv: %s", told)
         return None
@@ -141,18 +186,24 @@ class SemKVConnector(OffloadingConnector):
         transfer = config.kv_transfer_config
         transfer.engine_id = self._engine
         transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
-        self.shared = KVShared(settings, None, None, dict)  # for the spec; in the scheduler's half for others, too
+        self.shared = KVShared(
+            settings, None, None, dict
+        )  # for the spec; in the scheduler's half for others, too
         if role == KVConnectorRole.SCHEDULER:
             self.shared = make_shared(config, kv_cache_config, settings)
         transfer.kv_connector_extra_config["semkv"] = self.shared
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             self.connector_scheduler.__class__ = SemKVScheduler
-            if not self._first:  # the scheduler is the last to map the memory, which goes with its last process now
+            if (
+                not self._first
+            ):  # the scheduler is the last to map the memory, which goes with its last process now
                 region_of(self._engine).unlink(missing_ok=True)
         self._adapters = Adapters(settings.cache_dir)
         self._media = Media(trusted=settings.trust_media_names, stop_storing=self._stop_storing)
-        self._handed: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()  # by request, what vLLM was given
+        self._handed: WeakKeyDictionary[Any, dict[str, Any]] = (
+            WeakKeyDictionary()
+        )  # by request, what vLLM was given
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._instance = str(vllm_config.instance_id)
         self._cache_manager: Any = None  # vLLM's own cache
@@ -163,7 +214,8 @@ class SemKVConnector(OffloadingConnector):
         self._tokens_per_block = [kind.block_size * ranks for kind in kinds]
         self._one_group = len(kinds) == 1 and isinstance(kinds[0], FullAttentionSpec)
         self.on_finished: Callable[[Any], None] | None = None
-        self._loads, self._stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._loads = transfer.is_kv_consumer
+        self._stores = transfer.is_kv_producer
         self.shared.storing = self._stores
 
     # ------------------------------------------------------------------ scheduler half
@@ -201,13 +253,17 @@ class SemKVConnector(OffloadingConnector):
         self._live.add(request.request_id)
         params = client_params(request.kv_transfer_params, self._settings.allowed_params)
         facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
-        self.shared.counters["lora_skipped"] += facts is None and not wants_skip(request.kv_transfer_params)
+        self.shared.counters["lora_skipped"] += facts is None and not wants_skip(
+            request.kv_transfer_params
+        )
         if not self._media.knows(request):
             facts = None
         if facts is None or not self._loads:
             params["max_load_tokens"] = 0
         # Where vLLM 0.32 stores tails of blocks, a tail beyond the request's limit would end the engine.
-        if facts is None or (params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail):
+        if facts is None or (
+            params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail
+        ):
             params["max_offload_tokens"] = 0
         return {**params, REPORT_KEY: facts or RequestFacts()}
 
@@ -223,9 +279,13 @@ class SemKVConnector(OffloadingConnector):
         if request in self._handed:
             self._handed[request]["max_offload_tokens"] = 0
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         self._tell_old(lambda old: old.looked_up(request.request_id, num_computed_tokens))
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -243,11 +303,15 @@ class SemKVConnector(OffloadingConnector):
             "sources": {str(source.value): count for source, count in sources.items()},
         }
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
         """As vLLM's, which goes through every block; where all are host memory's, there is nothing to go through."""
         if num_external_tokens and self._one_group and self._from_host(request):
             return {CacheHitSource.HOST: num_external_tokens}
-        sources: dict[Any, int] = super().get_external_cache_hit_sources(request, num_external_tokens)
+        sources: dict[Any, int] = super().get_external_cache_hit_sources(
+            request, num_external_tokens
+        )
         return sources
 
     @ours("a report", otherwise=False)
@@ -274,7 +338,9 @@ class SemKVConnector(OffloadingConnector):
         self._live.difference_update(finished)
         if self._tell_old(lambda old: old.is_over(finished)):
             self.shared.old = None
-            log.warning("semkv: all requests from before the reset have ended, and all KV is stored again")
+            log.warning(
+                "semkv: all requests from before the reset have ended, and all KV is stored again"
+            )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._step_ends(connector_output)
@@ -289,11 +355,15 @@ class SemKVConnector(OffloadingConnector):
             # keep that under the right hashes.
             self.manager.spoil(private.keys_being_stored(self.scheduler))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._ended(request, [block_ids])
         return self._reported(request, *super().request_finished(request, block_ids))
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._ended(request, block_ids)
         return self._reported(request, *super().request_finished_all_groups(request, block_ids))
 
@@ -303,11 +373,15 @@ class SemKVConnector(OffloadingConnector):
         if self.on_finished is not None:
             self.on_finished(request)
 
-    def _reported(self, request: Any, wait: bool, params: dict[str, Any] | None) -> tuple[bool, dict[str, Any] | None]:
+    def _reported(
+        self, request: Any, wait: bool, params: dict[str, Any] | None
+    ) -> tuple[bool, dict[str, Any] | None]:
         if not self._settings.report_loads:
             return wait, params
         outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
-        key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"  # MultiConnector refuses equal keys
+        key = (
+            REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"
+        )  # MultiConnector refuses equal keys
         return wait, {**(params or {}), key: outcome}
 
     # ------------------------------------------------------------------ other weights
@@ -336,12 +410,16 @@ class SemKVConnector(OffloadingConnector):
         if self._settings.fixed_weights:
             return True
         shared = self.shared
-        shared.storing = shared.loading = False  # first: whatever fails below, old blocks get no new names
+        shared.storing = shared.loading = (
+            False  # first: whatever fails below, old blocks get no new names
+        )
         try:
             done = self._reset()
         except Exception:
             shared.fault("a reset")
-            log.warning("semkv: a reset failed: no KV is stored or loaded until another one succeeds")
+            log.warning(
+                "semkv: a reset failed: no KV is stored or loaded until another one succeeds"
+            )
             return False
         shared.storing = self._stores
         shared.loading = True
@@ -361,7 +439,10 @@ class SemKVConnector(OffloadingConnector):
         if manager.block_pool.get_usage() == 0:
             return told
         shared.old = OldWeights(self._live, manager, self._tokens_per_block)
-        log.warning("semkv: requests were running during a reset: of %d no KV is stored", len(shared.old.requests))
+        log.warning(
+            "semkv: requests were running during a reset: of %d no KV is stored",
+            len(shared.old.requests),
+        )
         return False
 
     def shutdown(self) -> None:
@@ -430,14 +511,20 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         log.warning("semkv: no KV is kept on disk: %s", error)
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
-    return KVShared(settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate)
+    return KVShared(
+        settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate
+    )
 
 
 def unsupported(config: Any, kv_cache_config: Any) -> str | None:
     """Why the engine of this expanded configuration cannot be served, with the remedy, or None. The same in every
     process of the engine."""
     parallel = config.parallel_config
-    if parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend not in (None, "mp", "uni"):
+    if parallel.nnodes_within_dp > 1 or parallel.distributed_executor_backend not in (
+        None,
+        "mp",
+        "uni",
+    ):
         return (
             "its ranks may be on several nodes, and host memory is one node's; "
             "use --distributed-executor-backend mp on one node"

@@ -23,7 +23,9 @@ from semkv_stores.digests import digest
 log = logging.getLogger("semkv.connectors")
 
 _MIXED = "mixed"  # in place of a content: the name has stood for two
-_NAMES = 1 << 18  # names that are remembered; an item in vLLM's caches takes a block or more of a smaller number
+_NAMES = (
+    1 << 18
+)  # names that are remembered; an item in vLLM's caches takes a block or more of a smaller number
 
 
 class UnreadableError(Exception):
@@ -41,7 +43,9 @@ class Media:
     def __init__(self, *, trusted: bool, stop_storing: Callable[[Any], object] = id) -> None:
         self._trusted = trusted
         self._stop_storing = stop_storing
-        self._digests: dict[int, tuple[weakref.ref[Any], str]] = {}  # by id of what the encoder is given
+        self._digests: dict[
+            int, tuple[weakref.ref[Any], str]
+        ] = {}  # by id of what the encoder is given
         self._contents: OrderedDict[bytes, str] = OrderedDict()  # by name
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
         self._warned: set[str] = set()
@@ -110,7 +114,9 @@ class ByContent:
     """A request as it is, but that its block hashes cover the content of the media items before their end."""
 
     def __init__(self, request: Any, media: Media, tokens_per_hash: int) -> None:
-        self._request, self._media, self._tokens = request, media, tokens_per_hash
+        self._request = request
+        self._media = media
+        self._tokens = tokens_per_hash
         self._hashes: list[Any] = []
         self._chain = b""  # over the contents of the items so far
         self._passed = 0  # items in it

@@ -34,7 +34,9 @@ class OldWeights:
         blocks: the old ones. Id 0 is vLLM's empty block, which is never written.
     """
 
-    def __init__(self, requests: Iterable[str], kv_cache_manager: Any, tokens_per_block: Sequence[int]) -> None:
+    def __init__(
+        self, requests: Iterable[str], kv_cache_manager: Any, tokens_per_block: Sequence[int]
+    ) -> None:
         """``requests``: all that the connector knows. ``tokens_per_block``: of each KV cache group."""
         self.requests = set(requests)
         self._manager = kv_cache_manager
@@ -56,7 +58,9 @@ class OldWeights:
         found = self._found.pop(request)
         self._known[request] = found + loaded
         for ids, tokens in zip(groups, self._tokens_per_block, strict=True):
-            self.blocks.difference_update(ids[found // tokens : math.ceil((found + loaded) / tokens)])
+            self.blocks.difference_update(
+                ids[found // tokens : math.ceil((found + loaded) / tokens)]
+            )
 
     def step(self, scheduled: Any) -> None:
         """What a step of vLLM's scheduler hands out, before anything of it is stored."""
@@ -97,7 +101,10 @@ class OldWeights:
     def _holds_old(self, groups: Groups, tokens: int) -> bool:
         """Whether one of the blocks of the first tokens is old."""
         counts = [math.ceil(tokens / each) for each in self._tokens_per_block]
-        return any(not self.blocks.isdisjoint(ids[:count]) for ids, count in zip(groups, counts, strict=False))
+        return any(
+            not self.blocks.isdisjoint(ids[:count])
+            for ids, count in zip(groups, counts, strict=False)
+        )
 
     def ended(self, request: str, groups: Groups) -> None:
         """A request has ended; its last blocks may still be stored in the next step."""

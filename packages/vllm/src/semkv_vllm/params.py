@@ -28,7 +28,11 @@ def client_params(given: object, allowed: Collection[str] = ()) -> dict[str, Any
     """
     if not isinstance(given, Mapping):
         return {}
-    kept = {key: given[key] for key, is_right in _HARMLESS.items() if key in given and is_right(given[key])}
+    kept = {
+        key: given[key]
+        for key, is_right in _HARMLESS.items()
+        if key in given and is_right(given[key])
+    }
     for key in allowed:
         if key in given and key not in _HARMLESS and (key not in _PEERS or _is_peer(given[key])):
             kept[key] = given[key]

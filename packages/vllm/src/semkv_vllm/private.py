@@ -32,7 +32,10 @@ def missing() -> list[str]:
     """The names that the installed vLLM does not have any more."""
     sources = {module: inspect.getsource(module) for module in NAMES}
     return [
-        f"{module.__name__}: {name}" for module, names in NAMES.items() for name in names if name not in sources[module]
+        f"{module.__name__}: {name}"
+        for module, names in NAMES.items()
+        for name in names
+        if name not in sources[module]
     ]
 
 

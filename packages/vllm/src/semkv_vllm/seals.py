@@ -89,10 +89,16 @@ class _Checks:
     def checked(self, result: JobResult, tier: str) -> JobResult:
         """A result of the tier's, in which a block without its seal has failed."""
         job = self.jobs.pop(result.job_id, None)
-        if job is None or not job.is_promotion:  # a tier that serves others has jobs that were not handed over
+        if (
+            job is None or not job.is_promotion
+        ):  # a tier that serves others has jobs that were not handed over
             return result
         loaded = set(job.keys if result.success else result.successful_keys or ())
-        places = {key: int(chunk) for key, chunk in zip(job.keys, job.chunk_ids, strict=True) if key in loaded}
+        places = {
+            key: int(chunk)
+            for key, chunk in zip(job.keys, job.chunk_ids, strict=True)
+            if key in loaded
+        }
         try:
             right = self.seals.right(places, list(places.values()))
         except Exception:
@@ -108,7 +114,9 @@ class _Checks:
         if not keys:
             return
         self.shared.counters["unsealed_blocks"] += len(keys)
-        log.warning("semkv: %d blocks from the tier %s failed their check and are computed", len(keys), tier)
+        log.warning(
+            "semkv: %d blocks from the tier %s failed their check and are computed", len(keys), tier
+        )
         self.refused.update(dict.fromkeys(keys))
         for key in list(islice(self.refused, max(0, len(self.refused) - _MOST_REFUSED))):
             del self.refused[key]
@@ -159,7 +167,8 @@ class _CheckedTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         checks = self._semkv
-        results, checks.failed = checks.failed, []
+        results = checks.failed
+        checks.failed = []
         try:
             found = list(super().get_finished_jobs())
         except Exception:

@@ -113,7 +113,9 @@ class KVShared:
     old: OldWeights | None = None
     row_bytes: int = 0
     renamed: bool = False
-    _names: dict[str, str] = field(default_factory=dict)  # by adapter, of the requests since the last reset
+    _names: dict[str, str] = field(
+        default_factory=dict
+    )  # by adapter, of the requests since the last reset
 
     def __post_init__(self) -> None:
         if self.store is not None:
@@ -131,7 +133,9 @@ class KVShared:
     def rename(self) -> list[str]:
         """Go on under a namespace of this engine's own; returns the names that it used so far."""
         base, used = self.namespace(), self.used()
-        self._names, self.renamed, self.stamp = {"": identity.namespace_after(base)}, True, object()
+        self._names = {"": identity.namespace_after(base)}
+        self.renamed = True
+        self.stamp = object()
         return used
 
     def used(self) -> list[str]:
@@ -144,7 +148,9 @@ class KVShared:
 
     def fault(self, where: str) -> None:
         """Count and log the exception that is being handled: it is a miss."""
-        log.warning("semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True)
+        log.warning(
+            "semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True
+        )
         self.counters["errors"] += 1
 
 
@@ -204,7 +210,8 @@ class BreakEven:
     def worth(self, tokens: int, nbytes: int) -> bool:
         """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a pace is not known, and
         once in a while all the same."""
-        compute, read = self.prefill.seconds(tokens), self.disk.seconds(nbytes)
+        compute = self.prefill.seconds(tokens)
+        read = self.disk.seconds(nbytes)
         if compute is None or read is None or read <= compute:
             return True
         self._refused = (self._refused + 1) % _RETRY

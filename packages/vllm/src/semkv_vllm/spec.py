@@ -76,7 +76,9 @@ class SemKVManager(TieringOffloadingManager):
             if not isinstance(tier, SemKVTier):
                 check_tier(tier, self.shared, self._seals)
 
-    def lookup(self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None) -> LookupResult:
+    def lookup(
+        self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None
+    ) -> LookupResult:
         if not self._may_load(key):
             return LookupResult.MISS
         return super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
@@ -98,12 +100,18 @@ class SemKVManager(TieringOffloadingManager):
 
     def _too_old(self, key: bytes) -> bool:
         limit = self.shared.settings.max_age_s
-        if not limit or (record := self.shared.records.get(key)) is None or time.time() - record[1] <= limit:
+        if (
+            not limit
+            or (record := self.shared.records.get(key)) is None
+            or time.time() - record[1] <= limit
+        ):
             return False
         self._doomed.add(key)
         return True
 
-    def on_new_request(self, req_context: Any, *, exclude_tier_idx: int | None = None) -> RequestOffloadingContext:
+    def on_new_request(
+        self, req_context: Any, *, exclude_tier_idx: int | None = None
+    ) -> RequestOffloadingContext:
         own = exclude_tier_idx is not None  # a tier's, on behalf of another engine
         if not own and not self._admit(req_context):
             req_context.kv_transfer_params = {}
@@ -131,14 +139,22 @@ class SemKVManager(TieringOffloadingManager):
         if shared.store is None or shared.store.last_purge() == shared.heard:
             return
         purges = shared.store.purges_after(shared.heard)
-        if purges == [Purge()] and shared.store.root.exists():  # the index cannot be read at this moment
+        if (
+            purges == [Purge()] and shared.store.root.exists()
+        ):  # the index cannot be read at this moment
             return
         shared.stamp = object()
         for purge in purges:
             shared.heard = purge.id
             if purge.namespace in (None, *shared.used()):
-                self._doomed.update(key for key, (owner, _) in shared.records.items() if purge.owner in (None, owner))
-                self.spoil(key for key, owner in self._under_way.items() if purge.owner in (None, owner))
+                self._doomed.update(
+                    key
+                    for key, (owner, _) in shared.records.items()
+                    if purge.owner in (None, owner)
+                )
+                self.spoil(
+                    key for key, owner in self._under_way.items() if purge.owner in (None, owner)
+                )
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput | None:
         if not self._may_store(req_context):
@@ -180,7 +196,9 @@ class SemKVManager(TieringOffloadingManager):
         record = (facts_of(context).owner, time.time())
         self.shared.records.update(dict.fromkeys(keys, record))
 
-    def create_store_job(self, keys: Collection[Any], req_context: Any, tier_idx: int = 0) -> TransferJob:
+    def create_store_job(
+        self, keys: Collection[Any], req_context: Any, tier_idx: int = 0
+    ) -> TransferJob:
         """vLLM's, for all that leaves host memory for another tier. The block gets its seal first."""
         job = super().create_store_job(keys, req_context, tier_idx)
         if not isinstance(self.secondary_tiers[tier_idx], SemKVTier):
@@ -283,17 +301,29 @@ class CPUWorker(OffloadingWorker):
     """Copies blocks between the KV tensors of a CPU engine and the host memory's rows, at once."""
 
     def __init__(self, kv_caches: Any, region: SharedOffloadRegion) -> None:
-        self._region, self._groups, self._done = region, kv_caches.group_data_refs, list[TransferResult]()
-        self._device = [tensor.tensor.numpy() for tensor in kv_caches.tensors]  # int8 [blocks, page], the same memory
-        self._host = [region.create_next_worker_view(t.page_size_bytes).numpy() for t in kv_caches.tensors]
+        self._region = region
+        self._groups = kv_caches.group_data_refs
+        self._done = list[TransferResult]()
+        self._device = [
+            tensor.tensor.numpy() for tensor in kv_caches.tensors
+        ]  # int8 [blocks, page], the same memory
+        self._host = [
+            region.create_next_worker_view(t.page_size_bytes).numpy() for t in kv_caches.tensors
+        ]
 
     def _copy(self, job_id: int, blocks: Any, rows: Any, *, store: bool) -> bool:
         """Blocks come group after group, each with a row of host memory."""
-        start, nbytes, at = time.perf_counter(), 0, 0
+        start = time.perf_counter()
+        nbytes = 0
+        at = 0
         for group, size in enumerate(blocks.group_sizes):
-            ids, own, at = blocks.block_ids[at : at + size], rows[at : at + size], at + size
+            ids = blocks.block_ids[at : at + size]
+            own = rows[at : at + size]
+            at = at + size
             for ref in self._groups[group]:
-                device, host, page = self._device[ref.tensor_idx], self._host[ref.tensor_idx], ref.page_size_bytes
+                device = self._device[ref.tensor_idx]
+                host = self._host[ref.tensor_idx]
+                page = ref.page_size_bytes
                 if store:
                     host[own, :page] = device[ids, :page]
                 else:
@@ -305,11 +335,14 @@ class CPUWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec.block_ids, store=True)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
         return self._copy(job_id, dst_spec, src_spec.block_ids, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return done
 
     def wait(self, job_ids: set[int]) -> None:

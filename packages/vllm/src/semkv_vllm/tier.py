@@ -41,7 +41,9 @@ FILE_BYTES = 64 << 20
 _QUEUE_SHARE = 4  # of host memory a quarter may wait for the disk; what comes on top is not written, and counted
 _MOST = 512  # keys asked for at once, and blocks of one file
 _HUNG_S = 600.0  # how long a file is left alone after a read of it was given up
-_LOOK_S, _LOOKS = 1.0, 30  # with KV events: once a second the index is asked for a thirtieth of what was told
+# with KV events: once a second the index is asked for a thirtieth of what was told
+_LOOK_S = 1.0
+_LOOKS = 30
 
 
 @dataclass
@@ -98,19 +100,26 @@ class SemKVTier(SecondaryTierManager):
         self.shared.row_bytes = self._row_bytes
         self._queue_bytes = primary_kv_view.nbytes // _QUEUE_SHARE
         self._most_promised = max(1, rows // 2)
-        self._tokens = {group.group_id: group.tokens_per_block for group in offloading_spec.config.groups}
+        self._tokens = {
+            group.group_id: group.tokens_per_block for group in offloading_spec.config.groups
+        }
         self._disk: DiskProcess | None = None
         if self.shared.store is not None:
             shape = HostShape(rows=rows, stride=stride, row_bytes=self._row_bytes)
             self._disk = DiskProcess(private.descriptor(offloading_spec), shape, self.shared.store)
         self._parts: dict[int, _Part] = {}  # by the number of the disk's job
-        self._hung = dict[str, float]()  # files whose reads were given up, until when they are left alone
+        self._hung = dict[
+            str, float
+        ]()  # files whose reads were given up, until when they are left alone
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
         self._tells: bool = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._told = dict[bytes, str]()  # namespaces of blocks told to be on disk; looked at longest ago first
-        self._events, self._looked = list[OffloadingEvent](), 0.0
+        self._told = dict[
+            bytes, str
+        ]()  # namespaces of blocks told to be on disk; looked at longest ago first
+        self._events = list[OffloadingEvent]()
+        self._looked = 0.0
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
@@ -153,7 +162,11 @@ class SemKVTier(SecondaryTierManager):
             return
         places = private.key_positions(context)
         at, group = places.get(key, 0), key[-4:]
-        rest = (k for k, place in places.items() if place > at and k[-4:] == group and k not in lookups.refs)
+        rest = (
+            k
+            for k, place in places.items()
+            if place > at and k[-4:] == group and k not in lookups.refs
+        )
         more = list(itertools.islice(rest, _MOST))
         lookups.refs.update(zip(more, store.find(namespace, more), strict=True))
         if self.shared.gate is not None and not lookups.judged:
@@ -173,7 +186,9 @@ class SemKVTier(SecondaryTierManager):
     @ours("a store", otherwise=False)
     def _take(self, job: TransferJob) -> bool:
         """Hand a store to the disk, file by file; False where nothing can be written now."""
-        store, keys, nbytes = self.shared.store, list(job.keys), len(job.keys) * self._row_bytes
+        store = self.shared.store
+        keys = list(job.keys)
+        nbytes = len(job.keys) * self._row_bytes
         full = self._waiting_bytes > 0 and self._waiting_bytes + nbytes > self._queue_bytes
         if self._disk is None or store is None or full or not store.writable:
             self.shared.counters["dropped"] += len(keys)
@@ -184,7 +199,9 @@ class SemKVTier(SecondaryTierManager):
         transfer = _Transfer(job, self._namespace(job.req_context), nbytes)
         for part in parts:
             chunks = [int(chunk) for chunk in job.chunk_ids[part]]
-            self._hand_over(transfer, keys[part], chunks=chunks, owner=owner, since=self.shared.heard)
+            self._hand_over(
+                transfer, keys[part], chunks=chunks, owner=owner, since=self.shared.heard
+            )
         if transfer.parts:
             self._waiting_bytes += nbytes
         return transfer.parts > 0
@@ -205,7 +222,8 @@ class SemKVTier(SecondaryTierManager):
     @ours("a load", otherwise=False)
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
-        lookups, files = job.req_context.get_state(_Lookups), dict[tuple[str, str], list[tuple[int, bytes, int]]]()
+        lookups = job.req_context.get_state(_Lookups)
+        files = dict[tuple[str, str], list[tuple[int, bytes, int]]]()
         if lookups is None or lookups.stamp is not self.shared.stamp:
             return False
         for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
@@ -253,8 +271,11 @@ class SemKVTier(SecondaryTierManager):
     def _end(self, transfer: _Transfer) -> None:
         """All of a job is done. What did not come of a load is a miss from now on, or the request would ask for it for
         ever."""
-        job, keys, success = transfer.job, transfer.good, True
-        seconds, nbytes = time.perf_counter() - transfer.started, len(keys) * self._row_bytes
+        job = transfer.job
+        keys = transfer.good
+        success = True
+        seconds = time.perf_counter() - transfer.started
+        nbytes = len(keys) * self._row_bytes
         self._waiting_bytes -= transfer.waiting_bytes
         if job.is_promotion:
             success = len(keys) == len(job.keys)
@@ -284,17 +305,24 @@ class SemKVTier(SecondaryTierManager):
         """Blocks that this engine wrote or read on disk, and those of them that any process has deleted since."""
         if self._told and time.monotonic() - self._looked > _LOOK_S:
             self._look()
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     @ours("an event")
     def _look(self) -> None:
         """Ask the index whether the next blocks are still there."""
-        self._looked, store = time.monotonic(), self.shared.store
-        if store is None or not store.last_purge():  # while it cannot be read, nothing is known to be gone
+        self._looked = time.monotonic()
+        store = self.shared.store
+        if (
+            store is None or not store.last_purge()
+        ):  # while it cannot be read, nothing is known to be gone
             return
-        namespace, count = next(iter(self._told.values())), min(_MOST, len(self._told) // _LOOKS + 1)
-        keys = list(itertools.islice((key for key, own in self._told.items() if own == namespace), count))
+        namespace = next(iter(self._told.values()))
+        count = min(_MOST, len(self._told) // _LOOKS + 1)
+        keys = list(
+            itertools.islice((key for key, own in self._told.items() if own == namespace), count)
+        )
         there = [ref is not None for ref in store.find(namespace, keys)]
         for key, is_there in zip(keys, there, strict=True):
             del self._told[key]
@@ -304,11 +332,17 @@ class SemKVTier(SecondaryTierManager):
             self._tell(gone, removed=True)
 
     def _tell(self, keys: list[Any], *, removed: bool) -> None:
-        self._events.append(OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality))
+        self._events.append(
+            OffloadingEvent(keys, self.medium, removed=removed, locality=self.locality)
+        )
 
     @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return {f"vllm:semkv_{name}": OffloadingCounterMetadata(text) for name, text in COUNTERS.items()}
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return {
+            f"vllm:semkv_{name}": OffloadingCounterMetadata(text) for name, text in COUNTERS.items()
+        }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()

@@ -22,7 +22,9 @@ from semkv import plug
 from semkv.errors import ConfigError, CorruptValue, SemkvError, StoreError
 
 FORMAT = 1
-REFUSALS, REFUSED_S = 100_000, 90 * 86_400.0  # credentials, and for how long
+# credentials, and for how long
+REFUSALS = 100_000
+REFUSED_S = 90 * 86_400.0
 CHECKSUM = 32  # bytes of the head before its JSON
 LOG = 1000  # invalidations that a store remembers
 _TIMES = ("created", "expires", "stale_until")
@@ -95,7 +97,9 @@ class Selector:
         for name, value in view.items():
             right = isinstance(value, (int, float)) if name == "before" else isinstance(value, str)
             if name not in names or not right or isinstance(value, bool):
-                raise ValueError(f"{name}: {value!r} is no criterion; there are {', '.join(sorted(names))}")
+                raise ValueError(
+                    f"{name}: {value!r} is no criterion; there are {', '.join(sorted(names))}"
+                )
         return cls(**view)
 
 
@@ -110,7 +114,9 @@ class News:
 
     def hit(self, response: StoredResponse) -> bool:
         """Whether one of them concerns a response."""
-        return self.selectors is None or any(selector.matches(response) for selector in self.selectors)
+        return self.selectors is None or any(
+            selector.matches(response) for selector in self.selectors
+        )
 
 
 def read_selectors(texts: Iterable[str | bytes]) -> tuple[Selector, ...] | None:
@@ -131,7 +137,9 @@ def encode(response: StoredResponse) -> tuple[bytes, bytes]:
         **{name: getattr(response, name) for name in _TEXTS},
         "tags": response.tags,
         "sum": xxhash.xxh3_128_hexdigest(response.payload),
-        **{name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES},
+        **{
+            name: None if math.isinf(value := getattr(response, name)) else value for name in _TIMES
+        },
     }
     text = json.dumps(head).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + text, response.payload
@@ -154,7 +162,9 @@ def decode(key: str | None, head: bytes, payload: bytes | None) -> StoredRespons
             raise CorruptValue(f"response {key}: the payload fails its checksum")
         known = {name: values[name] for name in _TEXTS}
         "".join((*known.values(), *values["tags"]))  # a TypeError where one is no text
-        known |= {name: math.inf if values[name] is None else float(values[name]) for name in _TIMES}
+        known |= {
+            name: math.inf if values[name] is None else float(values[name]) for name in _TIMES
+        }
         return StoredResponse(**known, tags=tuple(values["tags"]), payload=payload or b"")
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise CorruptValue(f"response {key}: {error!r}") from error
@@ -211,8 +221,11 @@ class SteadyClock:
     that. ``passed`` are seconds since any moment, which never go back.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic) -> None:
-        self._wall, self._passed = wall, passed
+    def __init__(
+        self, wall: Callable[[], float] = time.time, passed: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wall = wall
+        self._passed = passed
         self._start = float("-inf")  # the largest difference of the two so far
 
     def __call__(self) -> float:
@@ -233,8 +246,11 @@ def weight(response: StoredResponse) -> int:
 class MemoryStore(ResponseStore):
     """An LRU bounded in bytes, overhead included. No method waits for anything but a short lock."""
 
-    def __init__(self, max_bytes: int = 256 << 20, *, clock: Callable[[], float] = time.time) -> None:
-        self.max_bytes, self.evicted = max_bytes, 0
+    def __init__(
+        self, max_bytes: int = 256 << 20, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.evicted = 0
         self._clock = clock
         self._entries: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._bytes = 0
@@ -279,7 +295,9 @@ class MemoryStore(ResponseStore):
 
     def invalidate(self, selector: Selector, *, dry_run: bool = False) -> int:
         with self._lock:
-            gone = [key for key, (response, _) in self._entries.items() if selector.matches(response)]
+            gone = [
+                key for key, (response, _) in self._entries.items() if selector.matches(response)
+            ]
             if not dry_run:
                 self._number += 1
                 self._log.append(selector)
@@ -348,7 +366,9 @@ def open_store(
     """
     if max_tenant_bytes and (where == "memory" or "://" in where or plug.is_path(where)):
         raise ConfigError(
-            "--tenant-mib", max_tenant_bytes >> 20, "0 with this --store: only a file has a bound by tenant"
+            "--tenant-mib",
+            max_tenant_bytes >> 20,
+            "0 with this --store: only a file has a bound by tenant",
         )
     if where == "memory":
         return None
@@ -357,7 +377,9 @@ def open_store(
 
         return RedisStore(where, max_bytes=max_bytes, timeout_s=timeout_s, clock=clock)
     if plug.is_path(where):
-        own = plug.require("--store", plug.load("--store", where, default, max_bytes), ResponseStore, where)
+        own = plug.require(
+            "--store", plug.load("--store", where, default, max_bytes), ResponseStore, where
+        )
         return cast("ResponseStore", _Guarded(own))
     if "://" in where:
         allowed = f"a file, memory, a redis:// URL, or {plug.FORM}"
@@ -381,7 +403,9 @@ class _Guarded:
             try:
                 found = method(*arguments, **more)
                 if name == "get" and found is not None and found.key != arguments[0]:
-                    raise StoreError(f"--store: get returned an answer of another key, {found.key!r}")
+                    raise StoreError(
+                        f"--store: get returned an answer of another key, {found.key!r}"
+                    )
             except SemkvError:
                 raise
             except Exception as error:

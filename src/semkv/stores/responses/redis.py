@@ -108,10 +108,13 @@ class RedisStore(ResponseStore):
         name: str = "answers",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.max_bytes, self._clock = max_bytes, clock
+        self.max_bytes = max_bytes
+        self._clock = clock
         self._db: Any = connect(url, timeout_s)
         root = root_of(name)
-        self._answer, self._log, self._refusals = f"{root}:a:", f"{root}:log", f"{root}:refused"
+        self._answer = f"{root}:a:"
+        self._log = f"{root}:log"
+        self._refusals = f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
         self._put, self._delete, self._note = map(self._db.register_script, (_PUT, _DELETE, _NOTE))
 
@@ -121,7 +124,9 @@ class RedisStore(ResponseStore):
             pipe.hmget(self._answer + key, "head", "payload")
             pipe.zscore(self._keys[0], key)
             pipe.zadd(self._keys[0], {key: self._clock()}, xx=True)
-            *found, _ = pipe.execute(raise_on_error=False)  # a full Redis refuses the note of use alone
+            *found, _ = pipe.execute(
+                raise_on_error=False
+            )  # a full Redis refuses the note of use alone
             for part in found:
                 if isinstance(part, Exception):
                     raise part
@@ -155,7 +160,16 @@ class RedisStore(ResponseStore):
             left = response.stale_until - now
             to_live = "" if left == float("inf") else max(1, int(left * 1000))
             with asking():
-                arguments = (response.key, head, payload, now, to_live, size, self.max_bytes, expected)
+                arguments = (
+                    response.key,
+                    head,
+                    payload,
+                    now,
+                    to_live,
+                    size,
+                    self.max_bytes,
+                    expected,
+                )
                 if self._put(keys=self._keys, args=[self._answer, *arguments]):
                     return True
         return False
@@ -166,7 +180,8 @@ class RedisStore(ResponseStore):
             self._end_of_log()
             self._end_of_log(selector)
         found: set[str] = set()  # a scan may show a key twice
-        cursor, keys = 0, [] if selector.key is None else [selector.key]
+        cursor = 0
+        keys = [] if selector.key is None else [selector.key]
         while True:
             if selector.key is None:  # all that were there from the start
                 with asking():
@@ -209,7 +224,9 @@ class RedisStore(ResponseStore):
             rows = self._db.xrange(self._log, min=cursor)
         if not rows or rows[0][0].decode() != cursor:
             return News(self._end_of_log(), None)
-        return News(rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:]))
+        return News(
+            rows[-1][0].decode(), read_selectors(row[1].get(b"selector", b"") for row in rows[1:])
+        )
 
     def refuse(self, name: str, *, refused: bool) -> None:
         with asking():
@@ -242,7 +259,9 @@ def connect(url: str, timeout_s: float) -> Any:
     try:
         import redis
     except ImportError:
-        raise ConfigError("--store", "redis", "redis: in a checkout of semkv, pip install '.[redis]'") from None
+        raise ConfigError(
+            "--store", "redis", "redis: in a checkout of semkv, pip install '.[redis]'"
+        ) from None
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
@@ -255,8 +274,12 @@ def connect(url: str, timeout_s: float) -> Any:
             health_check_interval=30,
         )
         pool = db.connection_pool
-        pool.connection_kwargs["decode_responses"] = False  # what is stored is bytes, whatever a URL says
-        pool.connection_class(**pool.connection_kwargs)  # which connects to nothing, and knows what a URL may say
+        pool.connection_kwargs["decode_responses"] = (
+            False  # what is stored is bytes, whatever a URL says
+        )
+        pool.connection_class(
+            **pool.connection_kwargs
+        )  # which connects to nothing, and knows what a URL may say
         return db
     except (ValueError, TypeError, redis.RedisError):
         raise ConfigError("--store", url, "a URL such as redis://host:6379/0") from None
@@ -273,7 +296,9 @@ def asking() -> Iterator[None]:
         failed = StoreError(f"redis: {type(error).__name__}: {error}")
         if isinstance(error, exceptions.OutOfMemoryError) or "OOM" in str(error):
             failed.reason = "full"
-        elif isinstance(error, exceptions.ReadOnlyError) or "MISCONF" in str(error):  # its disk is full
+        elif isinstance(error, exceptions.ReadOnlyError) or "MISCONF" in str(
+            error
+        ):  # its disk is full
             failed.reason = "read-only"
         elif isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
             failed.reason = "away"

@@ -45,7 +45,9 @@ _BY_TENANT = (
 _TENANTS = f"CREATE INDEX IF NOT EXISTS responses_tenant ON responses ({_TENANT}, used, nbytes)"
 _USED_BY = f"SELECT {_BYTES} FROM responses WHERE {_TENANT}=?"  # noqa: S608
 _OLDEST = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? ORDER BY used, rowid"  # noqa: S608
-_OLDEST_OF = f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
+_OLDEST_OF = (
+    f"SELECT rowid, {_SIZE} FROM responses WHERE key<>? AND {_TENANT}=? ORDER BY used, rowid"  # noqa: S608
+)
 
 
 class SqliteStore(ResponseStore):
@@ -73,10 +75,16 @@ class SqliteStore(ResponseStore):
         clock: Callable[[], float] = time.time,
         replace: bool = True,
     ) -> None:
-        self.path, self.max_bytes, self.max_tenant_bytes = path, max_bytes, max_tenant_bytes
-        self._left: dict[str, int] = {}  # bytes that a tenant may write until they are counted again
+        self.path = path
+        self.max_bytes = max_bytes
+        self.max_tenant_bytes = max_tenant_bytes
+        self._left: dict[
+            str, int
+        ] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
-        self.database = Database(path, schema=CACHE, timeout_s=timeout_s, raises_store_error=True, replace=replace)
+        self.database = Database(
+            path, schema=CACHE, timeout_s=timeout_s, raises_store_error=True, replace=replace
+        )
 
     def get(self, key: str) -> StoredResponse | None:
         rows = self.database.rows(f"SELECT {_RESPONSE} FROM responses WHERE key=?", key)  # noqa: S608
@@ -90,7 +98,9 @@ class SqliteStore(ResponseStore):
             raise
         if response.stale_until <= self._clock():
             return None
-        self.database.later("UPDATE responses SET used=MAX(used, ?) WHERE key=?", self._clock(), key)
+        self.database.later(
+            "UPDATE responses SET used=MAX(used, ?) WHERE key=?", self._clock(), key
+        )
         return response
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
@@ -122,12 +132,16 @@ class SqliteStore(ResponseStore):
         if left < 0:
             db.execute(_TENANTS)
             nbytes = db.execute(_USED_BY, (tenant,)).fetchone()[0]
-            left = min(most - self._trim(db, nbytes, most, _OLDEST_OF, response.key, tenant), most // 50)
+            left = min(
+                most - self._trim(db, nbytes, most, _OLDEST_OF, response.key, tenant), most // 50
+            )
             if len(self._left) > _TENANTS_KNOWN:
                 self._left.clear()
         self._left[tenant] = left
 
-    def _trim(self, db: sqlite3.Connection, nbytes: int, most: int, oldest: str, *values: str) -> int:
+    def _trim(
+        self, db: sqlite3.Connection, nbytes: int, most: int, oldest: str, *values: str
+    ) -> int:
         """Bring ``nbytes`` down to 0.98 of their bound where they are above it, so that not every write has to. Returns
         the bytes that are left."""
         if nbytes > most:
@@ -155,8 +169,14 @@ class SqliteStore(ResponseStore):
                 gone.append(row)
             if not dry_run:
                 _delete(db, gone)
-                db.execute("INSERT INTO invalidations (selector) VALUES (?)", (json.dumps(selector.view()),))
-                db.execute("DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?", (LOG,))
+                db.execute(
+                    "INSERT INTO invalidations (selector) VALUES (?)",
+                    (json.dumps(selector.view()),),
+                )
+                db.execute(
+                    "DELETE FROM invalidations WHERE number<=(SELECT MAX(number) FROM invalidations)-?",
+                    (LOG,),
+                )
         return len(gone)
 
     def news(self, cursor: str) -> News:
@@ -180,10 +200,15 @@ class SqliteStore(ResponseStore):
             db.execute("DELETE FROM refusals WHERE name=?", (name,))
             if refused:
                 db.execute("INSERT INTO refusals VALUES (?, ?)", (name, self._clock()))
-                db.execute("DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?", (REFUSALS,))
+                db.execute(
+                    "DELETE FROM refusals WHERE rowid<=(SELECT MAX(rowid) FROM refusals)-?",
+                    (REFUSALS,),
+                )
 
     def refused(self, name: str) -> bool:
-        rows = self.database.rows("SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name)
+        rows = self.database.rows(
+            "SELECT CAST(coalesce(at, 0) AS REAL) FROM refusals WHERE name=?", name
+        )
         return bool(rows) and self._clock() - rows[0][0] < REFUSED_S
 
     # -- operators ----------------------------------------------------------------------------------------------

@@ -49,10 +49,22 @@ ASKED_AGAIN = 0.25
 
 # The defaults describe a service whose users come back. In GQA's balanced testdev split almost nothing returns: of
 # 12,578 questions on 398 images 8 are exact repeats.
-QUESTION_VARIANTS = {"repeat": 0.06, "case": 0.03, "whitespace": 0.03, "paraphrase": 0.10, "negative": 0.12}
+QUESTION_VARIANTS = {
+    "repeat": 0.06,
+    "case": 0.03,
+    "whitespace": 0.03,
+    "paraphrase": 0.10,
+    "negative": 0.12,
+}
 """Shares of the questions on a base picture that take an earlier one: byte for byte, in other case, with other white
 space, in other words, or its sentence with another argument, nearly always with another answer."""
-IMAGE_VARIANTS = {"reencoded": 0.17, "resized": 0.17, "brightness": 0.17, "shifted": 0.17, "lookalike": 0.25}
+IMAGE_VARIANTS = {
+    "reencoded": 0.17,
+    "resized": 0.17,
+    "brightness": 0.17,
+    "shifted": 0.17,
+    "lookalike": 0.25,
+}
 """Derived pictures per base picture: the same at JPEG quality 60, at 120 x 120 pixels, 6% brighter, moved by one pixel;
 and the same scene with one object in another color."""
 
@@ -110,7 +122,9 @@ def generate(
     prefix = f"{SPLITS.index(split) + 1}{seed:04d}"  # ids are unique over splits and seeds, and digits, as GQA's are
     drawn = list(_pictures(images, pictures, rng, prefix))
     asked = list(_questions(questions, rng, drawn, (f"{prefix}{number:07d}" for number in count())))
-    turn: dict[str, float] = {}  # what was made from something comes after it, everything else at random
+    turn: dict[
+        str, float
+    ] = {}  # what was made from something comes after it, everything else at random
     for p in drawn:
         turn[p.image_id] = rng.uniform(turn.get(p.derived_from, 0.0), 1)
     asked.sort(key=lambda q: (turn[q.image_id], q.place))
@@ -127,7 +141,9 @@ def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str,
     """Every question in GQA's schema, as far as a cache has use for it, and from which question (``of``) it was made by
     what: ``repeat`` ..., or ``image:shifted`` ... where it is asked again of a derived picture."""
     images = {p.image_id: "" if p.variant == ORIGINAL else f"image:{p.variant}" for p in pictures}
-    object_ids = {p.image_id: [f"{p.image_id}{i}" for i in range(len(p.scene.things))] for p in pictures}
+    object_ids = {
+        p.image_id: [f"{p.image_id}{i}" for i in range(len(p.scene.things))] for p in pictures
+    }
     by_image: dict[str, list[_Asked]] = {}
     for question in asked:
         by_image.setdefault(question.image_id, []).append(question)
@@ -140,7 +156,9 @@ def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str,
             "answer": program.answer,
             "groups": {"global": KINDS[program.kind].group or None, "local": _local_group(program)},
             "semanticStr": semantic_str(program, object_ids[question.image_id]),
-            "variant": images[question.image_id] if question.variant == ORIGINAL else question.variant,
+            "variant": images[question.image_id]
+            if question.variant == ORIGINAL
+            else question.variant,
             "of": question.of or None,
             "entailed": sorted(
                 q.question_id
@@ -154,7 +172,9 @@ def _records(pictures: Sequence[_Picture], asked: Sequence[_Asked]) -> dict[str,
 # -- pictures ------------------------------------------------------------
 
 
-def _pictures(images: int, rates: Mapping[str, float], rng: Random, prefix: str) -> Iterator[_Picture]:
+def _pictures(
+    images: int, rates: Mapping[str, float], rng: Random, prefix: str
+) -> Iterator[_Picture]:
     """The base pictures, then those made from them."""
     ids = (f"{prefix}{number:05d}" for number in count())
     bases = []
@@ -173,7 +193,11 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
     if variant == "lookalike":
         scene = recolor(base.scene, rng)
         return _Picture(
-            image_id=image_id, scene=scene, data=jpeg(draw(scene)), variant=variant, derived_from=base.image_id
+            image_id=image_id,
+            scene=scene,
+            data=jpeg(draw(scene)),
+            variant=variant,
+            derived_from=base.image_id,
         )
     image: Image = Image.open(BytesIO(base.data))
     quality = 60 if variant == "reencoded" else 90
@@ -184,7 +208,11 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
     elif variant == "shifted":
         image = ImageChops.offset(image, 1, 1)
     return _Picture(
-        image_id=image_id, scene=base.scene, data=jpeg(image, quality), variant=variant, derived_from=base.image_id
+        image_id=image_id,
+        scene=base.scene,
+        data=jpeg(image, quality),
+        variant=variant,
+        derived_from=base.image_id,
     )
 
 
@@ -204,7 +232,9 @@ def _questions(
             yield from by_image[picture.image_id]
 
 
-def _ask_base(rates: Mapping[str, float], rng: Random, picture: _Picture, ids: Iterator[str]) -> list[_Asked]:
+def _ask_base(
+    rates: Mapping[str, float], rng: Random, picture: _Picture, ids: Iterator[str]
+) -> list[_Asked]:
     total = max(4, round(rng.gauss(QUESTIONS_PER_IMAGE, QUESTIONS_SPREAD)))
     plan = rng.choices([*rates, ORIGINAL], [*rates.values(), 1 - sum(rates.values())], k=total)
     plan.sort(key=lambda variant: variant != ORIGINAL)
@@ -213,7 +243,9 @@ def _ask_base(rates: Mapping[str, float], rng: Random, picture: _Picture, ids: I
     for variant in plan:
         texts = {q.text for q in made}
         originals = [q for q in made if q.variant == ORIGINAL]
-        new = _variant(rng, picture, variant, originals, texts, ids) if variant != ORIGINAL else None
+        new = (
+            _variant(rng, picture, variant, originals, texts, ids) if variant != ORIGINAL else None
+        )
         made.append(new or _original(rng, picture, texts, ids))
     return made
 
@@ -234,7 +266,12 @@ def _original(rng: Random, picture: _Picture, texts: set[str], ids: Iterator[str
 
 
 def _variant(
-    rng: Random, picture: _Picture, variant: str, originals: Sequence[_Asked], texts: set[str], ids: Iterator[str]
+    rng: Random,
+    picture: _Picture,
+    variant: str,
+    originals: Sequence[_Asked],
+    texts: set[str],
+    ids: Iterator[str],
 ) -> _Asked | None:
     """A question made from one of the originals; None where none of 20 tries gives a new text."""
     for _ in range(20):
@@ -291,10 +328,17 @@ def _core(program: Program) -> tuple[object, ...]:
     """A program but for which phrase names an object, and for the order of a choice."""
     choice = (program.value, program.other)
     a, b = (r.index if r and r.index >= 0 else r for r in (program.a, program.b))
-    return (program.answer, a, b, choice if program.kind.startswith("verify") else tuple(sorted(choice)))
+    return (
+        program.answer,
+        a,
+        b,
+        choice if program.kind.startswith("verify") else tuple(sorted(choice)),
+    )
 
 
-def _ask_again(rng: Random, picture: _Picture, base: Sequence[_Asked], ids: Iterator[str]) -> Iterator[_Asked]:
+def _ask_again(
+    rng: Random, picture: _Picture, base: Sequence[_Asked], ids: Iterator[str]
+) -> Iterator[_Asked]:
     """Asks some of the base picture's questions of a picture derived from it, with the answers it shows.
 
     Of a look-alike, up to half are questions whose answer has changed: what a careless cache gets wrong.
@@ -375,7 +419,9 @@ class _Steps:
             both = self._select(a), self._select(b)
             if self._task == "rel":
                 relation = self._program.value if self._name == "verify" else self._choice
-                self._add(f"{self._name} rel", f"{b.shape or NOUN},{relation},o {self._one(b)}", *both)
+                self._add(
+                    f"{self._name} rel", f"{b.shape or NOUN},{relation},o {self._one(b)}", *both
+                )
             elif kind == "compare_size":
                 self._add(f"choose {self._program.value}", "", *both)
             else:
@@ -391,7 +437,9 @@ class _Steps:
             self._add("query", _GQA_NAME[self._name.removeprefix("query_")], at)
 
     def _add(self, operation: str, argument: str, *dependencies: int) -> int:
-        self.written.append(f"{operation}: {argument}" + (f" {list(dependencies)}" if dependencies else ""))
+        self.written.append(
+            f"{operation}: {argument}" + (f" {list(dependencies)}" if dependencies else "")
+        )
         return len(self.written) - 1
 
     def _one(self, ref: Ref) -> str:
@@ -408,13 +456,23 @@ class _Steps:
     def _value(self, task: str, what: str, at: int) -> int:
         if task == "query":
             return self._add("query", what, at)
-        return self._add(f"{task} {what}", self._program.value if task == "verify" else self._choice, at)
+        return self._add(
+            f"{task} {what}", self._program.value if task == "verify" else self._choice, at
+        )
 
 
 def _local_group(program: Program) -> str:
     number = list(KINDS).index(program.kind)
-    subject = program.a.text if program.a and program.a.text != NOUN else program.b.text if program.b else "ground"
-    values = "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
+    subject = (
+        program.a.text
+        if program.a and program.a.text != NOUN
+        else program.b.text
+        if program.b
+        else "ground"
+    )
+    values = (
+        "_".join(v for v in (program.value, program.other) if v) or program.kind.rsplit("_", 1)[-1]
+    )
     return f"{number:02d}-{subject}_{values}".replace(" ", "-")
 
 
@@ -466,7 +524,10 @@ class Entry:
     @property
     def questions(self) -> tuple[tuple[str, str], ...]:
         """Questions, each with the answer that the sentence gives."""
-        return tuple((text.format(**self.slots), self.slots[answer]) for text, answer in self.fact["questions"])
+        return tuple(
+            (text.format(**self.slots), self.slots[answer])
+            for text, answer in self.fact["questions"]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,13 +549,17 @@ VARIANTS = ("original", "whitespace", "case", "reworded", "edited", "other")
 the number in an entry changed; ``other`` is an unrelated one."""
 
 _ASIDES = ("As before, ", "As expected, ", "Once again, ", "In addition, ")
-_WORDS: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("documents.toml").read_text(encoding="utf-8"))
+_WORDS: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("documents.toml").read_text(encoding="utf-8")
+)
 
 
 def make_document(rng: Random, words: int = 1100) -> Document:
     """A document of about ``words`` words: the last entry is the one that reaches that length."""
     topic = rng.choice(_WORDS["topics"])
-    title = topic["title"].format(number=rng.randrange(1000, 10000), place=rng.choice(_WORDS["ports"]))
+    title = topic["title"].format(
+        number=rng.randrange(1000, 10000), place=rng.choice(_WORDS["ports"])
+    )
     entries: list[Entry] = []
     length = len(title.split()) + len(topic["opening"].split())
     while length < words or not entries:
@@ -517,7 +582,9 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
     for number in range(documents):
         document, first = make_document(rng, words), rng.random()
         for variant, (text, told) in _variants(document, make_document(rng, words), rng).items():
-            question, answer = rng.choice([pair for entry in told.entries for pair in entry.questions])
+            question, answer = rng.choice(
+                [pair for entry in told.entries for pair in entry.questions]
+            )
             row = {"variant": variant, "document": str(number), "context": text}
             row |= {"question": question, "answer": answer}
             placed.append((first if variant == "original" else rng.uniform(first, 1), row))
@@ -526,14 +593,20 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
 
 def _variants(document: Document, other: Document, rng: Random) -> dict[str, tuple[str, Document]]:
     """The text of each of `VARIANTS`, and the document that it tells of."""
-    at = rng.choice([at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]])
+    at = rng.choice(
+        [at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]]
+    )
     entry = document.entries[at]
     count = rng.choice([c for c in map(str, range(12, 100)) if c != entry.slots["count"]])
     changed = {
-        "reworded": replace(entry, filler=rng.choice(_ASIDES) + entry.filler[0].lower() + entry.filler[1:]),
+        "reworded": replace(
+            entry, filler=rng.choice(_ASIDES) + entry.filler[0].lower() + entry.filler[1:]
+        ),
         "edited": replace(entry, slots={**entry.slots, "count": count}),
     }
-    loose = "".join(word + ("  " if rng.random() < 0.1 else " ") for word in document.text.split(" ")).rstrip(" ")
+    loose = "".join(
+        word + ("  " if rng.random() < 0.1 else " ") for word in document.text.split(" ")
+    ).rstrip(" ")
     found = {"original": (document.text, document), "whitespace": (loose, document)}
     found["case"] = (document.text.lower(), document)
     for variant, new in changed.items():

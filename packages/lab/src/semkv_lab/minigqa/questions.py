@@ -40,7 +40,9 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     name: Kind(**row)
-    for name, row in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
+    for name, row in tomllib.loads(
+        Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")
+    ).items()
 }
 WEIGHTS: Mapping[str, float] = {name: kind.weight for name, kind in KINDS.items()}
 
@@ -48,7 +50,12 @@ NOUN = "object"
 """What an object is called when its shape is not said."""
 
 _TRIES = 12
-_ONE_WORD = {"to the left of": "left", "to the right of": "right", "above": "above", "below": "below"}
+_ONE_WORD = {
+    "to the left of": "left",
+    "to the right of": "right",
+    "above": "above",
+    "below": "below",
+}
 _OTHER_SIDE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 _DOMAIN = {"color": COLORS, "shape": SHAPES, "size": SIZES}
 
@@ -67,7 +74,11 @@ class Ref:
         return " ".join(part for part in (self.size, self.color, self.shape or NOUN) if part)
 
     def fits(self, thing: Thing) -> bool:
-        return self.shape in ("", thing.shape) and self.color in ("", thing.color) and self.size in ("", thing.size)
+        return (
+            self.shape in ("", thing.shape)
+            and self.color in ("", thing.color)
+            and self.size in ("", thing.size)
+        )
 
     def fitting(self, scene: Scene) -> list[int]:
         """The objects that the phrase fits."""
@@ -143,7 +154,9 @@ def draw_wording(program: Program, rng: Random) -> str:
 
 def change_case(text: str, rng: Random) -> str:
     """The same words in another case: all lower, all upper, or each word capitalised. Never the text itself."""
-    return rng.choice([c for c in (text.lower(), text.lower(), text.upper(), text.title()) if c != text])
+    return rng.choice(
+        [c for c in (text.lower(), text.lower(), text.upper(), text.title()) if c != text]
+    )
 
 
 def change_whitespace(text: str, rng: Random) -> str:
@@ -192,7 +205,11 @@ def _the_one(scene: Scene, ref: Ref | None) -> Ref | None:
 
 def _only_neighbour(scene: Scene, target: int, relation: str) -> Ref | None:
     """The one object in ``relation`` to ``target``, where every other is clearly not; else None."""
-    truths = {i: relation_holds(scene, i, relation, target) for i in range(len(scene.things)) if i != target}
+    truths = {
+        i: relation_holds(scene, i, relation, target)
+        for i in range(len(scene.things))
+        if i != target
+    }
     found = [i for i, truth in truths.items() if truth]
     return Ref(found[0]) if len(found) == 1 and None not in truths.values() else None
 
@@ -305,7 +322,9 @@ def _pick(scene: Scene, rng: Random, without: str = "") -> Ref | None:
     return rng.choice(refs) if refs else None
 
 
-def _pair(scene: Scene, rng: Random, pair: Sequence[int], without: str = "") -> tuple[Ref, Ref] | None:
+def _pair(
+    scene: Scene, rng: Random, pair: Sequence[int], without: str = ""
+) -> tuple[Ref, Ref] | None:
     a, b = (references(scene, index, without) for index in pair)
     return (rng.choice(a), rng.choice(b)) if a and b else None
 
@@ -323,7 +342,9 @@ def _wrong(scene: Scene, rng: Random, index: int, name: str) -> str:
     return rng.choice([v for v in _DOMAIN[name] if v != own])
 
 
-def _value(rng: Random, kind: str, task: str, a: Ref | None, own: str, wrong: Callable[[], str]) -> Program:
+def _value(
+    rng: Random, kind: str, task: str, a: Ref | None, own: str, wrong: Callable[[], str]
+) -> Program:
     """``query``, ``verify`` or ``choose`` of a value: of an object, of its place, of the ground."""
     if task == "query":
         return Program(kind, a=a)
@@ -340,7 +361,9 @@ def _attribute(task: str, name: str) -> Asker:
         if a is None:
             return None
         own = getattr(scene.things[a.index], name)
-        return _value(rng, f"{task}_{name}", task, a, own, lambda: _wrong(scene, rng, a.index, name))
+        return _value(
+            rng, f"{task}_{name}", task, a, own, lambda: _wrong(scene, rng, a.index, name)
+        )
 
     return asker
 
@@ -351,7 +374,11 @@ def _position(task: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         a = _pick(scene, rng)
         side = side_of(scene, a.index, rng.choice(axes)) if a else None
-        return None if side is None else _value(rng, f"position_{task}", task, a, side, lambda: _OTHER_SIDE[side])
+        return (
+            None
+            if side is None
+            else _value(rng, f"position_{task}", task, a, side, lambda: _OTHER_SIDE[side])
+        )
 
     return asker
 
@@ -368,7 +395,8 @@ def _verify_both(scene: Scene, rng: Random) -> Program | None:
     a = _pick(scene, rng, without="color")
     if a is None or a.size:
         return None
-    color, size = scene.things[a.index].color, scene.things[a.index].size
+    color = scene.things[a.index].color
+    size = scene.things[a.index].size
     if rng.random() >= 0.5:
         wrong = rng.choice(("color", "size", "both"))
         color = color if wrong == "size" else _wrong(scene, rng, a.index, "color")
@@ -384,7 +412,8 @@ def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
             thing = rng.choice(scene.things)
             shape, color = thing.shape, thing.color
         elif rng.random() < 0.5:
-            shape, color = rng.choice(scene.things).shape, rng.choice(scene.things).color
+            shape = rng.choice(scene.things).shape
+            color = rng.choice(scene.things).color
         else:
             shape, color = rng.choice(SHAPES), rng.choice(COLORS)
         ref = Ref(-1, shape if use_shape else "", color if use_color else "")
@@ -401,10 +430,18 @@ def _exist(scene: Scene, rng: Random) -> Program | None:
 def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
-        first, second = rng.choice([both for both in product((True, False), repeat=2) if holds(*both) == truth])
+        first, second = rng.choice(
+            [both for both in product((True, False), repeat=2) if holds(*both) == truth]
+        )
         for _ in range(_TRIES):
-            a, b = _maybe_there(scene, rng, first), _maybe_there(scene, rng, second)
-            if a is None or b is None or a.text == b.text or set(a.fitting(scene)) & set(b.fitting(scene)):
+            a = _maybe_there(scene, rng, first)
+            b = _maybe_there(scene, rng, second)
+            if (
+                a is None
+                or b is None
+                or a.text == b.text
+                or set(a.fitting(scene)) & set(b.fitting(scene))
+            ):
                 continue
             return Program(kind, a=a, b=b)
         return None
@@ -461,7 +498,9 @@ def _relation_query(name: str) -> Asker:
         refs = references(scene, found[0]) if found else []
         if found is None or not refs:
             return None
-        return Program(kind=f"rel_query_{name}", answer="", a=Ref(-1), b=rng.choice(refs), value=found[1])
+        return Program(
+            kind=f"rel_query_{name}", answer="", a=Ref(-1), b=rng.choice(refs), value=found[1]
+        )
 
     return asker
 

@@ -31,7 +31,9 @@ MARGIN = 14.0
 """Two centres nearer than this along an axis have no relation along it: a question about it would be unfair."""
 
 RELATIONS = ("to the left of", "to the right of", "above", "below")
-OPPOSITE = dict(zip(RELATIONS, ("to the right of", "to the left of", "below", "above"), strict=True))
+OPPOSITE = dict(
+    zip(RELATIONS, ("to the right of", "to the left of", "below", "above"), strict=True)
+)
 _GAP = 2.0
 
 
@@ -68,7 +70,12 @@ def make_scene(rng: Random) -> Scene:
     while True:
         things = _place(rng, kinds)
         if things is not None:
-            return Scene(things=things, ground=rng.choice(GROUNDS), light=rng.uniform(-1, 1), grain=rng.getrandbits(31))
+            return Scene(
+                things=things,
+                ground=rng.choice(GROUNDS),
+                light=rng.uniform(-1, 1),
+                grain=rng.getrandbits(31),
+            )
 
 
 def _choose_kinds(rng: Random, count: int) -> list[tuple[str, str]]:
@@ -144,7 +151,11 @@ _PAINTS: dict[str, RGB] = {
     "red": (212, 34, 38), "orange": (244, 134, 20), "yellow": (248, 222, 40), "green": (34, 148, 62),
     "blue": (32, 84, 208), "purple": (128, 44, 168), "pink": (250, 142, 190), "black": (28, 28, 32),
 }  # fmt: skip
-_GROUNDS: dict[str, RGB] = {"sand": (226, 208, 172), "snow": (228, 234, 242), "grass": (186, 216, 178)}
+_GROUNDS: dict[str, RGB] = {
+    "sand": (226, 208, 172),
+    "snow": (228, 234, 242),
+    "grass": (186, 216, 178),
+}
 _OUTLINE = 0.62
 
 
@@ -179,16 +190,29 @@ def _background(scene: Scene) -> Image:
 
 
 _EDGED = {"fill": "fill", "outline": "edge"}
-_STAR = [(1.08 * (0.42 if i % 2 else 1), math.pi * (i / 5 - 0.5)) for i in range(10)]  # radius and angle
+_STAR = [
+    (1.08 * (0.42 if i % 2 else 1), math.pi * (i / 5 - 0.5)) for i in range(10)
+]  # radius and angle
 _HEART = [
-    (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16)
+    (
+        math.sin(a) ** 3,
+        -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16,
+    )
     for a in (2 * math.pi * i / 28 for i in range(28))
 ]
 # How a shape is drawn: strokes of the pen, each with its points in half sides from the center, and its style.
 _STROKES: dict[str, list[tuple[str, list[tuple[float, float]], dict[str, Any]]]] = {
     "cube": [
-        ("polygon", [(-1, -0.5), (-0.5, -1), (1, -1), (0.5, -0.5)], {"fill": "light", "outline": "edge"}),
-        ("polygon", [(0.5, -0.5), (1, -1), (1, 0.5), (0.5, 1)], {"fill": "edge", "outline": "edge"}),
+        (
+            "polygon",
+            [(-1, -0.5), (-0.5, -1), (1, -1), (0.5, -0.5)],
+            {"fill": "light", "outline": "edge"},
+        ),
+        (
+            "polygon",
+            [(0.5, -0.5), (1, -1), (1, 0.5), (0.5, 1)],
+            {"fill": "edge", "outline": "edge"},
+        ),
         ("rectangle", [(-1, -0.5), (0.5, 1)], {**_EDGED, "width": 2}),
     ],
     "ball": [
@@ -222,7 +246,12 @@ def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
     r = thing.radius * _SCALE
     fill = _shaded(_PAINTS[thing.color], 1 + 0.07 * thing.shade)
     light = tuple(part + (255 - part) // 2 for part in fill)
-    values: dict[Any, Any] = {"fill": fill, "edge": _shaded(fill, _OUTLINE), "light": light, "thick": round(0.42 * r)}
+    values: dict[Any, Any] = {
+        "fill": fill,
+        "edge": _shaded(fill, _OUTLINE),
+        "light": light,
+        "thick": round(0.42 * r),
+    }
     for form, points, style in _STROKES[thing.shape]:
         at = [(x + across * r, y + down * r) for across, down in points]
         getattr(pen, form)(at, **{name: values.get(value, value) for name, value in style.items()})
