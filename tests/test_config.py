@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from command_line import invoke
 from semkv.command_line import Environment, parse
-from semkv.config import PRESETS, CacheConfig, _declared
+from semkv.config import PRESETS, CacheConfig
 from semkv.errors import ConfigError
 from semkv.types import CacheMode, EmbeddingLayer, PolicyName
 from semkv_gateway.settings import ServerSettings, secret_of
 from semkv_lab.settings import resolve
+from semkv_stores.settings import _declared
 from semkv_vllm import KVSettings, read_settings
 
 PROMPT = EmbeddingLayer("prompt", 384, 0.8)

@@ -55,7 +55,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
-    "--enable-prompt-tokens-details --max-num-batched-tokens "
+    "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type "
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
     "--shm-size --places --write".split()
 )

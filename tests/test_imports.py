@@ -70,7 +70,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_each_distribution_is_named() -> None:
-    projects = [*TOP.glob("packages/*/src/*"), source_of("semkv")]
+    projects = [*TOP.glob("packages/*/src/semkv_*/"), source_of("semkv")]
     assert {folder.name for folder in projects} == set(DISTRIBUTIONS)
 
 

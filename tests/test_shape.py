@@ -116,13 +116,13 @@ def test_private_names_are_those_that_the_product_does_not_define() -> None:
 
 
 def test_imports_and_paths_that_lead_upwards() -> None:
-    rows = {"keys": 0, "guards": 1, "server": 2}
+    rows = {"keys": 0, "tiers": 1, "cli": 2}
     text = (
-        "import semkv_gateway.app\nfrom semkv import guards, keys\nfrom semkv_guards.text import x\n"
-        "def f():\n    g = Path(__file__).parent / 'guards' / 'words'\n"
+        "import semkv.cli.store\nfrom semkv import tiers, keys\nfrom semkv.tiers.layer import x\n"
+        "def f():\n    g = Path(__file__).parent / 'tiers' / 'words'\n"
     )
     found = [place.split(" ")[1] for place in shape.upwards(code(text, "src/semkv/keys.py"), rows)]
-    assert sorted(found) == ["guards", "guards", "guards", "server"]
+    assert sorted(found) == ["cli", "tiers", "tiers", "tiers"]
     assert shape.upwards(code(text, "packages/gateway/src/semkv_gateway/app.py"), rows) == []
 
 
