@@ -16,8 +16,8 @@ from semkv.errors import CorruptValue, StoreError
 from semkv.keys import Keyed, entry_of, namespace_key
 from semkv.stores import catalog as catalog_module
 from semkv.stores.catalog import Catalog, Record, pack, unpack
+from semkv.stores.tables import FORMAT
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
-from semkv_stores.database import FORMAT
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")
 

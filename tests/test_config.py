@@ -97,7 +97,7 @@ def test_every_flag_of_the_command_may_be_a_variable(monkeypatch: pytest.MonkeyP
     for name, value in {"HOST": "::1", "PORT": "81", "WORKERS": "2"}.items():
         monkeypatch.setenv(f"SEMKV_{name}", value)
     assert invoke(["serve"]).exit_code == 0
-    assert started == [{"host": "::1", "port": 81, "workers": 2}]
+    assert started == [{"host": "::1", "port": 81, "workers": 2, "drain_timeout": 20.0}]
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> ServerSettings:

@@ -105,7 +105,7 @@ def test_dotted_names_exist(page: str) -> None:
         except ImportError:
             return False
 
-    named = set(re.findall(r"(?<![\w/.-])semkv(?:_lab)?(?:\.\w+)+", PAGES[page])) - {"semkv.json"}
+    named = set(re.findall(r"(?<![\w/.-])semkv(?:_\w+)?(?:\.\w+)+", PAGES[page])) - {"semkv.json"}
     for module, names in re.findall(r"^from (semkv\S*) import (.+)", PAGES[page], re.MULTILINE):
         named |= {f"{module}.{name}" for name in names.split(", ")}
     assert [name for name in sorted(named) if not exists(name)] == []

@@ -486,5 +486,5 @@ def test_a_wrong_store_or_policy_is_named_before_a_gateway_starts(tmp_path: Path
 @pytest.mark.parametrize("name", sorted(file.stem for file in EXAMPLES.glob("*.py")))
 def test_every_example_is_short_and_tested(name: str) -> None:
     assert importlib.import_module(name).__doc__
-    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 100
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 120
     assert name in Path(__file__).read_text(encoding="utf-8")

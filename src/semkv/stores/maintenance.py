@@ -455,10 +455,12 @@ def _purge_entries(
     if not dry_run:
         with suppress(sqlite3.OperationalError):
             catalog.database.truncate_log()  # which makes room on a full disk
-    # A gateway's tenants are digests. Any other name is of no answer, and would stay in the log of invalidations.
-    for tenant in (None,) if tenants is None else filter(_DIGEST.fullmatch, tenants):
-        selector = Selector(partition=tenant, tag=tag, before=before)
-        found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
+    # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name or tag.
+    served = responses.usage()[0] > 0 or (cache_dir / "secret").exists()
+    for tenant in (None,) if tenants is None else tenants:
+        if served or (tenant is not None and _DIGEST.fullmatch(tenant)):
+            selector = Selector(partition=tenant, tag=tag, before=before)
+            found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
     removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
     found.counts["entries"] = len(removed.entry_ids)
     gone = set(removed.media)

@@ -283,7 +283,8 @@ def ranking(answer: Any, body: Body) -> str:
     best = body.get("top_n") or body.get("top_k")
     wanted = min(total, best) if type(best) is int and best > 0 else total
     indices = {item["index"] for item in items}
-    return "" if len(indices) == len(items) == wanted and max(indices) < total else COUNT
+    whole = len(indices) == len(items) == wanted
+    return "" if whole and all(index < total for index in indices) else COUNT
 
 
 def _is_ranked(item: Body) -> bool:
