@@ -37,10 +37,12 @@ class Media:
 
     Args:
         trusted: go by vLLM's name where the content cannot be seen; see `semkv_vllm.KVSettings`.
-        stop_storing: called with each request of which nothing more may be stored; by default nothing happens.
+        stop_storing: called with each request of which nothing more may be stored; None where no KV is.
     """
 
-    def __init__(self, *, trusted: bool, stop_storing: Callable[[Any], object] = id) -> None:
+    def __init__(
+        self, *, trusted: bool, stop_storing: Callable[[Any], object] | None = None
+    ) -> None:
         self._trusted = trusted
         self._stop_storing = stop_storing
         self._digests: dict[
@@ -99,6 +101,8 @@ class Media:
             "one name (uuid) was given to two media items: no KV of requests that use it is stored; "
             "give each item a name of its own, or none"
         )
+        if self._stop_storing is None:
+            return
         for request in list(self._live):
             if any(used.identifier == identifier for used in request.mm_features):
                 self._stop_storing(request)
