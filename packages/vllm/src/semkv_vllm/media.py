@@ -22,7 +22,7 @@ from semkv_stores.digests import digest
 
 log = logging.getLogger("semkv.connectors")
 
-_MIXED = "mixed"  # in place of a content: the name has stood for two
+_MIXED = "mixed"  # in place of a content: the name has stood for two, or for what cannot be seen
 _NAMES = (
     1 << 18
 )  # names that are remembered; an item in vLLM's caches takes a block or more of a smaller number
@@ -75,12 +75,12 @@ class Media:
 
     def admit(self, request: Any, feature: Any) -> str:
         """The `content` of an item of a request whose KV is to be stored; empty where its name has stood for another
-        one: then vLLM's caches may give the request that one's KV or encoder output."""
-        if not (content := self.content(feature)):
-            return ""
+        one, or for one that cannot be seen: then vLLM's caches may give the request that one's KV or encoder output.
+        """
         self._live.add(request)
-        name = hashlib.blake2b(feature.identifier.encode(), digest_size=16).digest()
-        before = self._contents.setdefault(name, content)
+        content = self.content(feature)
+        name = bytes.fromhex(digest(feature.identifier))
+        before = self._contents.setdefault(name, content or _MIXED)
         self._contents.move_to_end(name)
         if len(self._contents) > _NAMES:
             self._contents.popitem(last=False)
