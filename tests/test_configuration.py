@@ -148,7 +148,7 @@ def test_versions_of_what_vllm_needs_count(monkeypatch: pytest.MonkeyPatch) -> N
 
     found = ours.versions()
     assert {"vllm", "torch", "transformers", "pillow", "numpy", "safetensors"} <= set(found)
-    assert not {"fastapi", "openai", "semkv", *HARMLESS["packages"]} & set(found)
+    assert not {"fastapi", "openai", "semkv", "semkv-vllm", *HARMLESS["packages"]} & set(found)
     with monkeypatch.context() as patch:
         patch.setattr(transformers, "__version__", "9.9")
         assert ours.versions() != found

@@ -21,6 +21,7 @@ from semkv_stores.block_file import tenant_tag
 from semkv_vllm import identity
 from semkv_vllm.identity import Adapters
 from semkv_vllm.kv import describe
+from semkv_vllm.shared import RequestFacts
 
 pytestmark = pytest.mark.engine
 BLOCK = 32
@@ -249,7 +250,7 @@ def test_an_adapter_is_its_weights_whatever_it_is_called(tmp_path: Path) -> None
         lora_request=named(tmp_path / "b"), kv_transfer_params=None, cache_salt=None
     )
     adapters = Adapters(tmp_path / "cache", time.time() + 60.0)
-    assert describe(request, adapters) == {"owner": tenant_tag(None), "adapter": first}
+    assert describe(request, adapters) == RequestFacts(owner=tenant_tag(None), adapter=first)
     assert describe(request, adapters, alone=False) is None, (
         "another tier knows the adapter's name only"
     )

@@ -112,6 +112,29 @@ def test_what_cannot_be_seen_is_left_alone_and_said_once(
     )
 
 
+def test_a_name_that_stood_for_what_cannot_be_seen_stands_for_nothing_else() -> None:
+    """vLLM's caches may hold the output of the one that was not seen, under the name of the one that is."""
+    unseen, seen = feature(item(more=object())), feature(pixels(1.0))
+    for first, second in ((unseen, seen), (seen, unseen)):
+        stopped: list[Any] = []
+        media = Media(trusted=False, stop_storing=stopped.append)
+        earlier = Asked(first)
+        assert media.knows(earlier) == (first is seen)
+        assert not media.knows(Asked(second))
+        assert not media.knows(Asked(seen))
+        assert (earlier in stopped) == (first is seen)
+
+
+def test_names_of_any_characters(caplog: pytest.LogCaptureFixture) -> None:
+    media = Media(trusted=False)
+    odd = [
+        feature(pixels(float(n)), name) for n, name in enumerate(("", "\0", "\ud800", "é" * 9999))
+    ]
+    assert all(media.knows(Asked(each)) for each in odd)
+    assert Media(trusted=True).knows(Asked(feature(None, "\ud800")))
+    assert not caplog.records
+
+
 def test_the_digest_of_an_item_is_made_once_and_forgotten_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

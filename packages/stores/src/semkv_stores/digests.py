@@ -13,7 +13,7 @@ def digest(*parts: str | bytes) -> str:
     """SHA-256 over length-prefixed parts, as lowercase hex; unambiguous whatever the parts contain."""
     h = hashlib.sha256()
     for part in parts:
-        raw = part.encode() if isinstance(part, str) else part
+        raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
         h.update(len(raw).to_bytes(8, "big"))
         h.update(raw)
     return h.hexdigest()

@@ -115,8 +115,11 @@ class KVAdapter:
 
     def _keys(self, request: Any) -> list[bytes]:
         each = self._group.hashes_per_chunk
-        hashes = self._connector.by_content(request).block_hashes
-        return [make_offload_key(h, self._group.group_idx) for h in hashes[each - 1 :: each]]
+        view = self._connector.by_content(request)
+        if view is None:
+            return []
+        hashes = view.block_hashes[each - 1 :: each]
+        return [make_offload_key(h, self._group.group_idx) for h in hashes]
 
     def _live(self, request_id: str) -> Any | None:
         requests = self._core.scheduler.requests

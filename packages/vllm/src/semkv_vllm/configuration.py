@@ -49,6 +49,7 @@ _OF_A_SERVICE = re.compile(
     r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$"
 )  # what Kubernetes sets for one named "vllm"
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+_OURS = {"semkv", "semkv-vllm"}  # what they store has the version of its format in each file
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -216,7 +217,7 @@ def _needed() -> set[str]:
 
 def _plugins() -> set[str]:
     points = [point for group in _PLUGINS for point in metadata.entry_points(group=group)]
-    return {_canonical(point.dist.name) for point in points if point.dist is not None} - {"semkv"}
+    return {_canonical(point.dist.name) for point in points if point.dist is not None} - _OURS
 
 
 def _canonical(name: str) -> str:

@@ -238,7 +238,7 @@ class SemKVConnector(OffloadingConnector):
         """
         sent = request.kv_transfer_params
         params = self._begun(request)
-        view = self._by_content(request)
+        view = self.by_content(request)
         if params is None or view is None:
             params = {"max_load_tokens": 0, "max_offload_tokens": 0}
         request.kv_transfer_params = params
@@ -268,8 +268,8 @@ class SemKVConnector(OffloadingConnector):
         return {**params, REPORT_KEY: facts or RequestFacts()}
 
     @ours("the media of a request")
-    def _by_content(self, request: Any) -> Any:
-        """The request, with block hashes that cover the content of its media."""
+    def by_content(self, request: Any) -> Any:
+        """The request, with block hashes that cover the content of its media; None after a fault."""
         if not request.mm_features and not request.resumable:  # the prompt of a resumable one grows
             return request
         return ByContent(request, self._media, self.scheduler.config.tokens_per_hash)

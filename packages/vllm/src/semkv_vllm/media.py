@@ -22,7 +22,7 @@ from semkv_stores.digests import digest
 
 log = logging.getLogger("semkv.connectors")
 
-_MIXED = "mixed"  # in place of a content: the name has stood for two
+_MIXED = "mixed"  # in place of a content: the name has stood for two, or for what cannot be seen
 _NAMES = (
     1 << 18
 )  # names that are remembered; an item in vLLM's caches takes a block or more of a smaller number
@@ -37,10 +37,12 @@ class Media:
 
     Args:
         trusted: go by vLLM's name where the content cannot be seen; see `semkv_vllm.KVSettings`.
-        stop_storing: called with each request of which nothing more may be stored; by default nothing happens.
+        stop_storing: called with each request of which nothing more may be stored; None where no KV is.
     """
 
-    def __init__(self, *, trusted: bool, stop_storing: Callable[[Any], object] = id) -> None:
+    def __init__(
+        self, *, trusted: bool, stop_storing: Callable[[Any], object] | None = None
+    ) -> None:
         self._trusted = trusted
         self._stop_storing = stop_storing
         self._digests: dict[
@@ -73,12 +75,12 @@ class Media:
 
     def admit(self, request: Any, feature: Any) -> str:
         """The `content` of an item of a request whose KV is to be stored; empty where its name has stood for another
-        one: then vLLM's caches may give the request that one's KV or encoder output."""
-        if not (content := self.content(feature)):
-            return ""
+        one, or for one that cannot be seen: then vLLM's caches may give the request that one's KV or encoder output.
+        """
         self._live.add(request)
-        name = hashlib.blake2b(feature.identifier.encode(), digest_size=16).digest()
-        before = self._contents.setdefault(name, content)
+        content = self.content(feature)
+        name = bytes.fromhex(digest(feature.identifier))
+        before = self._contents.setdefault(name, content or _MIXED)
         self._contents.move_to_end(name)
         if len(self._contents) > _NAMES:
             self._contents.popitem(last=False)
@@ -99,6 +101,8 @@ class Media:
             "one name (uuid) was given to two media items: no KV of requests that use it is stored; "
             "give each item a name of its own, or none"
         )
+        if self._stop_storing is None:
+            return
         for request in list(self._live):
             if any(used.identifier == identifier for used in request.mm_features):
                 self._stop_storing(request)
