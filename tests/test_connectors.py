@@ -293,6 +293,34 @@ class TestEngine:
         assert type(made) is kv.IdleConnector
         assert why in caplog.text
 
+    def test_all_hooks_of_a_request_name_its_blocks_alike(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the content of its picture: a tail of a block is looked up in one hook and loaded in another."""
+        prompt, half = engine.prompt("alike", picture=22), engine.connector.connector_scheduler
+        cold = engine.store(prompt)
+        hooks = (
+            "on_new_request",
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "request_finished",
+        )
+        named: dict[str, list[bytes]] = {}
+        for hook in hooks:
+            own = getattr(half, hook)
+
+            def spy(request: Any, *args: Any, own: Any = own, hook: str = hook) -> Any:
+                named[hook] = list(request.block_hashes)
+                return own(request, *args)
+
+            monkeypatch.setattr(half, hook, spy)
+        tokens, outcome = engine.one(prompt)
+        assert (tokens, bool(outcome.loaded_tokens)) == (cold, True)
+        beginnings = {hook: hashes[:2] for hook, hashes in named.items()}
+        assert beginnings == dict.fromkeys(hooks, beginnings["on_new_request"])
+        engine.one(engine.prompt("later", picture=22))
+        assert len(engine.connector._live) <= 1  # what ended is forgotten in a later step
+
     def test_capture_and_inject_by_hand(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
 
