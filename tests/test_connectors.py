@@ -36,7 +36,7 @@ from semkv_vllm import (
     read_settings,
 )
 from semkv_vllm.media import Media
-from semkv_vllm.shared import BreakEven
+from semkv_vllm.shared import BreakEven, KVShared
 
 pytestmark = pytest.mark.engine
 
@@ -873,3 +873,16 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     content = Media(trusted=False).content(media("dog", None, "dog").mm_features[0])
     assert digest("ec", content, "") in planned["two"].store
     assert digest("ec", content, "") not in planned["one"].store
+
+
+def test_a_fault_in_every_step_is_counted_each_time_and_logged_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = KVShared(KVSettings(tmp_path), None, None, dict)
+    for where in ("a store", "a lookup", "a store", "a store"):
+        try:
+            raise OSError(where)
+        except OSError:
+            shared.fault(where)
+    assert shared.counters["errors"] == 4
+    assert [record.getMessage().count("a store") for record in caplog.records] == [1, 0]
