@@ -36,7 +36,7 @@ from semkv_vllm import (
     read_settings,
 )
 from semkv_vllm.media import Media
-from semkv_vllm.shared import BreakEven
+from semkv_vllm.shared import BreakEven, KVShared
 
 pytestmark = pytest.mark.engine
 
@@ -292,6 +292,34 @@ class TestEngine:
         made = kv.SemKVConnector(scheduler.vllm_config, role, scheduler.kv_cache_config)
         assert type(made) is kv.IdleConnector
         assert why in caplog.text
+
+    def test_all_hooks_of_a_request_name_its_blocks_alike(
+        self, engine: CachedEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the content of its picture: a tail of a block is looked up in one hook and loaded in another."""
+        prompt, half = engine.prompt("alike", picture=22), engine.connector.connector_scheduler
+        cold = engine.store(prompt)
+        hooks = (
+            "on_new_request",
+            "get_num_new_matched_tokens",
+            "update_state_after_alloc",
+            "request_finished",
+        )
+        named: dict[str, list[bytes]] = {}
+        for hook in hooks:
+            own = getattr(half, hook)
+
+            def spy(request: Any, *args: Any, own: Any = own, hook: str = hook) -> Any:
+                named[hook] = list(request.block_hashes)
+                return own(request, *args)
+
+            monkeypatch.setattr(half, hook, spy)
+        tokens, outcome = engine.one(prompt)
+        assert (tokens, bool(outcome.loaded_tokens)) == (cold, True)
+        beginnings = {hook: hashes[:2] for hook, hashes in named.items()}
+        assert beginnings == dict.fromkeys(hooks, beginnings["on_new_request"])
+        engine.one(engine.prompt("later", picture=22))
+        assert len(engine.connector._live) <= 1  # what ended is forgotten in a later step
 
     def test_capture_and_inject_by_hand(self, engine: CachedEngine) -> None:
         from vllm import SamplingParams
@@ -845,3 +873,16 @@ def test_encoder_outputs_of_other_weights_are_nobodys_at_once(tmp_path: Path) ->
     content = Media(trusted=False).content(media("dog", None, "dog").mm_features[0])
     assert digest("ec", content, "") in planned["two"].store
     assert digest("ec", content, "") not in planned["one"].store
+
+
+def test_a_fault_in_every_step_is_counted_each_time_and_logged_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = KVShared(KVSettings(tmp_path), None, None, dict)
+    for where in ("a store", "a lookup", "a store", "a store"):
+        try:
+            raise OSError(where)
+        except OSError:
+            shared.fault(where)
+    assert shared.counters["errors"] == 4
+    assert [record.getMessage().count("a store") for record in caplog.records] == [1, 0]

@@ -207,7 +207,8 @@ class SemKVConnector(OffloadingConnector):
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._instance = str(vllm_config.instance_id)
         self._cache_manager: Any = None  # vLLM's own cache
-        self._live: set[str] = set()  # requests of which something may still be stored
+        # By id the requests of which something may still be stored, as vLLM's half sees them.
+        self._live: dict[str, Any] = {}
         kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         parallel = config.parallel_config
         ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
@@ -243,14 +244,14 @@ class SemKVConnector(OffloadingConnector):
             params = {"max_load_tokens": 0, "max_offload_tokens": 0}
         request.kv_transfer_params = params
         self._handed[request] = params
+        self._live[request.request_id] = request if view is None else view
         try:
-            super().on_new_request(request if view is None else view)
+            super().on_new_request(self._live[request.request_id])
         finally:
             request.kv_transfer_params = sent if isinstance(sent, dict) else None
 
     @ours("a request")
     def _begun(self, request: Any) -> dict[str, Any]:
-        self._live.add(request.request_id)
         params = client_params(request.kv_transfer_params, self._settings.allowed_params)
         facts = describe(request, self._adapters, alone=len(self._settings.tiers()) == 1)
         self.shared.counters["lora_skipped"] += facts is None and not wants_skip(
@@ -274,6 +275,10 @@ class SemKVConnector(OffloadingConnector):
             return request
         return ByContent(request, self._media, self.scheduler.config.tokens_per_hash)
 
+    def _seen(self, request: Any) -> Any:
+        """The request as vLLM's half has it: all hooks must name its blocks alike."""
+        return self._live.get(request.request_id, request)
+
     def _stop_storing(self, request: Any) -> None:
         """No KV of a request is stored from now on: vLLM hands these parameters to the manager with each store."""
         if request in self._handed:
@@ -284,14 +289,14 @@ class SemKVConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         self._tell_old(lambda old: old.looked_up(request.request_id, num_computed_tokens))
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens
+            self._seen(request), num_computed_tokens
         )
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
         self._tell_old(lambda old: old.allocated(name, blocks.get_block_ids(), num_external_tokens))
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        super().update_state_after_alloc(self._seen(request), blocks, num_external_tokens)
         if num_external_tokens and self._settings.report_loads:
             self._note_loads(request, num_external_tokens)
 
@@ -310,7 +315,7 @@ class SemKVConnector(OffloadingConnector):
         if num_external_tokens and self._one_group and self._from_host(request):
             return {CacheHitSource.HOST: num_external_tokens}
         sources: dict[Any, int] = super().get_external_cache_hit_sources(
-            request, num_external_tokens
+            self._seen(request), num_external_tokens
         )
         return sources
 
@@ -335,7 +340,8 @@ class SemKVConnector(OffloadingConnector):
     @ours("a step")
     def _forget_finished(self, finished: Any) -> None:
         """Nothing more is stored of some requests."""
-        self._live.difference_update(finished)
+        for request in finished:
+            self._live.pop(request, None)
         if self._tell_old(lambda old: old.is_over(finished)):
             self.shared.old = None
             log.warning(
@@ -359,13 +365,15 @@ class SemKVConnector(OffloadingConnector):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._ended(request, [block_ids])
-        return self._reported(request, *super().request_finished(request, block_ids))
+        seen = self._seen(request)
+        return self._reported(request, *super().request_finished(seen, block_ids))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         self._ended(request, block_ids)
-        return self._reported(request, *super().request_finished_all_groups(request, block_ids))
+        seen = self._seen(request)
+        return self._reported(request, *super().request_finished_all_groups(seen, block_ids))
 
     @ours("a capture")
     def _ended(self, request: Any, block_ids: Any) -> None:

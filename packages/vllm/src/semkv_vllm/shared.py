@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("semkv.connectors")
 
+_QUIET_S = 60.0  # between two log lines of faults at one place
 _LEAST = 4  # measurements before a pace counts
 _WEIGHT = 0.2  # of the newest measurement
 _RETRY = 32  # refusals after which one load is done all the same, to measure again
@@ -113,6 +114,7 @@ class KVShared:
     old: OldWeights | None = None
     row_bytes: int = 0
     renamed: bool = False
+    _quiet: dict[str, float] = field(default_factory=dict)  # by place, until when
     _names: dict[str, str] = field(
         default_factory=dict
     )  # by adapter, of the requests since the last reset
@@ -147,11 +149,20 @@ class KVShared:
         return self.storing and (self.old is None or request not in self.old.requests)
 
     def fault(self, where: str) -> None:
-        """Count and log the exception that is being handled: it is a miss."""
-        log.warning(
-            "semkv: %s of KV blocks failed; the request goes on without", where, exc_info=True
-        )
+        """Count the exception that is being handled, which is a miss, and log it now and then: what is broken may fail
+        in every step."""
         self.counters["errors"] += 1
+        now = time.monotonic()
+        if now < self._quiet.get(where, 0.0):
+            return
+        self._quiet[where] = now + _QUIET_S
+        log.warning(
+            "semkv: %s of KV blocks failed; the request goes on without. More of the same within %g s is "
+            "counted (errors), not logged",
+            where,
+            _QUIET_S,
+            exc_info=True,
+        )
 
 
 # ---------------------------------------------------------------------- is the disk faster than computing?
