@@ -152,7 +152,7 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
     left, right = p.unmatched
     first, second = p.a.stems.keys() - STOPS, p.b.stems.keys() - STOPS
     shared, every = first & second, first | second
-    quiet = p.language.quiet
+    quiet = p.language.stop_stems
     said = [
         [t.stem for t in text.tokens if t.stem in shared and (t.name or t.stem not in quiet)]
         for text in (p.a, p.b)

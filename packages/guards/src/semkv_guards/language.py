@@ -150,7 +150,7 @@ class Language:
     greetings: Entries
     spelling: Words
     typing: Entries
-    typed: Words
+    typing_units: Words
     counted: Entries
     mentions: Words
     sayings: Words
@@ -254,7 +254,7 @@ class Language:
             - self.focusing
         )
         sides = ((self.speaker, self.spoken), (self.third, self.thirds))
-        self.selves = [
+        self.subjects = [
             dict.fromkeys(objects, False)
             | {
                 word: True
@@ -264,13 +264,13 @@ class Language:
             for subjects, objects in sides
         ]
         """For the speaker and for third persons, whether a word is a subject."""
-        self.quiet = self.stems(self.fillers | self.function)
-        self.movable = self.quiet | self.groupings | self.stems(self.adverbs)
-        self.aside = self.stems((*self.mentions, *self.sayings))
-        self.ties, self.joined, self.joining, self.denying_verbs = map(
+        self.stop_stems = self.stems(self.fillers | self.function)
+        self.movable = self.stop_stems | self.groupings | self.stems(self.adverbs)
+        self.mention_stems = self.stems((*self.mentions, *self.sayings))
+        self.relation_stems, self.symmetric_stems, self.joint_stems, self.denial_stems = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
         )
-        self.after = {self.stem(verb): frozenset(words.split()) for verb, words in self.particles}
+        self.particles_of = {self.stem(verb): frozenset(words.split()) for verb, words in self.particles}
         self.classes: dict[str, set[int]] = {}
         for number, group in enumerate(self.synonyms):
             for stem in self.stems(group.split()):
@@ -293,7 +293,7 @@ class Language:
         }
         """Words for what must be, or is denied by itself."""
         self.open_questions = {word for word, kind in self.questions.items() if not kind}
-        self.silent = self.function | {",", ";", "?"}
+        self.stop_words = self.function | {",", ";", "?"}
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
         self.known = self.stems((*self.fillers, *self.function, *said))
         self.known |= self.opposed.keys() | self.classes.keys()

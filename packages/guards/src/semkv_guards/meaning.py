@@ -38,7 +38,7 @@ def _denials(text: Text, only: Tokens, other: Text) -> tuple[int, int]:
     negations = text.language.negations
     after = itertools.pairwise((*text.tokens, END))
     sure = sum(x.word in negations and x.word + y.word not in other.words for x, y in after)
-    return sure, sum(t.stem in text.language.denying_verbs for t in only)
+    return sure, sum(t.stem in text.language.denial_stems for t in only)
 
 
 def groups(p: Pair) -> str | None:
@@ -163,16 +163,16 @@ def form(p: Pair) -> str | None:
     language = p.language
     mentioned = _mentions(p.a) or _mentions(p.b)
     said = [
-        [t.stem for t in text.spine if t.stem not in language.auxiliaries] for text in (p.a, p.b)
+        [t.stem for t in text.without_articles if t.stem not in language.auxiliaries] for text in (p.a, p.b)
     ]
     if said[0] == said[1]:
         if _past(p.a) != _past(p.b):
             return "tense"
         if _may(p.a) != _may(p.b) and language.questions.keys().isdisjoint(p.words):
             return "modality"
-    if [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]:
-        first, second = (("", "", *[t.word for t in text.spine], "") for text in (p.a, p.b))
-        for i, (x, y) in enumerate(zip(p.a.spine, p.b.spine, strict=True)):
+    if [t.stem for t in p.a.without_articles] == [t.stem for t in p.b.without_articles]:
+        first, second = (("", "", *[t.word for t in text.without_articles], "") for text in (p.a, p.b))
+        for i, (x, y) in enumerate(zip(p.a.without_articles, p.b.without_articles, strict=True)):
             polite = (
                 x.word in language.modals and first[i + 3] in language.persons
             )  # "can I get", "could I get"
@@ -187,7 +187,7 @@ def form(p: Pair) -> str | None:
         [t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a))
     )
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
-        quiet = language.aside if x.stem == y.stem else language.aside | language.quiet
+        quiet = language.mention_stems if x.stem == y.stem else language.mention_stems | language.stop_stems
         if (
             language.function.isdisjoint((x.word, y.word))
             and quiet.isdisjoint((x.stem, y.stem))
@@ -200,7 +200,7 @@ def form(p: Pair) -> str | None:
 def _past(text: Text) -> bool:
     """Whether a text is about what was or has been, by its auxiliaries and by verbs that have none before them: "won",
     not "is won"."""
-    tokens, language = text.spine, text.language
+    tokens, language = text.without_articles, text.language
     for i, token in enumerate(tokens):
         if token.stem not in language.auxiliaries:
             before = tokens[max(0, i - _REACH) : i]
@@ -416,7 +416,7 @@ def person(p: Pair) -> str | None:
 
 def particle(p: Pair) -> str | None:
     """Another verb by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
-    particles = p.language.after
+    particles = p.language.particles_of
     for mine, only, other, _ in p.views:
         missing = {t.word for t in only}
         for x, y in itertools.pairwise(mine.tokens) if missing else ():
@@ -441,8 +441,8 @@ def relation(p: Pair) -> str | None:
         return None
     (x,), (y,) = p.only
     choices = p.language.choices
-    tied = {x.stem, y.stem} <= p.language.ties
-    joined = {x.stem, y.stem} <= p.language.joined and (x.word in choices) != (y.word in choices)
+    tied = {x.stem, y.stem} <= p.language.relation_stems
+    joined = {x.stem, y.stem} <= p.language.symmetric_stems and (x.word in choices) != (y.word in choices)
     return "relation" if (tied or joined) and not p.akin(x, y) and p.neighbours(x, y) else None
 
 
@@ -450,7 +450,7 @@ def _ways(text: Text, only: Tokens) -> dict[str, str]:
     """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
     ways = text.language.ways
     own = {t.word for t in only if t.word in ways}
-    pairs = itertools.pairwise((*text.spine, END)) if own else ()
+    pairs = itertools.pairwise((*text.without_articles, END)) if own else ()
     return {"" if y.word in STOPS else y.stem: ways[x.word] for x, y in pairs if x.word in own}
 
 
@@ -486,7 +486,7 @@ def _in_one_place(p: Pair) -> bool:
     """Whether a few words in one place, and nothing else, stand against a few others: "wax", "candle oil"."""
     if sum(map(len, p.only)) > _BLOCK:
         return False
-    first, second = ([t.stem for t in text.spine if t.word not in STOPS] for text in (p.a, p.b))
+    first, second = ([t.stem for t in text.without_articles if t.word not in STOPS] for text in (p.a, p.b))
     low = agreeing(first, second)
     high = agreeing(first[low:][::-1], second[low:][::-1])
     return low + high > 1 and len(first) + len(second) - 2 * (low + high) <= _BLOCK
@@ -507,7 +507,7 @@ def knows(p: Pair) -> bool:
     """
     told = [_told(text, only) for text, only, _, _ in p.views]
     return all(told) or (
-        any(told) and all(t.word in p.language.silent for only in p.only for t in only)
+        any(told) and all(t.word in p.language.stop_words for only in p.only for t in only)
     )
 
 

@@ -37,9 +37,9 @@ def _described(text: Text) -> Bonds:
     language = text.language
     return {
         x.word: {y.stem}
-        for x, y in itertools.pairwise(text.spine)
+        for x, y in itertools.pairwise(text.without_articles)
         if x.word in language.grouped
-        and y.stem not in language.quiet
+        and y.stem not in language.stop_stems
         and y.stem not in language.groupings
     }
 
@@ -72,17 +72,17 @@ def _focused(text: Text) -> Bonds:
     articles = {
         y.word: {x.stem} for x, y in itertools.pairwise(text.tokens) if x.word in language.articles
     }
-    for i in [i for i, t in enumerate(text.spine) if t.word in language.focusing]:
+    for i in [i for i, t in enumerate(text.without_articles) if t.word in language.focusing]:
         after = itertools.takewhile(
-            lambda t: t.word not in STOPS, text.spine[i + 1 : i + 1 + _REACH]
+            lambda t: t.word not in STOPS, text.without_articles[i + 1 : i + 1 + _REACH]
         )
         said = [
             t.stem for t in after if t.word not in language.tenses and t.word not in language.modals
         ][:3]
-        own = [stem for stem in said if stem not in language.ties]
+        own = [stem for stem in said if stem not in language.relation_stems]
         reach = 2 if own[1:] and said[1] != own[1] else 1
-        found[text.spine[i].word] = set(own[:reach]) or {
-            t.stem for t in text.spine[max(0, i - 1) : i]
+        found[text.without_articles[i].word] = set(own[:reach]) or {
+            t.stem for t in text.without_articles[max(0, i - 1) : i]
         }
     return found | {
         word: articles[word] for word in found.keys() & articles.keys()
@@ -109,7 +109,7 @@ class _Order:
         self.p = p
         self.language = p.language
         self.first, self.second = (
-            ["", *[t.stem for t in text.spine if t.word not in STOPS], ""] for text in (p.a, p.b)
+            ["", *[t.stem for t in text.without_articles if t.word not in STOPS], ""] for text in (p.a, p.b)
         )
         self.passive = _passive(p.a) != _passive(p.b)
 
@@ -136,7 +136,7 @@ class _Order:
         if len(stems) != 2 or any(self.second[i] not in stems for i in apart):
             return False
         if apart[1] - apart[0] > 1:
-            return not self.language.joined.issuperset(self.first[apart[0] + 1 : apart[1]])
+            return not self.language.symmetric_stems.issuperset(self.first[apart[0] + 1 : apart[1]])
         one, other = stems
         told = self.language.movable.isdisjoint(stems)
         # "chocolate milk", "who is chasing Tom", "are all cats mammals", "[3, 1, 2]"; not "March 3"
@@ -150,7 +150,7 @@ class _Order:
             asked = text.language.questions.get(text.tokens[0].word)
             if asked not in ("", "person") or (_open(text) and not _passive(text)):
                 return False
-        silent = self.language.quiet
+        silent = self.language.stop_stems
         if self.language.unhelped.isdisjoint({*self.first, *self.second}):  # "who works for Tom"
             silent = self.language.stems(self.language.function)
         first, second = (
@@ -171,7 +171,7 @@ class _Order:
             return False
         gerund = self.language.gerund
         is_being = lead[-1] in self.language.being
-        tied = not self.language.ties.isdisjoint(
+        tied = not self.language.relation_stems.isdisjoint(
             (x.stem, y.stem)
         )  # not "what can I do in Berlin this weekend"
         told = tied == is_being or (is_being and any(t.word.endswith(gerund) for t in (x, y)))
@@ -179,13 +179,13 @@ class _Order:
 
     def _behind_auxiliary(self, text: Text) -> tuple[list[str], Token]:
         """The stems up to the first auxiliary of such a question, and the first word of content or place after it."""
-        language, spine = self.language, text.spine
-        i = next((i for i, t in enumerate(spine) if t.stem in language.auxiliaries), len(spine))
-        if language.questions.get(spine[0].word) not in ("", "person"):
+        language, without_articles = self.language, text.without_articles
+        i = next((i for i, t in enumerate(without_articles) if t.stem in language.auxiliaries), len(without_articles))
+        if language.questions.get(without_articles[0].word) not in ("", "person"):
             return [], END
-        told = (t for t in spine[i + 1 :] if _carries(t, language) or t.stem in language.ties)
+        told = (t for t in without_articles[i + 1 :] if _carries(t, language) or t.stem in language.relation_stems)
         told = (t for t in told if t.word not in language.adverbs)
-        return [t.stem for t in spine[: i + 1]], next(told, END)
+        return [t.stem for t in without_articles[: i + 1]], next(told, END)
 
     def _asks_object(self, text: Text) -> bool:
         """Whether a "who" is not the one who acts: "who did he call", "who was called"; not "who was it built by"."""
@@ -201,11 +201,11 @@ class _Order:
         a, language = self.first, self.language
         stems = [a[i] for i, _ in shared]
         ties = self._ties(
-            stem for stem in stems if stem not in language.quiet or stem in language.ties
+            stem for stem in stems if stem not in language.stop_stems or stem in language.relation_stems
         )
-        told = [x for x, stem in enumerate(stems) if stem not in language.quiet]
+        told = [x for x, stem in enumerate(stems) if stem not in language.stop_stems]
         (agents, agents_b), (joints, joints_b) = (
-            self._counts(w) for w in ({language.by}, language.joining)
+            self._counts(w) for w in ({language.by}, language.joint_stems)
         )
         for x, y in (
             (x, y)
@@ -230,7 +230,7 @@ class _Order:
                 )
             else:  # what is one noun here may be parted by a preposition there: "May deadline", "deadline in May"
                 between = [(n, q) for n, q in between if m < q < j and a[n] not in self.participles]
-                compound = language.ties.isdisjoint([a[n] for n, _ in between]) and (
+                compound = language.relation_stems.isdisjoint([a[n] for n, _ in between]) and (
                     (joints[k] > joints[i]) != (joints_b[j] > joints_b[m])
                 )
                 found = bool(between) and not compound and self._swapped((i, j), (k, m))
@@ -248,7 +248,7 @@ class _Order:
 
     def _ties(self, shared: Iterable[str]) -> set[str]:
         """Words that tie a subject to an object. A gerund on one side does not: "book a room", "room booking site"."""
-        ties = set(shared) - self.language.joined
+        ties = set(shared) - self.language.symmetric_stems
         gerund = self.language.gerund
         first, second = (
             {t.stem for t in text.tokens if t.stem in ties and t.word.endswith(gerund)}
@@ -321,7 +321,7 @@ def _participles(text: Text) -> set[str]:
     ):
         if token.word in language.passive:
             left = _REACH
-        elif token.stem in language.ties or token.word in STOPS:
+        elif token.stem in language.relation_stems or token.word in STOPS:
             left = 0
         elif (
             left
@@ -342,7 +342,7 @@ def _fronted(text: Text) -> bool:
 def role(p: Pair) -> str | None:
     """The speaker or a third person in the place of another: one does in one text what is done to him in the other, or
     what somebody does there whom he does it to."""
-    for one in p.language.selves:
+    for one in p.language.subjects:
         if not one.keys().isdisjoint(p.words):
             first, second = _acts(p.a, one), _acts(p.b, one)
             if _turned(p.a, first, p.b, second) or _turned(p.b, second, p.a, first):
@@ -368,8 +368,8 @@ def _turned(mine: Text, acted: _Acts, other: Text, others: _Acts) -> bool:
     return any(
         x.stem in own
         and (acts[x.stem] == y.stem or owned)
-        and _subject(other.spine[max(0, i - _VERB) : i], other) in objects
-        for i, (x, y) in enumerate(itertools.pairwise(other.spine))
+        and _subject(other.without_articles[max(0, i - _VERB) : i], other) in objects
+        for i, (x, y) in enumerate(itertools.pairwise(other.without_articles))
     )
 
 
@@ -377,36 +377,36 @@ def _acts(text: Text, one: Mapping[str, bool]) -> _Acts:
     """Verbs of which ``one`` is the subject, each with the word after it, and verbs of which he is the object."""
     acts: dict[str, str] = {}
     suffers: set[str] = set()
-    spine, language = text.spine, text.language
-    for i, token in enumerate(spine):
+    without_articles, language = text.without_articles, text.language
+    for i, token in enumerate(without_articles):
         acting = one.get(token.word)
         if acting:
             start = i + 1
             while (
-                start < len(spine) and spine[start].stem in language.joining
+                start < len(without_articles) and without_articles[start].stem in language.joint_stems
             ):  # "I in Canada send"
                 start += 2
             k = next(
                 (
                     k
-                    for k in range(start, min(start + _VERB, len(spine)))
-                    if _carries(spine[k], language)
+                    for k in range(start, min(start + _VERB, len(without_articles)))
+                    if _carries(without_articles[k], language)
                 ),
                 None,
             )
             if k is None or any(
-                t.word in STOPS or t.word in language.parting for t in spine[start:k]
+                t.word in STOPS or t.word in language.parting for t in without_articles[start:k]
             ):
                 continue
-            if spine[k - 1].word in language.passive and language.is_past(spine[k]):
-                suffers.add(spine[k].stem)
+            if without_articles[k - 1].word in language.passive and language.is_past(without_articles[k]):
+                suffers.add(without_articles[k].stem)
                 continue
-            after = [*spine[k + 1 : k + 3], END, END]
-            acts.setdefault(spine[k].stem, after[0].stem)
+            after = [*without_articles[k + 1 : k + 3], END, END]
+            acts.setdefault(without_articles[k].stem, after[0].stem)
             if after[1] is not END and after[0].word.endswith(language.gerund):  # "I stop hitting"
                 acts.setdefault(after[0].stem, "")
-        elif i and acting is not None and _carries(spine[i - 1], language):
-            suffers.add(spine[i - 1].stem)
+        elif i and acting is not None and _carries(without_articles[i - 1], language):
+            suffers.add(without_articles[i - 1].stem)
     return acts, suffers
 
 

@@ -85,7 +85,7 @@ class Pair:
 
     def carrying(self, only: Iterable[Token], text: Text) -> list[Token]:
         """The tokens that carry content, without the numbers and units, which have a guard of their own."""
-        quiet = self.language.quiet
+        quiet = self.language.stop_stems
         units = self.language.all_units
         measured = text.quantities.words
         return [
@@ -120,7 +120,7 @@ class Pair:
 
     def neighbours(self, x: Token, y: Token) -> int:
         """How many of the two words next to the last of one stand next to the last of the other as well."""
-        first, second = (["", *[t.stem for t in text.spine], ""] for text in (self.a, self.b))
+        first, second = (["", *[t.stem for t in text.without_articles], ""] for text in (self.a, self.b))
         i = len(first) - 1 - first[::-1].index(x.stem)
         j = len(second) - 1 - second[::-1].index(y.stem)
         return (first[i - 1] == second[j - 1]) + (first[i + 1] == second[j + 1])
@@ -128,7 +128,7 @@ class Pair:
     def _parted(self, text: Text, token: Token) -> tuple[set[str], set[str]]:
         """The content before and after a word."""
         i = next(i for i, t in enumerate(text.tokens) if t.stem == token.stem)
-        silent = self.language.silent
+        silent = self.language.stop_words
         first, second = (
             {t.stem for t in part if t.word not in silent}
             for part in (text.tokens[:i], text.tokens[i + 1 :])

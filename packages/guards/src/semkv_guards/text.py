@@ -93,8 +93,8 @@ class Text:
         )
         pieces = plain.split()
         self.language = language
-        self._typed = (plain.isupper() or plain.istitle()) and one_style(plain)
-        self._titled = self._typed or _titled(pieces)
+        self._case_is_style = (plain.isupper() or plain.istitle()) and one_style(plain)
+        self._titled = self._case_is_style or _titled(pieces)
         self._start = True  # of a sentence
         self._capitals: list[int] = []  # places of function words that are written like names
         self.code: set[str] = set()
@@ -112,13 +112,13 @@ class Text:
         odd = " ".join([piece for piece in pieces if not self._plain(piece)])
         _tell_letters(self._read, self._capitals, language)
         self.tokens = _phrased(self._read, language)
-        self.spine = tuple([t for t in self.tokens if t.word not in language.articles])
+        self.without_articles = tuple([t for t in self.tokens if t.word not in language.articles])
         """The tokens but for articles."""
         self.words = frozenset([t.word for t in self.tokens])
         self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
         """How often each occurs."""
         self.quantities = Quantities(self.tokens, language)
-        self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
+        self.operators = operators(plain, typed=self._case_is_style) if _OPERATOR.search(odd) else ()
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)
         """Emojis and signs that are no words, in their order."""
@@ -167,7 +167,7 @@ class Text:
         elif _DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
-            literal = LITERAL.search(core) or ("[" in core and not self._typed)
+            literal = LITERAL.search(core) or ("[" in core and not self._case_is_style)
             cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
             self.code.add((inner if cased else folded) or core)
             self.spelled.add(core)
@@ -233,7 +233,7 @@ class Text:
             self._add(part[:-2].casefold(), name)
             self._add("'s")
         else:
-            apart = None if self._typed else self.language.capitals.get(part)
+            apart = None if self._case_is_style else self.language.capitals.get(part)
             self._add(apart or part.casefold(), name)
 
 
@@ -272,7 +272,7 @@ def _titled(pieces: Sequence[str]) -> bool:
 def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
     """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
     for i, (x, between, y) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
-        joined = between.word in STOPS or between.stem in language.ties
+        joined = between.word in STOPS or between.stem in language.relation_stems
         if joined and len(x.word) == len(y.word) == 1 and x.word in language.articles:
             tokens[i] = token_of(f"{x.word}_", True, language)
     if any(t.name and len(t.word) == 1 for t in tokens):

@@ -35,7 +35,7 @@ def code(p: Pair) -> str | None:
     if (left or right) and _respelled(p):
         return "code"
     a, b = p.a.operators, p.b.operators
-    same = [t.stem for t in p.a.spine] == [t.stem for t in p.b.spine]
+    same = [t.stem for t in p.a.without_articles] == [t.stem for t in p.b.without_articles]
     return "code" if a and b and (a != b if same else sorted(a) != sorted(b)) else None
 
 
@@ -152,8 +152,8 @@ def _another_start(p: Pair) -> bool:
 def _named(text: Text, naming: Words, p: Pair) -> set[str]:
     """The words that are identifiers by a word before them: "the branch Prod", "deploy to Prod"."""
     joints = p.language.ways.keys() - p.language.joints
-    spine = [t.word for t in text.spine if t.word not in joints] if naming & text.words else []
-    return {y for x, y in itertools.pairwise(spine) if x in naming}
+    without_articles = [t.word for t in text.without_articles if t.word not in joints] if naming & text.words else []
+    return {y for x, y in itertools.pairwise(without_articles) if x in naming}
 
 
 def _small_acronyms(mine: Text, other: Text, p: Pair) -> bool:
@@ -191,7 +191,7 @@ def quantity(p: Pair) -> str | None:
     mine, other = (_counted(text, only, p) for text, only, _, _ in p.views)
     if len(mine) > MOST or len(other) > MOST:
         return None
-    quiet = p.language.quiet
+    quiet = p.language.stop_stems
     apart = (
         q.raw == r.raw
         and not (q.dimension and r.dimension)
@@ -231,7 +231,7 @@ def narrower(p: Pair) -> str | None:
             language.per not in text.words and language.narrow.isdisjoint([t.word for t in only])
         ):
             continue
-        if all(t.word in language.silent for t in others):
+        if all(t.word in language.stop_words for t in others):
             befores = ["", *[t.word for t in text.tokens]]
             alone = [
                 (before, t.word)
