@@ -270,7 +270,9 @@ class Language:
         self.relation_stems, self.symmetric_stems, self.joint_stems, self.denial_stems = map(
             self.stems, (self.relations, self.symmetric, self.joints, self.denials)
         )
-        self.particles_of = {self.stem(verb): frozenset(words.split()) for verb, words in self.particles}
+        self.particles_of = {
+            self.stem(verb): frozenset(words.split()) for verb, words in self.particles
+        }
         self.classes: dict[str, set[int]] = {}
         for number, group in enumerate(self.synonyms):
             for stem in self.stems(group.split()):
@@ -314,6 +316,14 @@ class Language:
         return token.word.endswith(self.past_endings) or (
             token.word in self.verbs and token.word[-1] != "s"
         )
+
+    def is_auxiliary(self, token: Token) -> bool:
+        """Whether a word says when, or what may or must be."""
+        return token.word in self.tenses or token.word in self.modals
+
+    def may_be_content(self, token: Token) -> bool:
+        """Whether a word may be a verb or a noun."""
+        return token.word[0].isalpha() and token.word not in self.function
 
     def stems(self, words: Iterable[str]) -> frozenset[str]:
         """The stems of some words."""

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from semkv_guards.language import Pairs, Token
-from semkv_guards.order import triples
-from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
+from semkv_guards.pairs import MOST, Pair, Tokens, agreeing, triples
 from semkv_guards.text import END, STOPS, Text
 
 _LOOSE = frozenset(
@@ -163,7 +162,8 @@ def form(p: Pair) -> str | None:
     language = p.language
     mentioned = _mentions(p.a) or _mentions(p.b)
     said = [
-        [t.stem for t in text.without_articles if t.stem not in language.auxiliaries] for text in (p.a, p.b)
+        [t.stem for t in text.without_articles if t.stem not in language.auxiliaries]
+        for text in (p.a, p.b)
     ]
     if said[0] == said[1]:
         if _past(p.a) != _past(p.b):
@@ -171,7 +171,9 @@ def form(p: Pair) -> str | None:
         if _may(p.a) != _may(p.b) and language.questions.keys().isdisjoint(p.words):
             return "modality"
     if [t.stem for t in p.a.without_articles] == [t.stem for t in p.b.without_articles]:
-        first, second = (("", "", *[t.word for t in text.without_articles], "") for text in (p.a, p.b))
+        first, second = (
+            ("", "", *[t.word for t in text.without_articles], "") for text in (p.a, p.b)
+        )
         for i, (x, y) in enumerate(zip(p.a.without_articles, p.b.without_articles, strict=True)):
             polite = (
                 x.word in language.modals and first[i + 3] in language.persons
@@ -187,7 +189,11 @@ def form(p: Pair) -> str | None:
         [t for t in x.tokens if t.word not in y.words] for x, y in ((p.a, p.b), (p.b, p.a))
     )
     for x, y in itertools.product(mine[:MOST], other[:MOST]):
-        quiet = language.mention_stems if x.stem == y.stem else language.mention_stems | language.stop_stems
+        quiet = (
+            language.mention_stems
+            if x.stem == y.stem
+            else language.mention_stems | language.stop_stems
+        )
         if (
             language.function.isdisjoint((x.word, y.word))
             and quiet.isdisjoint((x.stem, y.stem))
@@ -442,7 +448,9 @@ def relation(p: Pair) -> str | None:
     (x,), (y,) = p.only
     choices = p.language.choices
     tied = {x.stem, y.stem} <= p.language.relation_stems
-    joined = {x.stem, y.stem} <= p.language.symmetric_stems and (x.word in choices) != (y.word in choices)
+    joined = {x.stem, y.stem} <= p.language.symmetric_stems and (x.word in choices) != (
+        y.word in choices
+    )
     return "relation" if (tied or joined) and not p.akin(x, y) and p.neighbours(x, y) else None
 
 
@@ -486,7 +494,9 @@ def _in_one_place(p: Pair) -> bool:
     """Whether a few words in one place, and nothing else, stand against a few others: "wax", "candle oil"."""
     if sum(map(len, p.only)) > _BLOCK:
         return False
-    first, second = ([t.stem for t in text.without_articles if t.word not in STOPS] for text in (p.a, p.b))
+    first, second = (
+        [t.stem for t in text.without_articles if t.word not in STOPS] for text in (p.a, p.b)
+    )
     low = agreeing(first, second)
     high = agreeing(first[low:][::-1], second[low:][::-1])
     return low + high > 1 and len(first) + len(second) - 2 * (low + high) <= _BLOCK

@@ -120,7 +120,9 @@ class Pair:
 
     def neighbours(self, x: Token, y: Token) -> int:
         """How many of the two words next to the last of one stand next to the last of the other as well."""
-        first, second = (["", *[t.stem for t in text.without_articles], ""] for text in (self.a, self.b))
+        first, second = (
+            ["", *[t.stem for t in text.without_articles], ""] for text in (self.a, self.b)
+        )
         i = len(first) - 1 - first[::-1].index(x.stem)
         j = len(second) - 1 - second[::-1].index(y.stem)
         return (first[i - 1] == second[j - 1]) + (first[i + 1] == second[j + 1])
@@ -202,6 +204,11 @@ def _shared_start(x: str, y: str) -> bool:
     if n == len(short):
         return len(long) - n <= min(_ENDING, n)
     return n >= max(0.6 * len(long), len(short) - 2, _START + 1)
+
+
+def triples(tokens: Tokens) -> Iterable[tuple[Token, Token, Token]]:
+    """Every three tokens in a row."""
+    return zip(tokens, tokens[1:], tokens[2:], strict=False)
 
 
 def agreeing(x: Sequence[str], y: Sequence[str]) -> int:

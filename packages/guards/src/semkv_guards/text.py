@@ -118,7 +118,9 @@ class Text:
         self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
         """How often each occurs."""
         self.quantities = Quantities(self.tokens, language)
-        self.operators = operators(plain, typed=self._case_is_style) if _OPERATOR.search(odd) else ()
+        self.operators = (
+            operators(plain, typed=self._case_is_style) if _OPERATOR.search(odd) else ()
+        )
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)
         """Emojis and signs that are no words, in their order."""

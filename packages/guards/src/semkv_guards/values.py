@@ -152,7 +152,11 @@ def _another_start(p: Pair) -> bool:
 def _named(text: Text, naming: Words, p: Pair) -> set[str]:
     """The words that are identifiers by a word before them: "the branch Prod", "deploy to Prod"."""
     joints = p.language.ways.keys() - p.language.joints
-    without_articles = [t.word for t in text.without_articles if t.word not in joints] if naming & text.words else []
+    without_articles = (
+        [t.word for t in text.without_articles if t.word not in joints]
+        if naming & text.words
+        else []
+    )
     return {y for x, y in itertools.pairwise(without_articles) if x in naming}
 
 
