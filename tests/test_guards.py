@@ -214,6 +214,7 @@ def without_tables(names: tuple[str, ...]) -> Language:
         ("How do I clean my oven?", "How do I clean my dirty oven?", None),
         ("Where is the best repair center?", "Which is the best repair center?", None),
         ("What shall I cook?", "What can I cook?", None),
+        ("Can you say if I want it?", "Should I say if I want it?", "modality"),
         ("Is it done? 👍", "Is it done? 👍🏽👍🏽", "unread"),
         ("Divide a by b", "Divide b by a", "entity"),
         ("SELECT a, b FROM t", "SELECT b, a FROM t", "word order"),

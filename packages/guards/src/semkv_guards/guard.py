@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise, retyped
 from semkv_guards.language import Language, languages
-from semkv_guards.meaning import knows
 from semkv_guards.pairs import Pair
 from semkv_guards.reading import differing
 from semkv_guards.rules.registry import RULES, RULES_OF_CODE
@@ -91,9 +90,9 @@ def pair_of(a: str, b: str, language: Language | None = None) -> Pair:
     known = (language,) if language else languages()
     pairs = (Pair(_read(a, one), _read(b, one), one) for one in known)
     first = next(pairs)
-    if len(known) == 1 or knows(first):
+    if len(known) == 1 or first.is_in_language():
         return first
-    return next(filter(knows, pairs), first)
+    return next((pair for pair in pairs if pair.is_in_language()), first)
 
 
 _read = lru_cache(maxsize=4)(Text)  # a request is compared with several donors, one after the other

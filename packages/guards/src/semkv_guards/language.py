@@ -290,7 +290,7 @@ class Language:
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
         strongest = [*self.modals.values()][-1:]
-        self.bound = {
+        self.strongest = {
             word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest
         }
         """Words for what must be, or is denied by itself."""

@@ -14,6 +14,8 @@ Tokens = tuple[Token, ...]
 MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
 _SIDED = ("comparison", "direction")  # opposites that say the same with their sides exchanged
+_TELLING = 14  # words of a text among which one tells its language
+_KNOWN = 0.6  # share of the words that are known where none tells it
 _LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
@@ -64,6 +66,15 @@ class Pair:
             self.a,
             self.only[0],
         )
+
+    def is_in_language(self) -> bool:
+        """Whether both texts are in the pair's language; one is enough where they differ in words without content."""
+        first = _tells_language(self.a, self.only[0])
+        second = _tells_language(self.b, self.only[1])
+        if first and second:
+            return True
+        differing = itertools.chain(*self.only)
+        return (first or second) and all(t.word in self.language.stop_words for t in differing)
 
     def _converse(self) -> frozenset[str]:
         only_a, only_b = self.only
@@ -168,6 +179,19 @@ class Pair:
 
 
 _NO_CLASS: frozenset[int] = frozenset()
+
+
+def _tells_language(text: Text, only: Iterable[Token]) -> bool:
+    """Whether a frequent word tells the language of a text, or most words are known and all in which it differs."""
+    language = text.language
+    words = [t for t in text.tokens if t.word[0].isalpha()]
+    telling = sum([t.word in language.telling for t in words])
+    if telling >= max(1, len(words) / _TELLING):
+        return True
+    known = [t.stem in language.known for t in words if not t.name]
+    if not any(known) or sum(known) < _KNOWN * len(known):
+        return False
+    return all(t.name or not t.word[0].isalpha() or t.stem in language.known for t in only)
 
 
 def _only(mine: Text, other: Text) -> Tokens:

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from semkv_guards.folding import LITERAL, one_style
 from semkv_guards.language import Language, Token, token_of
@@ -127,6 +128,26 @@ class Text:
         self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
         self.cased = None if self._titled else self._cased
         """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+
+    @cached_property
+    def content_stems(self) -> list[str]:
+        """Its stems but for articles and auxiliaries."""
+        auxiliaries = self.language.auxiliaries
+        return [t.stem for t in self.without_articles if t.stem not in auxiliaries]
+
+    @cached_property
+    def starts_with_auxiliary(self) -> bool:
+        """Whether it may be answered by yes or no, or offers a choice."""
+        return bool(self.tokens) and self.language.is_auxiliary(self.tokens[0])
+
+    @cached_property
+    def asks_yes_or_no(self) -> bool:
+        """Whether yes or no is all that it asks for."""
+        return (
+            self.starts_with_auxiliary
+            and self.words.isdisjoint(self.language.choices)
+            and self.words.isdisjoint(self.language.questions)
+        )
 
     def _add(self, word: str, name: bool = False) -> None:
         found = token_of(word, name, self.language)

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from semkv_guards import meaning, values
-from semkv_guards.rules import attachment, roles, word_order
+from semkv_guards import values
+from semkv_guards.rules import (
+    attachment,
+    forms,
+    negation,
+    opposites,
+    persons,
+    questions,
+    relations,
+    roles,
+    verbs,
+    word_order,
+    words,
+)
 from semkv_guards.rules.rule import Check, Rule
 
 
@@ -27,28 +39,43 @@ RULES: tuple[Rule, ...] = (
     _without_cases(values.symbol),
     _without_cases(values.quote),
     _without_cases(values.case),
-    _without_cases(meaning.form),
+    forms.past_of_same_words,
+    forms.possibility_of_same_words,
+    forms.past_of_same_verb,
+    forms.mentioned_form,
     _without_cases(values.quantity),
     _without_cases(values.date),
     _without_cases(values.narrower),
-    _without_cases(meaning.negation),
-    _without_cases(meaning.choice),
+    negation.negation,
+    negation.choice,
     attachment.described_thing,
     attachment.related_thing,
     attachment.focused_word,
     attachment.owned_thing,
-    _without_cases(meaning.groups),
-    _without_cases(meaning.opposites),
-    _without_cases(meaning.question),
-    _without_cases(meaning.modality),
-    _without_cases(meaning.tense),
-    _without_cases(meaning.person),
+    opposites.presence,
+    opposites.opposite_words,
+    opposites.lessened_comparison,
+    opposites.other_degree,
+    opposites.other_ending,
+    opposites.contrary_prefix,
+    questions.lone_question_word,
+    questions.question_word,
+    questions.asked_noun,
+    verbs.forbidden_or_excused,
+    verbs.modality,
+    verbs.future_or_past,
+    verbs.past_or_present_yes_or_no,
+    persons.person,
     roles.role,
     word_order.word_order,
-    _without_cases(meaning.particle),
-    _without_cases(meaning.relation),
-    _without_cases(meaning.substitution),
-    _without_cases(meaning.unknown_language),
+    relations.particle,
+    relations.other_way,
+    relations.relation,
+    words.too_many_words,
+    words.name,
+    words.substitution,
+    words.substituted_phrase,
+    words.unknown_language,
 )
 
 RULES_OF_CODE = (_CODE,)
