@@ -2,50 +2,53 @@
 
 from __future__ import annotations
 
-from semkv_guards import values
+import itertools
+
 from semkv_guards.rules import (
     attachment,
+    case,
+    code,
+    dates,
     forms,
     negation,
+    numbers,
     opposites,
     persons,
     questions,
     relations,
     roles,
+    signs,
     verbs,
     word_order,
     words,
 )
-from semkv_guards.rules.rule import Check, Rule
+from semkv_guards.rules.rule import Rule
 
-
-def _without_cases(check: Check) -> Rule:
-    """A rule whose cases are in ``bench/data/classes.jsonl`` alone."""
-    return Rule(
-        name=check.__name__,
-        why=check.__doc__ or "",
-        reasons=(),
-        tables=(),
-        vetoes=(),
-        allows=(),
-        check=check,
-    )
-
-
-_CODE = _without_cases(values.code)
+RULES_OF_CODE = (
+    code.unshared_code,
+    code.recased_code,
+    code.respelled_code,
+    code.operators,
+)
+"""Those that are asked of texts that differ in nothing but the case of typing."""
 
 RULES: tuple[Rule, ...] = (
-    _CODE,
-    _without_cases(values.symbol),
-    _without_cases(values.quote),
-    _without_cases(values.case),
+    *RULES_OF_CODE,
+    signs.symbol,
+    signs.quoted_pattern,
+    signs.quoted_words,
+    case.capital_at_start,
+    case.capitals,
     forms.past_of_same_words,
     forms.possibility_of_same_words,
     forms.past_of_same_verb,
     forms.mentioned_form,
-    _without_cases(values.quantity),
-    _without_cases(values.date),
-    _without_cases(values.narrower),
+    numbers.quantity,
+    numbers.counted_thing,
+    dates.date_in_figures,
+    dates.shifted_time,
+    dates.date,
+    dates.narrower,
     negation.negation,
     negation.choice,
     attachment.described_thing,
@@ -78,13 +81,8 @@ RULES: tuple[Rule, ...] = (
     words.unknown_language,
 )
 
-RULES_OF_CODE = (_CODE,)
-"""Those that are asked of texts that differ in nothing but the case of typing."""
-
 REASONS = (
-    "code", "symbol", "quote", "case", "number", "unit", "date", "negation", "direction", "color", "choice", "antonym",
-    "comparison", "quantity", "question word", "modality", "tense", "person", "word order", "relation", "entity",
-    "substitution", "language", "typing", "unread", "lines",
-    "length",
-)  # fmt: skip
-"""Every reason for a veto in English."""
+    *dict.fromkeys(itertools.chain.from_iterable(rule.reasons for rule in RULES)),
+    *("typing", "unread", "lines", "length"),
+)
+"""Every reason for a veto in English: those of the rules, and those of texts that are not compared by meaning."""
