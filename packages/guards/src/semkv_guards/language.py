@@ -325,6 +325,19 @@ class Language:
         """Whether a word may be a verb or a noun."""
         return token.word[0].isalpha() and token.word not in self.function
 
+    def are_synonyms(self, stem: str, other: str) -> bool:
+        """Whether two stems are in one class of synonyms."""
+        classes = self.classes.get(stem)
+        return classes is not None and not classes.isdisjoint(self.classes.get(other, ()))
+
+    def mean_the_same(self, word: str, other: str) -> bool:
+        """Whether two words are one unit, or one day, month or the like."""
+        unit = self.all_units.get(word)
+        if unit is not None and unit == self.all_units.get(other):
+            return True
+        sense = self.senses.get(word)
+        return sense is not None and sense == self.senses.get(other)
+
     def stems(self, words: Iterable[str]) -> frozenset[str]:
         """The stems of some words."""
         return frozenset(map(self.stem, words))
