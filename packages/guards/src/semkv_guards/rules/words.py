@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from semkv_guards.language import Token
 from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
@@ -68,24 +68,47 @@ def name(pair: Pair) -> str | None:
 )
 def substitution(pair: Pair) -> str | None:
     """A word of content stands in the place of another that is no kin."""
-    left, right = _unmatched(pair)
-    # Content words that the other text has as well, but not as often, stand for others too.
-    mine: Sequence[Token] = left + [t for t in pair.content[0] if t.stem in pair.b.stems]
-    other: Sequence[Token] = right + [t for t in pair.content[1] if t.stem in pair.a.stems]
-    both = bool(mine and other)
-    if bool(mine) != bool(other):  # "a work visa" and "a student visa"
-        mine = mine or _attributes(pair, pair.only[0])
-        other = other or _attributes(pair, pair.only[1])
+    mine, other = _exchanged(pair)
     if len(mine) != len(other):
         return None
     places = set(zip(mine, other, strict=True))
     if not 0 < len(places) <= _PLACES or any(pair.akin(x, y) for x, y in places):
         return None
-    near = 1 if left and right else 2
-    is_alone = both and _is_one_stem(pair.only[0]) and _is_one_stem(pair.only[1])
-    if not is_alone and any(pair.neighbours(x, y) < near for x, y in places):
+    if not _are_alone(pair) and not _are_in_same_places(pair, places):
         return None
     return "entity" if any(t.name for t in (*mine, *other)) else "substitution"
+
+
+def _exchanged(pair: Pair) -> tuple[list[Token], list[Token]]:
+    """The words of content that stand for one another.
+
+    Those that the other text has as well, but not as often, are among them, and where one text has none, the words with
+    little content that tell one thing from another: "a work visa", "a student visa".
+    """
+    mine, other = _without_equals(pair)
+    if bool(mine) == bool(other):
+        return mine, other
+    return mine or _attributes(pair, pair.only[0]), other or _attributes(pair, pair.only[1])
+
+
+def _without_equals(pair: Pair) -> tuple[list[Token], list[Token]]:
+    left, right = _unmatched(pair)
+    more_here = [t for t in pair.content[0] if t.stem in pair.b.stems]
+    more_there = [t for t in pair.content[1] if t.stem in pair.a.stems]
+    return left + more_here, right + more_there
+
+
+def _are_alone(pair: Pair) -> bool:
+    """Whether one word of content on each side is all that differs."""
+    mine, other = _without_equals(pair)
+    return bool(mine and other) and all(len({t.stem for t in only}) == 1 for only in pair.only)
+
+
+def _are_in_same_places(pair: Pair, places: Iterable[tuple[Token, Token]]) -> bool:
+    """Whether the words next to them are the same: one of two, or both where one text has no word without kin."""
+    left, right = _unmatched(pair)
+    near = 1 if left and right else 2
+    return all(pair.neighbours(x, y) >= near for x, y in places)
 
 
 @rule(
@@ -146,7 +169,3 @@ def _unmatched(pair: Pair) -> tuple[list[Token], list[Token]]:
 def _attributes(pair: Pair, only: Tokens) -> list[Token]:
     """Words with little content that tell one thing from another before its noun."""
     return [t for t in only if t.word in pair.language.attributes | pair.language.speaker]
-
-
-def _is_one_stem(only: Iterable[Token]) -> bool:
-    return len({t.stem for t in only}) == 1
