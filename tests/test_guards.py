@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.guard import objection, pair_of
 from semkv_guards.language import WORDS, languages
 from semkv_guards.quantities import differ
+from semkv_guards.rules import negation
 from semkv_guards.rules.rule import Rule
 from semkv_guards.text import Text
 
@@ -134,6 +136,13 @@ def test_a_rule_needs_the_tables_that_it_names(rule: Rule) -> None:
     language = without_tables(rule.tables)
     for a, b in rule.vetoes if rule.tables else ():
         assert rule.check(pair_of(a, b, language)) is None
+
+
+def test_the_page_for_contributors_shows_a_rule_as_it_is() -> None:
+    page = (DATA.parents[1] / "docs" / "contributing.md").read_text(encoding="utf-8")
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert shown.startswith("@rule(")
+    assert shown in inspect.getsource(negation)
 
 
 def without_tables(names: tuple[str, ...]) -> Language:
