@@ -47,10 +47,11 @@ def _senses(text: str, between: str | None = None) -> dict[str, str]:
     """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
     found: dict[str, str] = {}
     for entry in _entries(text):
-        sense, equals, words = (part.strip() for part in entry.partition("="))
-        if not equals:
-            sense, words = entry.split()[0], entry
-        found.update((" ".join(word.split()), sense) for word in words.split(between))
+        named, equals, words = entry.partition("=")
+        sense = named.strip() if equals else entry.split()[0]
+        members = (words if equals else entry).strip()
+        for word in members.split(between):
+            found[" ".join(word.split())] = sense
     return found
 
 
@@ -99,15 +100,16 @@ def _prefixed(t: Language) -> dict[str, Unit]:
     prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
     found: dict[str, Unit] = {}
     for entry in t.prefixed:
-        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
-        dimension = measure.split()[0]
-        factor = float(measure.split()[1])
-        for name in names.split():
-            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
-                found |= dict.fromkeys(
-                    (f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times)
-                )
-        for prefix in taken.split():
+        columns = [part.strip() for part in f"{entry} ".split(" / ")]
+        dimension, base = columns[0].split()[:2]
+        factor = float(base)
+        for name in columns[1].split():
+            found |= dict.fromkeys((name, f"{name}s"), (dimension, factor))
+            for prefix, (_, times) in prefixes.items():
+                unit = (dimension, factor * times)
+                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), unit)
+        symbol = columns[2]
+        for prefix in columns[3].split():
             letter, times = prefixes[prefix]
             found[letter + symbol] = (dimension, factor * times)
         if symbol in t.symbols:
@@ -373,17 +375,13 @@ class Language:
 
     def unit(self, word: str) -> Unit | None:
         """A unit, or a compound one: "km/h"."""
-        over, _, under = word.partition("/")
-        if (
-            not under
-            or word in self.symmetric
-            or over not in self.all_units
-            or under not in self.all_units
-        ):
-            return self.all_units.get(word)
-        (one, times) = self.all_units[over]
-        (other, parts) = self.all_units[under]
-        return (f"{one}/{other}", times / parts)
+        units = self.all_units
+        over, under = word.split("/", 1) if "/" in word else (word, "")
+        if word in self.symmetric or over not in units or under not in units:
+            return units.get(word)
+        dimension, factor = units[over]
+        other_dimension, parts = units[under]
+        return f"{dimension}/{other_dimension}", factor / parts
 
 
 def _without_ending(word: str, step: Pairs) -> str:
