@@ -47,9 +47,9 @@ def _senses(text: str, between: str | None = None) -> dict[str, str]:
     """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
     found: dict[str, str] = {}
     for entry in _entries(text):
-        named, equals, words = entry.partition("=")
-        sense = named.strip() if equals else entry.split()[0]
-        members = (words if equals else entry).strip()
+        sides = entry.split("=", 1)
+        sense = sides[0].strip() if len(sides) > 1 else entry.split()[0]
+        members = sides[-1].strip()
         for word in members.split(between):
             found[" ".join(word.split())] = sense
     return found

@@ -307,18 +307,20 @@ def _titled(pieces: Sequence[str]) -> bool:
 def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
     """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
     for i, (x, between, y) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
-        if len(x.word) != 1 or len(y.word) != 1 or x.word not in language.articles:
-            continue
-        if between.word in STOPS or between.stem in language.relation_stems:
+        is_tied = between.word in STOPS or between.stem in language.relation_stems
+        if is_tied and len(y.word) == 1 and _is_lone_article(x, language):
             tokens[i] = token_of(f"{x.word}_", True, language)
     if not any(t.name and len(t.word) == 1 for t in tokens):
         return
     for i in capitals:
-        word = tokens[i].word
         before = tokens[i - 1].word if i else ""
         is_spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
-        if len(word) == 1 and word in language.articles and not is_spelled:
-            tokens[i] = token_of(f"{word}_", True, language)
+        if not is_spelled and _is_lone_article(tokens[i], language):
+            tokens[i] = token_of(f"{tokens[i].word}_", True, language)
+
+
+def _is_lone_article(token: Token, language: Language) -> bool:
+    return len(token.word) == 1 and token.word in language.articles
 
 
 def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
