@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +16,13 @@ from hypothesis import strategies as st
 
 import semkv_guards as guards
 from growth import assert_linear
-from semkv_guards import REASONS, Language, no_veto, veto, wording
+from semkv_guards import REASONS, RULES, Language, no_veto, veto, wording
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise
-from semkv_guards.language import languages
+from semkv_guards.guard import objection, pair_of
+from semkv_guards.language import WORDS, languages
 from semkv_guards.quantities import differ
+from semkv_guards.rules import negation
+from semkv_guards.rules.rule import Rule
 from semkv_guards.text import Text
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
@@ -103,6 +108,56 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
     assert {row["reason"] for row in rules if not row["same"]} <= set(REASONS)
 
 
+EACH_RULE = pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.reasons], ids=lambda rule: rule.name
+)
+
+
+@EACH_RULE
+def test_a_rule_vetoes_its_own_cases_before_any_other_and_allows_the_others(rule: Rule) -> None:
+    assert len(rule.vetoes) >= 2
+    assert rule.allows
+    assert rule.why
+    for one, other in rule.vetoes:
+        for a, b in ((one, other), (other, one)):
+            found = objection(pair_of(a, b))
+            assert found is not None, (a, b)
+            assert found.rule.name == rule.name
+            assert found.reason == veto(a, b)
+            assert found.reason in rule.reasons
+    for a, b in rule.allows:
+        assert a != b
+        assert objection(pair_of(a, b)) is None
+        assert veto(a, b) is None
+
+
+@EACH_RULE
+def test_a_rule_needs_the_tables_that_it_names(rule: Rule) -> None:
+    language = without_tables(rule.tables)
+    for a, b in rule.vetoes if rule.tables else ():
+        assert rule.check(pair_of(a, b, language)) is None
+
+
+def test_the_page_for_contributors_shows_a_rule_as_it_is() -> None:
+    page = (DATA.parents[1] / "docs" / "contributing.md").read_text(encoding="utf-8")
+    shown = page.partition("```python\n")[2].partition("```")[0]
+    assert shown.startswith("@rule(")
+    assert shown in inspect.getsource(negation)
+
+
+def without_tables(names: tuple[str, ...]) -> Language:
+    """English without some of its tables."""
+    text = (WORDS / "en.toml").read_text(encoding="utf-8")
+    for name in names:
+        assert name in Language.__annotations__
+        section = re.compile(rf"^\[{name}\]\n.*?(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+        line = re.compile(rf'^{name} = (""".*?"""|"[^"\n]*")$', re.MULTILINE | re.DOTALL)
+        text, sections = section.subn("", text)
+        text, lines = line.subn("", text)
+        assert sections + lines == 1, name
+    return Language(text)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
@@ -168,6 +223,7 @@ def test_each_rule_vetoes_its_example_by_name_and_passes_a_rewording() -> None:
         ("How do I clean my oven?", "How do I clean my dirty oven?", None),
         ("Where is the best repair center?", "Which is the best repair center?", None),
         ("What shall I cook?", "What can I cook?", None),
+        ("Can you say if I want it?", "Should I say if I want it?", "modality"),
         ("Is it done? 👍", "Is it done? 👍🏽👍🏽", "unread"),
         ("Divide a by b", "Divide b by a", "entity"),
         ("SELECT a, b FROM t", "SELECT b, a FROM t", "word order"),

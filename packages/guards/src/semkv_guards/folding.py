@@ -149,11 +149,11 @@ def _typing() -> tuple[frozenset[str], list[tuple[str, re.Pattern[str]]]]:
             end = "" if phrase.endswith("*") else r"\b"
             phrases.append((start, re.compile(rf"\b{re.escape(start)}{end}")))
             heads.add(max(re.findall(r"\w+", start), key=len)[:_HEAD_LETTERS])
-        units = "|".join(map(re.escape, sorted(language.typed)))
+        units = "|".join(map(re.escape, sorted(language.typing_units)))
         for count in language.counted:
             between = rf"[^.?!\n]{{0,{_COUNTED}}}"
             phrases.append((count, re.compile(rf"\b{re.escape(count)}\b{between}\b(?:{units})\b")))
-        heads |= {word[:_HEAD_LETTERS] for word in language.typed}
+        heads |= {word[:_HEAD_LETTERS] for word in language.typing_units}
     return frozenset(heads), phrases
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -24,6 +25,7 @@ Unit = tuple[str, float]
 
 WORDS = Path(__file__).parent / "words"
 _SHORTEST = 3  # letters that a stem keeps
+_DOUBLED = "aeiousz"  # letters that stay double at the end of a stem
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
 
 
@@ -45,10 +47,11 @@ def _senses(text: str, between: str | None = None) -> dict[str, str]:
     """``may = may can; must``: words, or phrases with slashes ``between``, to their sense, or the first of them."""
     found: dict[str, str] = {}
     for entry in _entries(text):
-        sense, equals, words = (part.strip() for part in entry.partition("="))
-        if not equals:
-            sense, words = entry.split()[0], entry
-        found.update((" ".join(word.split()), sense) for word in words.split(between))
+        sides = entry.split("=", 1)
+        sense = sides[0].strip() if len(sides) > 1 else entry.split()[0]
+        members = sides[-1].strip()
+        for word in members.split(between):
+            found[" ".join(word.split())] = sense
     return found
 
 
@@ -97,15 +100,16 @@ def _prefixed(t: Language) -> dict[str, Unit]:
     prefixes = {name: (letter, float(times)) for name, letter, times in map(str.split, t.prefixes)}
     found: dict[str, Unit] = {}
     for entry in t.prefixed:
-        measure, names, symbol, taken = (part.strip() for part in f"{entry} ".split(" / "))
-        dimension = measure.split()[0]
-        factor = float(measure.split()[1])
-        for name in names.split():
-            for prefix, (_, times) in (("", ("", 1.0)), *prefixes.items()):
-                found |= dict.fromkeys(
-                    (f"{prefix}{name}", f"{prefix}{name}s"), (dimension, factor * times)
-                )
-        for prefix in taken.split():
+        columns = [part.strip() for part in f"{entry} ".split(" / ")]
+        dimension, base = columns[0].split()[:2]
+        factor = float(base)
+        for name in columns[1].split():
+            found |= dict.fromkeys((name, f"{name}s"), (dimension, factor))
+            for prefix, (_, times) in prefixes.items():
+                unit = (dimension, factor * times)
+                found |= dict.fromkeys((f"{prefix}{name}", f"{prefix}{name}s"), unit)
+        symbol = columns[2]
+        for prefix in columns[3].split():
             letter, times = prefixes[prefix]
             found[letter + symbol] = (dimension, factor * times)
         if symbol in t.symbols:
@@ -150,7 +154,7 @@ class Language:
     greetings: Entries
     spelling: Words
     typing: Entries
-    typed: Words
+    typing_units: Words
     counted: Entries
     mentions: Words
     sayings: Words
@@ -224,86 +228,103 @@ class Language:
         vars(self).update(_tables(text, source))
         self._irregular = {**self.verbs, **self.forms, **self.nations}
         self._endings = [(tuple(ending for ending, _ in step), step) for step in self.suffixes]
+        self._derive_values()
+        self._derive_classes()
+        self._derive_grammar()
+        self._derive_verbs()
+        self._derive_known()
+
+    def _derive_values(self) -> None:
         self.all_units = _prefixed(self)
-        self.all_units |= {
-            word: (name, times)
-            for name, table in self.units.items()
-            for word, times in table.items()
-        }
+        for name, table in self.units.items():
+            self.all_units |= {word: (name, times) for word, times in table.items()}
         self.compounds = {dimension for dimension, _ in self.all_units.values() if "/" in dimension}
-        self.senses = {
-            word: (name, sense)
-            for name, table in self.dates.items()
-            for word, sense in table.items()
-        }
+        """Dimensions of compound units."""
+        self.senses: dict[str, tuple[str, str]] = {}
+        """Words of the calendar with their table and sense."""
+        for name, senses in self.dates.items():
+            self.senses |= {word: (name, sense) for word, sense in senses.items()}
         months = dict.fromkeys(self.dates.get("month", {}).values())
-        self.senses |= {
-            f"month:{number}": ("month", sense) for number, sense in enumerate(months, 1)
-        }
-        self.grouped = {word for table in self.groups.values() for word in table}
+        for number, month in enumerate(months, 1):
+            self.senses[f"month:{number}"] = ("month", month)
+        self.narrow = self.narrowing | self.senses.keys()
+
+    def _derive_classes(self) -> None:
+        self.grouped = set().union(*self.groups.values())
+        """Words whose presence must agree."""
         self.groupings = self.stems(self.grouped)
-        self.around = self.groups.get("direction", {}).keys() | self.pivots
-        self.alone = self.articles | self.persons.keys()
-        self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
-        self.between = (
-            self.function
-            - self.relations
-            - self.symmetric
-            - self.choices
-            - self.clauses
-            - self.focusing
-        )
-        sides = ((self.speaker, self.spoken), (self.third, self.thirds))
-        self.selves = [
-            dict.fromkeys(objects, False)
-            | {
-                word: True
-                for word in subjects | self.function
-                if word.partition("'")[0] in subjects
-            }
-            for subjects, objects in sides
-        ]
-        """For the speaker and for third persons, whether a word is a subject."""
-        self.quiet = self.stems(self.fillers | self.function)
-        self.movable = self.quiet | self.groupings | self.stems(self.adverbs)
-        self.aside = self.stems((*self.mentions, *self.sayings))
-        self.ties, self.joined, self.joining, self.denying_verbs = map(
-            self.stems, (self.relations, self.symmetric, self.joints, self.denials)
-        )
-        self.after = {self.stem(verb): frozenset(words.split()) for verb, words in self.particles}
         self.classes: dict[str, set[int]] = {}
+        """By stem, the classes of synonyms that have it."""
         for number, group in enumerate(self.synonyms):
             for stem in self.stems(group.split()):
                 self.classes.setdefault(stem, set()).add(number)
         self.opposed: dict[str, dict[str, str]] = {}
+        """By stem, its opposites with the reason of the veto."""
         for name, pairs in self.opposites.items():
             for left, right in pairs:
-                for one in self.stems(left.split()):
-                    for other in self.stems(right.split()):
-                        self.opposed.setdefault(one, {}).setdefault(other, name)
-                        self.opposed.setdefault(other, {}).setdefault(one, name)
-        self.narrow = self.narrowing | self.senses.keys()
-        said = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
+                self._add_opposites(name, self.stems(left.split()), self.stems(right.split()))
+
+    def _add_opposites(self, name: str, left: Words, right: Words) -> None:
+        for one, other in itertools.product(left, right):
+            self.opposed.setdefault(one, {}).setdefault(other, name)
+            self.opposed.setdefault(other, {}).setdefault(one, name)
+
+    def _derive_grammar(self) -> None:
+        self.stop_words = self.function | {",", ";", "?"}
+        self.stop_stems = self.stems(self.fillers | self.function)
+        self.movable = self.stop_stems | self.groupings | self.stems(self.adverbs)
+        """Stems of words that may stand anywhere."""
+        self.mention_stems = self.stems((*self.mentions, *self.sayings))
+        self.relation_stems = self.stems(self.relations)
+        self.symmetric_stems = self.stems(self.symmetric)
+        self.joint_stems = self.stems(self.joints)
+        self.around = self.groups.get("direction", {}).keys() | self.pivots
+        """Words around which the order of the others tells who is which."""
+        self.alone = self.articles | self.persons.keys()
+        """Words of one letter, among others."""
+        self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
+        """Words that part a subject from a verb of another clause."""
+        linking = (self.relations, self.symmetric, self.choices, self.clauses, self.focusing)
+        self.between = self.function.difference(*linking)
+        """Function words that may stand between a subject and its verb."""
+        self.subjects = [
+            self._subjects(self.speaker, self.spoken),
+            self._subjects(self.third, self.thirds),
+        ]
+        """For the speaker and for third persons, whether a word is a subject."""
+        self.open_questions = {word for word, kind in self.questions.items() if not kind}
+        self.starts: dict[str, list[tuple[list[str], list[str]]]] = {}
+        """By their first word the phrases, the longest first, each with the words in its place."""
+        for phrase in sorted(self.phrases, key=lambda phrase: -len(phrase.split())):
+            words = phrase.split()
+            self.starts.setdefault(words[0], []).append((words, self.phrases[phrase].split()))
+
+    def _subjects(self, subjects: Words, objects: Words) -> dict[str, bool]:
+        """Whether a word is a subject: "he", "he'll"; not "him"."""
+        contracted = {word for word in self.function if word.partition("'")[0] in subjects}
+        return dict.fromkeys(objects, False) | dict.fromkeys(subjects | contracted, True)
+
+    def _derive_verbs(self) -> None:
+        self.denial_stems = self.stems(self.denials)
+        self.particles_of = {
+            self.stem(verb): frozenset(words.split()) for verb, words in self.particles
+        }
+        """By stem of a verb the words after it that make another verb of it."""
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
         strongest = [*self.modals.values()][-1:]
-        self.bound = {
-            word for word, mood in {**self.modals, **self.moods}.items() if mood in strongest
-        }
+        moods = {**self.modals, **self.moods}
+        self.strongest = {word for word, mood in moods.items() if mood in strongest}
         """Words for what must be, or is denied by itself."""
-        self.open_questions = {word for word, kind in self.questions.items() if not kind}
-        self.silent = self.function | {",", ";", "?"}
+
+    def _derive_known(self) -> None:
         self.related = self.stems((*self.senses, *self.all_units)) | self.classes.keys()
-        self.known = self.stems((*self.fillers, *self.function, *said))
+        """Stems of words that may have kin with another first letter."""
+        values = (*self.numbers, *self.multipliers, *self.all_units, *self.senses, *self.grouped)
+        self.known = self.stems((*self.fillers, *self.function, *values))
+        """Stems of all words that a table has."""
         self.known |= self.opposed.keys() | self.classes.keys()
-        self.starts: dict[str, list[tuple[list[str], list[str]]]] = {}
-        """By their first word the phrases, the longest first, each with the words in its place."""
-        for phrase, instead in sorted(
-            self.phrases.items(), key=lambda entry: -len(entry[0].split())
-        ):
-            words = phrase.split()
-            self.starts.setdefault(words[0], []).append((words, instead.split()))
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""
@@ -314,6 +335,27 @@ class Language:
         return token.word.endswith(self.past_endings) or (
             token.word in self.verbs and token.word[-1] != "s"
         )
+
+    def is_auxiliary(self, token: Token) -> bool:
+        """Whether a word says when, or what may or must be."""
+        return token.word in self.tenses or token.word in self.modals
+
+    def may_be_content(self, token: Token) -> bool:
+        """Whether a word may be a verb or a noun."""
+        return token.word[0].isalpha() and token.word not in self.function
+
+    def are_synonyms(self, stem: str, other: str) -> bool:
+        """Whether two stems are in one class of synonyms."""
+        classes = self.classes.get(stem)
+        return classes is not None and not classes.isdisjoint(self.classes.get(other, ()))
+
+    def mean_the_same(self, word: str, other: str) -> bool:
+        """Whether two words are one unit, or one day, month or the like."""
+        unit = self.all_units.get(word)
+        if unit is not None and unit == self.all_units.get(other):
+            return True
+        sense = self.senses.get(word)
+        return sense is not None and sense == self.senses.get(other)
 
     def stems(self, words: Iterable[str]) -> frozenset[str]:
         """The stems of some words."""
@@ -326,33 +368,41 @@ class Language:
         for letters, others in self.spellings:
             word = word.replace(letters, others)
         for endings, step in self._endings:
-            for ending, instead in step if word.endswith(endings) else ():  # most words have none
-                if word.endswith(ending) and (
-                    instead == ending or len(word) - len(ending) >= _SHORTEST
-                ):
-                    word = word[: len(word) - len(ending)] + instead
-                    break
-        if len(word) > _SHORTEST and word[-1] == "e":
-            word = word[:-1]
-        if len(word) > _SHORTEST and word[-1] == word[-2] and word[-1] not in "aeiousz":
-            word = word[:-1]
-        if len(word) > _SHORTEST and word[-1] == "i":
-            word = f"{word[:-1]}y"  # "movie" as "movies"
+            if word.endswith(endings):  # most words have none
+                word = _without_ending(word, step)
+        word = _without_last_letter(word)
         return self._irregular.get(word, word)
 
     def unit(self, word: str) -> Unit | None:
         """A unit, or a compound one: "km/h"."""
-        over, _, under = word.partition("/")
-        if (
-            not under
-            or word in self.symmetric
-            or over not in self.all_units
-            or under not in self.all_units
-        ):
-            return self.all_units.get(word)
-        (one, times) = self.all_units[over]
-        (other, parts) = self.all_units[under]
-        return (f"{one}/{other}", times / parts)
+        units = self.all_units
+        over, under = word.split("/", 1) if "/" in word else (word, "")
+        if word in self.symmetric or over not in units or under not in units:
+            return units.get(word)
+        dimension, factor = units[over]
+        other_dimension, parts = units[under]
+        return f"{dimension}/{other_dimension}", factor / parts
+
+
+def _without_ending(word: str, step: Pairs) -> str:
+    """A word with the first ending that fits replaced."""
+    for ending, instead in step:
+        if word.endswith(ending):
+            bare = word[: len(word) - len(ending)]
+            if instead == ending or len(bare) >= _SHORTEST:
+                return bare + instead
+    return word
+
+
+def _without_last_letter(word: str) -> str:
+    """Without a silent "e" and one of two equal consonants; "movi" is "movy", as of "movies"."""
+    if len(word) > _SHORTEST and word[-1] == "e":
+        word = word[:-1]
+    if len(word) > _SHORTEST and word[-1] == word[-2] and word[-1] not in _DOUBLED:
+        word = word[:-1]
+    if len(word) > _SHORTEST and word[-1] == "i":
+        word = f"{word[:-1]}y"
+    return word
 
 
 def token_of(word: str, name: bool, language: Language) -> Token:

@@ -52,7 +52,8 @@ def differing(a: str, b: str) -> Difference | str:
     columns begin at the same places, and what differs is a few sentences of one line, with at most `SHORT` words each.
     Linear in the texts.
     """
-    a, b = normalise(a), normalise(b)
+    a = normalise(a)
+    b = normalise(b)
     if a == b:
         return Difference(whole=True)
     if _UNREAD.search(a) or _UNREAD.search(b) or _odd(a) != _odd(b):
@@ -71,13 +72,14 @@ def _odd(text: str) -> list[str]:
         return []
     found = []
     chunks = ["", *text.split(), ""]
-    for before, chunk, after in zip(chunks, chunks[1:], chunks[2:], strict=False):
+    for i, chunk in enumerate(chunks):
         if chunk.isascii():
             continue
         if _LETTER.search(chunk):
             found.append(chunk.strip(_EDGES).casefold())
-        elif not _ATTACHED.sub("", chunk).isascii() and not (_operand(before) and _operand(after)):
-            found.append(chunk)
+        elif not _ATTACHED.sub("", chunk).isascii():
+            is_operator = _operand(chunks[i - 1]) and _operand(chunks[i + 1])
+            found += [] if is_operator else [chunk]
     return found
 
 
@@ -88,29 +90,42 @@ def _operand(chunk: str) -> bool:
 def _places(a: str, b: str) -> Difference | str:
     """The sentences in which two texts differ; where one has more of them, all between the first and the last, or the
     one beside those that only one text has."""
-    first, second = (_without_greetings(_sentences(text)) for text in (a, b))
-    folded = [list(map(_bare, text)) for text in (first, second)]
-    head = _shared(*folded)
-    shorter = min(len(first), len(second))
+    first = _without_greetings(_sentences(a))
+    second = _without_greetings(_sentences(b))
+    head, tail = _same_ends(first, second)
     if head == len(first) == len(second):
         return Difference(whole=True)
-    tail = min(_shared(folded[0][::-1], folded[1][::-1]), shorter - head)
-    if head + tail == shorter != max(len(first), len(second)):
-        head, tail = (head - 1, tail) if head else (head, tail - 1)
     first = first[head : len(first) - tail]
     second = second[head : len(second) - tail]
+    if _has_layout(first) or _has_layout(second):
+        return "lines"
     if len(first) == len(second):
         pairs = [(x, y) for x, y in zip(first, second, strict=True) if _bare(x) != _bare(y)]
     else:
         pairs = [("".join(first), "".join(second))]
     places = tuple([(x.strip(_AROUND), y.strip(_AROUND)) for x, y in pairs])
-    if any(_LAYOUT.search("".join(text).strip(_AROUND)) for text in (first, second)):
-        return "lines"
-    if len(places) > MOST_PLACES or any(
-        max(x.count(" "), y.count(" ")) >= SHORT for x, y in places
-    ):
+    is_long = any(max(x.count(" "), y.count(" ")) >= SHORT for x, y in places)
+    if is_long or len(places) > MOST_PLACES:
         return "length"
     return Difference(whole=False, places=places)
+
+
+def _same_ends(first: list[str], second: list[str]) -> tuple[int, int]:
+    """How many sentences are the same at the start and at the end; one fewer where one text only has more of them."""
+    folded = list(map(_bare, first))
+    other_folded = list(map(_bare, second))
+    shorter = min(len(first), len(second))
+    longer = max(len(first), len(second))
+    head = _shared(folded, other_folded)
+    tail = min(_shared(folded[::-1], other_folded[::-1]), shorter - head)
+    if head + tail == shorter != longer:
+        return (head - 1, tail) if head else (head, tail - 1)
+    return head, tail
+
+
+def _has_layout(sentences: list[str]) -> bool:
+    """Whether there are lines or columns within some sentences."""
+    return _LAYOUT.search("".join(sentences).strip(_AROUND)) is not None
 
 
 def _sentences(text: str) -> list[str]:
@@ -125,10 +140,11 @@ def _bare(sentence: str) -> str:
 
 def _without_greetings(sentences: list[str]) -> list[str]:
     """But for those at the start and the end, within the first and the last line."""
-    start, end = 0, len(sentences)
-    while start < end - 1 and "\n" not in sentences[start] and _greets(sentences[start]):
+    start = 0
+    end = len(sentences)
+    while start < end - 1 and _greets(sentences[start]) and "\n" not in sentences[start]:
         start += 1
-    while end > start + 1 and "\n" not in sentences[end - 2] and _greets(sentences[end - 1]):
+    while end > start + 1 and _greets(sentences[end - 1]) and "\n" not in sentences[end - 2]:
         end -= 1
     return sentences[start:end]
 

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 from semkv_guards.folding import LITERAL, one_style
 from semkv_guards.language import Language, Token, token_of
@@ -93,8 +94,8 @@ class Text:
         )
         pieces = plain.split()
         self.language = language
-        self._typed = (plain.isupper() or plain.istitle()) and one_style(plain)
-        self._titled = self._typed or _titled(pieces)
+        self._case_is_style = (plain.isupper() or plain.istitle()) and one_style(plain)
+        self._titled = self._case_is_style or _titled(pieces)
         self._start = True  # of a sentence
         self._capitals: list[int] = []  # places of function words that are written like names
         self.code: set[str] = set()
@@ -112,19 +113,41 @@ class Text:
         odd = " ".join([piece for piece in pieces if not self._plain(piece)])
         _tell_letters(self._read, self._capitals, language)
         self.tokens = _phrased(self._read, language)
-        self.spine = tuple([t for t in self.tokens if t.word not in language.articles])
+        self.without_articles = tuple([t for t in self.tokens if t.word not in language.articles])
         """The tokens but for articles."""
         self.words = frozenset([t.word for t in self.tokens])
         self.stems: Mapping[str, int] = Counter([t.stem for t in self.tokens])
         """How often each occurs."""
         self.quantities = Quantities(self.tokens, language)
-        self.operators = operators(plain, typed=self._typed) if _OPERATOR.search(odd) else ()
+        self.operators = (
+            operators(plain, case_is_style=self._case_is_style) if _OPERATOR.search(odd) else ()
+        )
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)
         """Emojis and signs that are no words, in their order."""
         self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
         self.cased = None if self._titled else self._cased
         """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+
+    @cached_property
+    def content_stems(self) -> list[str]:
+        """Its stems but for articles and auxiliaries."""
+        auxiliaries = self.language.auxiliaries
+        return [t.stem for t in self.without_articles if t.stem not in auxiliaries]
+
+    @cached_property
+    def starts_with_auxiliary(self) -> bool:
+        """Whether it may be answered by yes or no, or offers a choice."""
+        return bool(self.tokens) and self.language.is_auxiliary(self.tokens[0])
+
+    @cached_property
+    def asks_yes_or_no(self) -> bool:
+        """Whether yes or no is all that it asks for."""
+        return (
+            self.starts_with_auxiliary
+            and self.words.isdisjoint(self.language.choices)
+            and self.words.isdisjoint(self.language.questions)
+        )
 
     def _add(self, word: str, name: bool = False) -> None:
         found = token_of(word, name, self.language)
@@ -134,9 +157,11 @@ class Text:
 
     def _add_initial(self, letter: str) -> None:
         """A letter before a name: the "A." of "A. Weber" is no article, and the "m." of "20 m." no initial."""
-        word, language = letter.casefold(), self.language
-        apart = word in language.function and (letter.isupper() or word not in language.all_units)
-        self._add(f"{word}_" if apart else word, True)
+        word = letter.casefold()
+        may_be_article = letter.isupper() or word not in self.language.all_units
+        if may_be_article and word in self.language.function:
+            word = f"{word}_"
+        self._add(word, True)
 
     def _plain(self, chunk: str) -> bool:
         """Take apart what stands between two blanks, and say whether it is a plain word."""
@@ -146,8 +171,10 @@ class Text:
             return False
         word = written.casefold()
         capital = word != written
-        if capital:
-            (self.starts if self._start else self._cased).add(word if self._start else written)
+        if capital and self._start:
+            self.starts.add(word)
+        elif capital:
+            self._cased.add(written)
         if chunk[1:] == ".":
             self._add_initial(written)
         else:
@@ -167,7 +194,7 @@ class Text:
         elif _DATE.fullmatch(core):
             self._date(core)
         elif is_code(core):
-            literal = LITERAL.search(core) or ("[" in core and not self._typed)
+            literal = LITERAL.search(core) or ("[" in core and not self._case_is_style)
             cased = literal and not core.isalpha() and not _DOTTED.fullmatch(inner)
             self.code.add((inner if cased else folded) or core)
             self.spelled.add(core)
@@ -185,38 +212,46 @@ class Text:
             self.dates.add("/".join(str(int(part)) for part in parts))
 
     def _parts(self, chunk: str, folded: str) -> None:
-        compound = _RATIO.fullmatch(folded) if "/" in folded else None
-        if folded in self.language.clock:
-            parts = [folded]
-        elif compound and self.language.unit(compound[2]):
-            parts = [part for part in compound.groups() if part]
-        else:
-            parts = _PART.findall(chunk)
+        """Take apart what is neither a plain word nor code: figures, signs, words with capitals inside."""
+        parts = self._split(chunk, folded)
         for i, part in enumerate(parts):
             if part in STOPS:
                 self._add(part)
             elif part == "-" and _is_sign(parts, i):
                 self._add("minus")
             elif part[0].isalnum() or part in _SIGNS:
-                after = parts[i + 1] if i + 1 < len(parts) else ""
-                if len(part) == 1 and self._is_affix(part.casefold(), parts[:i], after):
-                    self._add(f"{part.casefold()}_", True)
-                elif len(part) == 1 and part.isupper() and after == ".":
-                    self._add_initial(part)
-                else:
-                    self._part(part, after, first=self._start and i == 0)
+                self._alphanumeric(parts, i)
+
+    def _split(self, chunk: str, folded: str) -> list[str]:
+        if folded in self.language.clock:
+            return [folded]
+        compound = _RATIO.fullmatch(folded) if "/" in folded else None
+        if compound and self.language.unit(compound[2]):
+            return [part for part in compound.groups() if part]
+        return _PART.findall(chunk)
+
+    def _alphanumeric(self, parts: Sequence[str], i: int) -> None:
+        part = parts[i]
+        after = parts[i + 1] if i + 1 < len(parts) else ""
+        is_letter = len(part) == 1
+        if is_letter and self._is_affix(part.casefold(), parts[:i], after):
+            self._add(f"{part.casefold()}_", True)
+        elif is_letter and part.isupper() and after == ".":
+            self._add_initial(part)
+        else:
+            self._part(part, after, first=self._start and i == 0)
 
     def _is_affix(self, letter: str, before: Sequence[str], after: str) -> bool:
         """Whether a letter that is a word or a unit elsewhere belongs to an identifier: "LN-5567A", "gate 12A"."""
-        quiet = letter in self.language.function
+        is_function = letter in self.language.function
         if not before:
-            return quiet and after.isdigit()
+            return is_function and after.isdigit()
         whole = [part for part in before if part not in "-(["]
         if not letter.isalpha() or after.isalnum() or not whole or not whole[-1].isdigit():
             return False
         if whole[0].isalpha() and whole[-1] == before[-1] and _SIGNS.isdisjoint(whole):
             return letter != "s"
-        return quiet and letter not in self.language.all_units
+        return is_function and letter not in self.language.all_units
 
     def _part(self, part: str, after: str, *, first: bool) -> None:
         bare = part.removesuffix("'s")
@@ -233,7 +268,7 @@ class Text:
             self._add(part[:-2].casefold(), name)
             self._add("'s")
         else:
-            apart = None if self._typed else self.language.capitals.get(part)
+            apart = None if self._case_is_style else self.language.capitals.get(part)
             self._add(apart or part.casefold(), name)
 
 
@@ -272,16 +307,20 @@ def _titled(pieces: Sequence[str]) -> bool:
 def _tell_letters(tokens: list[Token], capitals: Iterable[int], language: Language) -> None:
     """Tell the letter from the article where letters stand for things: "if A implies B", "divide a by b"."""
     for i, (x, between, y) in enumerate(zip(tokens, tokens[1:], tokens[2:], strict=False)):
-        joined = between.word in STOPS or between.stem in language.ties
-        if joined and len(x.word) == len(y.word) == 1 and x.word in language.articles:
+        is_tied = between.word in STOPS or between.stem in language.relation_stems
+        if is_tied and len(y.word) == 1 and _is_lone_article(x, language):
             tokens[i] = token_of(f"{x.word}_", True, language)
-    if any(t.name and len(t.word) == 1 for t in tokens):
-        for i in capitals:
-            word = tokens[i].word
-            before = tokens[i - 1].word if i else ""
-            spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
-            if len(word) == 1 and word in language.articles and not spelled:
-                tokens[i] = token_of(f"{word}_", True, language)
+    if not any(t.name and len(t.word) == 1 for t in tokens):
+        return
+    for i in capitals:
+        before = tokens[i - 1].word if i else ""
+        is_spelled = len(before) == 1 and before.isalpha()  # "U.S.A."
+        if not is_spelled and _is_lone_article(tokens[i], language):
+            tokens[i] = token_of(f"{tokens[i].word}_", True, language)
+
+
+def _is_lone_article(token: Token, language: Language) -> bool:
+    return len(token.word) == 1 and token.word in language.articles
 
 
 def _phrased(tokens: list[Token], language: Language) -> tuple[Token, ...]:
@@ -321,21 +360,20 @@ def _one_form(text: str) -> str:
     return _POWER.sub(lambda found: "^2" if found[0] == "²" else "^3", text).translate(_ONE_FORM)
 
 
-def operators(text: str, *, typed: bool) -> tuple[str, ...]:
-    """Signs of arithmetic, comparison and shells; figures with a sign between them are one with their operands.
-
-    ``typed``: the text's capitals are a way of typing.
-    """
-    sums = [
-        "".join(found.split()).rstrip(".,")
-        for found in _SUM.findall(text)
-        if not _DATE.match(found)
-    ]
+def operators(text: str, *, case_is_style: bool) -> tuple[str, ...]:
+    """Signs of arithmetic, comparison and shells; figures with a sign between them are one with their operands."""
+    sums = [_without_blanks(found) for found in _SUM.findall(text) if not _DATE.match(found)]
     chunks = _SUM.sub(" 0 ", text).split() or [""]
-    found = [sign for chunk in chunks for sign in _INSIDE.findall(chunk)]
-    alone = (
-        chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()") for chunk in chunks[1:]
-    )
-    found += [sign for sign in alone if _ALONE.fullmatch(sign)]
-    found += [] if typed else [word for word in chunks[1:] if word in _CONNECTIVES]
-    return (*sums, *("!=" if sign == "<>" else sign for sign in found))
+    inside = [sign for chunk in chunks for sign in _INSIDE.findall(chunk)]
+    alone = list(filter(_ALONE.fullmatch, map(_without_marks, chunks[1:])))
+    connectives = [word for word in chunks[1:] if word in _CONNECTIVES and not case_is_style]
+    signs = [*inside, *alone, *connectives]
+    return (*sums, *("!=" if sign == "<>" else sign for sign in signs))
+
+
+def _without_blanks(figures: str) -> str:
+    return "".join(figures.split()).rstrip(".,")
+
+
+def _without_marks(chunk: str) -> str:
+    return chunk if _ALONE.fullmatch(chunk) else chunk.strip(".,:;?!'\"`()")

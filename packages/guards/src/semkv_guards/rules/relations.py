@@ -1,0 +1,94 @@
+"""Rules over the small words that relate one thing to another."""
+
+from __future__ import annotations
+
+import itertools
+
+from semkv_guards.pairs import Pair, Tokens
+from semkv_guards.rules.rule import rule
+from semkv_guards.text import END, STOPS, Text
+
+
+@rule(
+    reasons=("relation",),
+    tables=("particles",),
+    vetoes=(
+        ("How do I set up an alarm?", "How do I set off an alarm?"),
+        ("Can I adopt a dog?", "Can I adopt out a dog?"),
+    ),
+    allows=(("How do I look up a word?", "How do I look a word up?"),),
+)
+def particle(pair: Pair) -> str | None:
+    """Another verb is meant by the word after it: "adopt" and "adopt out", "turn in" and "turn over"."""
+    particles = pair.language.particles_of
+    for mine, only, other, _ in pair.views:
+        missing = {t.word for t in only}
+        if not missing:
+            continue
+        for verb, word in itertools.pairwise(mine.tokens):
+            if word.word not in missing or word.word not in particles.get(verb.stem, ()):
+                continue
+            following = itertools.pairwise((*other.tokens, END))
+            theirs = [after for before, after in following if before.stem == verb.stem]
+            if any(after.word == word.word or not pair.akin(word, after) for after in theirs):
+                return "relation"
+    return None
+
+
+@rule(
+    reasons=("relation",),
+    tables=("ways",),
+    vetoes=(
+        ("When did he sail for India?", "When did he sail from India?"),
+        ("Where do ships depart for Malta?", "Where do ships depart from Malta?"),
+    ),
+    allows=(("How do I get to Malta?", "How do I get into Malta?"),),
+)
+def other_way(pair: Pair) -> str | None:
+    """It goes the other way, to or from the same: "leave for Rome", "leave from Rome"."""
+    first = _ways(pair.a, pair.only[0])
+    second = _ways(pair.b, pair.only[1]) if first else {}
+    common = first.keys() & second.keys()
+    return "relation" if any(first[where] != second[where] for where in common) else None
+
+
+@rule(
+    reasons=("relation",),
+    tables=("relations", "symmetric"),
+    vetoes=(
+        ("Put the key in the box", "Put the key on the box"),
+        ("Read the file and delete it", "Read the file or delete it"),
+    ),
+    allows=(("What is in the menu?", "What is on the menu?"),),
+)
+def relation(pair: Pair) -> str | None:
+    """Another relation stands where all else is the same: "in the box", "on the box".
+
+    A question word asks for more than the relation.
+    """
+    language = pair.language
+    if [len(only) for only in pair.only] != [1, 1]:
+        return None
+    if not language.questions.keys().isdisjoint(pair.words):
+        return None
+    (x,), (y,) = pair.only
+    stems = {x.stem, y.stem}
+    are_relations = stems <= language.relation_stems
+    is_choice = (x.word in language.choices) != (y.word in language.choices)
+    if not are_relations and not (is_choice and stems <= language.symmetric_stems):
+        return None
+    return "relation" if not pair.akin(x, y) and pair.neighbours(x, y) else None
+
+
+def _ways(text: Text, only: Tokens) -> dict[str, str]:
+    """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
+    ways = text.language.ways
+    own = {t.word for t in only if t.word in ways}
+    if not own:
+        return {}
+    following = itertools.pairwise((*text.without_articles, END))
+    return {
+        "" if after.word in STOPS else after.stem: ways[word.word]
+        for word, after in following
+        if word.word in own
+    }
