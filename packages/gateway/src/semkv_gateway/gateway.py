@@ -32,7 +32,7 @@ from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv_gateway.response_cache import Found
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
-from semkv_gateway.sampling import Sampling, may_refuse_temperature
+from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
 from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
@@ -179,9 +179,9 @@ class Gateway:
         answer = await self._answer_or_vanish(request, receive)
         if not settled.steadied:
             return answer
-        if not may_refuse_temperature(answer):
+        if not may_refuse(answer):
             return _marked(answer, "temperature=0")
-        return await self._without_temperature(request, asked, receive)
+        return await self._without_temperature(request, asked, answer, receive)
 
     async def _answer_or_vanish(self, request: GatewayRequest, receive: Receive) -> Answer:
         """The answer to a request. Raises `Vanished` where the client hung up first."""
@@ -189,16 +189,18 @@ class Gateway:
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
 
     async def _without_temperature(
-        self, request: GatewayRequest, asked: CanonicalRequest, receive: Receive
+        self, request: GatewayRequest, asked: CanonicalRequest, error: Answer, receive: Receive
     ) -> Answer:
         """The answer to a request as it came, after an error that may be about the temperature it was given. It is
-        about that where the request succeeds without: of an error alone nothing follows."""
+        about that where it names it and the request succeeds without: of an error alone nothing follows."""
+        if error.close is not None:
+            await error.close()
         plain = self._sampling.as_drawn(asked, request.controls)
         blocked = await self._blocked(plain, request.controls, request.client)
         answer = await self._answer_or_vanish(
             replace(request, canonical=plain, blocked=blocked), receive
         )
-        if 200 <= answer.status < 300:
+        if 200 <= answer.status < 300 and names_temperature(error):
             self._sampling.refuses(asked)
         return answer
 

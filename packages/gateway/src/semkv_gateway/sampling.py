@@ -115,6 +115,11 @@ def _model(asked: CanonicalRequest) -> tuple[str, str]:
     return asked.endpoint, asked.model
 
 
-def may_refuse_temperature(answer: Answer) -> bool:
-    """Whether an answer is an error that may be about the temperature. It may also repeat what a client wrote."""
-    return answer.status in _UNKNOWN_FIELD and b"temperature" in answer.body.lower()
+def may_refuse(answer: Answer) -> bool:
+    """Whether an answer is an error that may be about a field. The first of several is named, and in any words."""
+    return answer.status in _UNKNOWN_FIELD
+
+
+def names_temperature(answer: Answer) -> bool:
+    """Whether it names the temperature. It may also repeat what a client wrote."""
+    return b"temperature" in answer.body.lower()
