@@ -1,4 +1,4 @@
-"""Which answers are kept though a request leaves them to chance: by the operator's settings, and by the client's word."""
+"""Which answers are kept though a request leaves them to chance: by the operator's settings and the client's word."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ class TestRefusedTemperature:
                 )
             tried = [body.get("temperature") for body in pair.upstream.calls]
             assert tried == [0, None, None]
-            (line,) = [r.getMessage() for r in caplog.records if "takes no temperature" in r.message]
+            (line,) = [
+                r.getMessage() for r in caplog.records if "takes no temperature" in r.message
+            ]
             assert "--sampled-rule 'model:o9=keep'" in line
             assert [text.split()[0] for text in twice(pair, "other", model="takes it", **OPEN)] == [
                 "miss",
@@ -180,6 +182,15 @@ class TestRefusedTemperature:
         with Pair(tmp_path, upstream=upstream, default_temperature=0.0) as pair:
             answers = [pair.post(f"other words {n}", model="o9", **OPEN) for n in range(2)]
             assert [answer.status_code for answer in answers] == [200, 200]
+
+    def test_an_error_too_large_to_hold_costs_no_answer(self, tmp_path: Path) -> None:
+        upstream = Refusing()
+        upstream.words = f"temperature {'x' * 4000}"
+        with Pair(tmp_path, upstream=upstream, default_temperature=0.0) as pair:
+            pair.app.gateway.flights.max_total_bytes = 2000
+            answer = pair.post("large", model="o9", **OPEN)
+            assert (answer.status_code, said(answer)) == (200, "You said: large")
+            pair.settle()
 
     def test_an_error_of_the_clients_own_says_nothing_of_the_model(self, steady: Pair) -> None:
         steady.upstream.script["mine"] = {"status": "400", "says": "your 'temperature' is odd"}
@@ -341,7 +352,9 @@ def test_no_request_that_names_how_to_draw_is_changed(fields: dict[str, Any]) ->
     asked = canonicalise(body, Deployment("/v1/chat/completions", "t", b"s" * 16))
     sampling = Sampling(steady=True, keep=False, rules=[])
     settled = sampling.settled(asked, Controls())
-    named = [name for name in ("temperature", "top_p", "seed", "odd") if fields.get(name) is not None]
+    named = [
+        name for name in ("temperature", "top_p", "seed", "odd") if fields.get(name) is not None
+    ]
     if settled.steadied:
         assert not named
         assert fields.get("n") in (None, 1)

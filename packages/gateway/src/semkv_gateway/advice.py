@@ -24,7 +24,7 @@ _STILL_SAMPLED: Final = (
 )
 _REMEDIES: Final = {
     STORE: (
-        "the upstream may keep the responses for later requests. Send \"store\": false, or start with"
+        'the upstream may keep the responses for later requests. Send "store": false, or start with'
         " --stateless-responses where it keeps none, as vLLM does unless VLLM_ENABLE_RESPONSES_API_STORE is set"
     ),
     "tenant": "they name a tenant, and come from no --trusted-proxy NETWORK",

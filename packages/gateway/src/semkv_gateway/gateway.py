@@ -197,9 +197,8 @@ class Gateway:
             await error.close()
         plain = self._sampling.as_drawn(asked, request.controls)
         blocked = await self._blocked(plain, request.controls, request.client)
-        answer = await self._answer_or_vanish(
-            replace(request, canonical=plain, blocked=blocked), receive
-        )
+        again = replace(request, canonical=plain, blocked=blocked, reader=None, too_old=False)
+        answer = await self._answer_or_vanish(again, receive)
         if 200 <= answer.status < 300 and names_temperature(error):
             self._sampling.refuses(asked)
         return answer

@@ -639,7 +639,9 @@ class Route:
         str, ...
     ] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
-    stores: bool = False  # the server may keep an answer, under an id that it names, unless `store` is false
+    stores: bool = (
+        False  # the server may keep an answer, under an id that it names, unless `store` is false
+    )
 
     def refusal(
         self, payload: bytes, status: int = 200, body: Mapping[str, Any] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""Answers that are drawn at random: which requests get a temperature of 0, and which answers are kept as they are drawn.
+"""Answers that are drawn at random: which requests get a temperature of 0, and which answers are kept as drawn.
 
 Several people decide. A client's ``Cache-Control: max-age`` says that an answer of that age will do. A rule of the
 operator's picks requests by model or prompt; for all others ``--default-temperature`` and ``--sampled`` count.
@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 _REFUSING = 1024  # models of which it is remembered
 _SHOWN = 100  # characters of a model's name
 _UNKNOWN_FIELD = (400, 422)  # statuses of a server that does not take a field
-_FORM = "FIELD:PATTERN=keep or FIELD:PATTERN=draw, FIELD being prompt or model, such as model:o4-*=keep"
+_FORM = (
+    "FIELD:PATTERN=keep or FIELD:PATTERN=draw, FIELD being prompt or model, such as model:o4-*=keep"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class Sampling:
         if model in self._refusing:
             return
         self._refusing[model] = None
+        if len(self._refusing) == _REFUSING:  # a server that answers to any name fills no log
+            return
         name = asked.model[:_SHOWN]
         log.warning(
             "the upstream takes no temperature for the model %r, so requests for it go on without. Their answers are"
