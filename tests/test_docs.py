@@ -59,7 +59,9 @@ _OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
     "--shm-size --places --write".split()
 )
-_OTHER_CLASSES = {"OffloadingConnector", "MultiConnector", "ExampleConnector"}
+_OTHER_CLASSES = set(
+    "OffloadingConnector MultiConnector ExampleConnector OpenAI Anthropic ChatOpenAI Agent".split()
+)
 _NUMBER = r"(?<=age=)\d+"
 
 
@@ -320,7 +322,7 @@ serve() { [ -z "$GATEWAY" ] || { kill $GATEWAY; wait $GATEWAY; }; "$@" & GATEWAY
 
 @pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("serving.md", 6)])
 def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: Path) -> None:
-    """With ports of this machine, and an upstream that repeats what it is asked."""
+    """With ports of this machine, and an upstream that repeats what it is asked, which README's second line starts."""
     if shutil.which("curl") is None:
         pytest.skip("needs curl: apt-get install curl")
     redis = RedisServer(tmp_path) if page == "serving.md" and shutil.which("redis-server") else None
@@ -331,19 +333,26 @@ def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: P
     output, log = tmp_path / "output", tmp_path / "log"
     with Served(Scripted()) as upstream, output.open("w") as out, log.open("w") as errors:
         script = f"URL=http://127.0.0.1:{port}\n{SHELL}"
-        for number, (command, _) in enumerate(shown):
-            if "semkv serve" in command:
+        behind = upstream.url[7:]
+        served = 0
+        for command, _ in shown:
+            if command.startswith("python -m uvicorn"):
+                behind = f"127.0.0.1:{free_port()}"
+                line = command.replace("--port 8000", f"--port {behind.partition(':')[2]}")
+                script += line.replace("--app-dir tests", f"--app-dir {ROOT / 'tests'}") + "\n"
+            elif "semkv serve" in command:
                 at_once = command.endswith("&")  # then the page's next command waits for it
                 line = (
-                    f"{command.removesuffix('&')} --port {port} {'--no-semantic' if number else ''}"
+                    f"{command.removesuffix('&')} --port {port} {'--no-semantic' if served else ''}"
                 )
+                served += 1
                 script += re.sub(r"((?:\w+=\S+ )*)semkv serve", r"\1serve semkv serve", line)
                 script += "\n" if at_once else "\nready\n"
             else:
                 script += f"rest\n{command}\n"
             script += "echo '###'\n"
         for written, real in (
-            ("127.0.0.1:8000", upstream.url[7:]),
+            ("127.0.0.1:8000", behind),
             ("127.0.0.1:8080", f"127.0.0.1:{port}"),
             ("127.0.0.1:6379", f"127.0.0.1:{redis.port}" if redis else ""),
         ):

@@ -116,6 +116,23 @@ def browser() -> Iterator[object]:
         running.close()
 
 
+def test_the_dashboard_says_why_most_requests_cannot_be_kept(tmp_path: Path, browser) -> None:
+    with Pair(tmp_path) as pair:
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.set_default_timeout(300_000)
+        page.goto(f"{pair.url}/semkv")
+        page.fill("#key", ADMIN)
+        page.click("#login button")
+        page.wait_for_selector("#board:not([hidden])")
+        assert page.locator("#advice").is_hidden()
+        for n in range(20):
+            pair.post(f"drawn {n}", temperature=None)
+        page.wait_for_selector("#advice:has-text('--default-temperature 0')")
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.evaluate(wide) <= 0
+        page.close()
+
+
 def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     near_repeat(pair, f"Look at this. What is {EVIL}?", f"look at this. What is {EVIL}?")
     near_repeat(

@@ -154,8 +154,8 @@ def user(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 PASSED: list[tuple[str, dict[str, Any], str]] = [
-    (RESPONSES, {"store": True}, "stateful"),
-    (RESPONSES, {"store": None}, "stateful"),
+    (RESPONSES, {"store": True}, "store"),
+    (RESPONSES, {"store": None}, "store"),
     (RESPONSES, {"previous_response_id": "resp_1"}, "stateful"),
     (RESPONSES, {"conversation": {"id": "conv_1"}}, "stateful"),
     (RESPONSES, {"background": True}, "stateful"),

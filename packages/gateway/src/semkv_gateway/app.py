@@ -55,6 +55,7 @@ from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.salts import SALTED
+from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
 
@@ -268,6 +269,7 @@ def gateway_of(
     secret = secret_of(settings, environment)
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
+    sampling = Sampling.of(settings)
     metrics = Metrics(workers)
     where = (
         re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
@@ -287,7 +289,6 @@ def gateway_of(
         max_bytes=settings.memory_mib << 20,
         lifetime=Lifetime(settings.ttl or FOREVER, settings.stale),
         rules=[parse_rule(rule) for rule in settings.ttl_rules],
-        sampled=settings.sampled,
         unheard_s=_STORE_AWAY_S,
         clock=clock,
     )
@@ -302,7 +303,7 @@ def gateway_of(
     cache = CacheClient(
         responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules
     )
-    gateway = Gateway(settings, secret, upstream, cache, metrics)
+    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling)
     metrics.read_sizes(gateway.sizes)
     return gateway
 
@@ -396,7 +397,11 @@ class Operations:
     async def stats(self, _: Request) -> Response:
         metrics = self._gateway.metrics
         figures = await self._gateway.cache.figures(metrics.figures)
-        about = {"version": __version__, "workers": metrics.workers}
+        about = {
+            "version": __version__,
+            "workers": metrics.workers,
+            "advice": self._gateway.advice.text,
+        }
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 
     async def hits(self, _: Request) -> Response:

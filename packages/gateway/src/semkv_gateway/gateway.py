@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from semkv.stores.responses import Selector
 from semkv.types import ReuseReport
 from semkv_gateway import http
+from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.headers import Separation
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
@@ -31,6 +32,7 @@ from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv_gateway.response_cache import Found
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
+from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
 from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
@@ -45,6 +47,7 @@ _KNOWN = 1024
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
+_SAYS = b"x-semkv"  # the header that says where an answer came from
 _TAG = 8  # digits of a tenant's digest that operators see
 _RECORD_DELAY_S = (
     0.005  # a record shares the interpreter with the answer that goes out and the next request
@@ -115,6 +118,8 @@ class Gateway:
         upstream: Upstream,
         cache: CacheClient,
         metrics: Metrics,
+        *,
+        sampling: Sampling,
     ) -> None:
         self.settings = settings
         self.upstream = upstream
@@ -129,6 +134,8 @@ class Gateway:
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
         self.salts = Salts(on=settings.salt)
+        self.advice = Advice(settings)
+        self._sampling = sampling
         self._secret = secret
         self._checks = 0
         self._separation = Separation(settings.ignored_headers)
@@ -151,22 +158,60 @@ class Gateway:
         self.metrics.separated(client.unknown)
         try:
             if len(call.body) > _LARGE:
-                canonical = await asyncio.to_thread(self._canonicalise, call, client)
+                asked, settled = await asyncio.to_thread(self._settled, call, client, controls)
             else:
-                canonical = self._canonicalise(call, client)
+                asked, settled = self._settled(call, client, controls)
         except Unkeyable as error:
+            self.advice.count(str(error))
             return await self.forward(call, receive, str(error))
         seen = current()
         seen.tenant = client.tenant[:_TAG]
-        seen.model = canonical.model
-        blocked = "" if controls.read else "no-cache"
-        if not blocked and canonical.sampled and not self.settings.sampled:
-            blocked = "sampled"
-        if not blocked and not await self._may_read(client):
-            blocked = "key"
-        request = GatewayRequest(call, canonical, controls, client, blocked, start)
-        answer = self._from_memory(request, Lookup(canonical))
+        seen.model = asked.model
+        request = GatewayRequest(
+            call=call,
+            canonical=settled,
+            controls=controls,
+            client=client,
+            blocked=await self._blocked(settled, controls, client),
+            start=start,
+        )
+        self.advice.count("" if request.blocked == "no-cache" else request.blocked)
+        answer = await self._answer_or_vanish(request, receive)
+        if not settled.steadied:
+            return answer
+        if not may_refuse(answer):
+            return _marked(answer, "temperature=0")
+        return await self._without_temperature(request, asked, answer, receive)
+
+    async def _answer_or_vanish(self, request: GatewayRequest, receive: Receive) -> Answer:
+        """The answer to a request. Raises `Vanished` where the client hung up first."""
+        answer = self._from_memory(request, Lookup(request.canonical))
         return await http.unless_gone(self._answer(request), receive) if answer is None else answer
+
+    async def _without_temperature(
+        self, request: GatewayRequest, asked: CanonicalRequest, error: Answer, receive: Receive
+    ) -> Answer:
+        """The answer to a request as it came, after an error that may be about the temperature it was given. It is
+        about that where it names it and the request succeeds without: of an error alone nothing follows."""
+        if error.close is not None:
+            await error.close()
+        plain = self._sampling.as_drawn(asked, request.controls)
+        blocked = await self._blocked(plain, request.controls, request.client)
+        again = replace(request, canonical=plain, blocked=blocked, reader=None, too_old=False)
+        answer = await self._answer_or_vanish(again, receive)
+        if 200 <= answer.status < 300 and names_temperature(error):
+            self._sampling.refuses(asked)
+        return answer
+
+    async def _blocked(
+        self, canonical: CanonicalRequest, controls: Controls, client: Client
+    ) -> str:
+        """Why no stored answer will do; empty where one will."""
+        if not controls.read:
+            return "no-cache"
+        if canonical.sampled:
+            return SAMPLED
+        return "" if await self._may_read(client) else "key"
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
@@ -184,7 +229,7 @@ class Gateway:
             and self.cache.rarely_finds
         )
         try:
-            if request.controls.read and request.blocked != "sampled":
+            if request.controls.read and request.blocked != SAMPLED:
                 earlier = list(
                     self.pending
                 )  # one that is recorded during the lookup may be missed by it
@@ -544,7 +589,7 @@ class Gateway:
             and lookup.report.plan.match is not None
         ):
             seen.donor = lookup.report.plan.match.entry_id
-        return [(b"x-semkv", text.encode("latin-1", "replace"))]
+        return [(_SAYS, text.encode("latin-1", "replace"))]
 
     def _unreachable(
         self, error: UpstreamError, tier: str, start: float, header: Headers
@@ -636,6 +681,13 @@ class Gateway:
             self.upstream, lambda salts: replace(call, body=body) if salts else call
         )
 
+    def _settled(
+        self, call: Call, client: Client, controls: Controls
+    ) -> tuple[CanonicalRequest, CanonicalRequest]:
+        """A request as it came, and as it is keyed and sent. Raises `Unkeyable` where it has no canonical form."""
+        asked = self._canonicalise(call, client)
+        return asked, self._sampling.settled(asked, controls)
+
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
         if not client.believed:
@@ -654,6 +706,7 @@ class Gateway:
             version=settings.data_version,
             tags=tags,
             headers=client.headers,
+            stateless=settings.stateless_responses,
         )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 
@@ -762,6 +815,16 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
+
+
+def _marked(answer: Answer, word: str) -> Answer:
+    """The answer with another word in its ``X-Semkv``, before the reason."""
+    seen = current()
+    outcome, why, reason = seen.cache.partition(" reason=")
+    seen.cache = f"{outcome} {word}{why}{reason}"
+    kept = [pair for pair in answer.headers if pair[0] != _SAYS]
+    answer.headers = [*kept, (_SAYS, seen.cache.encode("latin-1", "replace"))]
+    return answer
 
 
 def _stopped() -> UpstreamError:

@@ -61,6 +61,18 @@ _WHOLE = frozenset(
     " cache_salt stop_sequences include return_token_ids guided_json guided_choice guided_regex guided_grammar"
     " logits_processors adapter_id user_id".split()
 )
+# Leave open how an answer is drawn. A request with any other field may have chosen that, so it gets no temperature.
+# Not among them: `thinking`, with which Anthropic's models take no temperature, and what may reach a sampler.
+_LEAVE_OPEN = _NOT_IN_KEY | frozenset(
+    "model messages prompt input system instructions suffix tools tool_choice functions function_call"
+    " parallel_tool_calls max_tool_calls response_format structured_outputs guided_json guided_choice guided_regex"
+    " guided_grammar output_config output_format text include reasoning reasoning_effort verbosity prediction"
+    " documents chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs cache_salt cache_control"
+    " max_tokens max_completion_tokens max_output_tokens min_tokens stop stop_sequences stop_token_ids"
+    " include_stop_str_in_output ignore_eos presence_penalty frequency_penalty repetition_penalty logit_bias"
+    " bad_words allowed_token_ids logprobs top_logprobs skip_special_tokens spaces_between_special_tokens"
+    " return_token_ids return_tokens_as_token_ids add_generation_prompt echo service_tier truncation background".split()
+)
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
@@ -83,6 +95,7 @@ class Deployment:
         version: of model and data; a change makes every stored answer unreachable.
         tags: labels that came with it; answers are not shared with requests that have others.
         headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Client`.
+        stateless: the upstream keeps no response of `/v1/responses`, whatever a request leaves open.
     """
 
     endpoint: str
@@ -91,6 +104,7 @@ class Deployment:
     version: str = ""
     tags: tuple[str, ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
+    stateless: bool = False
 
     def key(self, body: str) -> str:
         head = _encode(
@@ -111,7 +125,9 @@ class CanonicalRequest:
     prompt: str  # text of the last user turn; empty where there is none
     stream: bool  # the client wants a stream; part of the key only where the route does not convert
     include_usage: bool  # the client wants the usage at the end of its stream
-    sampled: bool  # the answer is drawn at random: neither temperature 0 nor a seed
+    # The answer is drawn at random (neither temperature 0 nor a seed), and none but this request may have it.
+    sampled: bool
+    steadied: bool  # it has a temperature of 0 that the client did not name
     _body: Mapping[str, Any] = field(repr=False)
     _content: Content = field(repr=False)
     _deployment: Deployment = field(repr=False)
@@ -128,6 +144,20 @@ class CanonicalRequest:
         """Under which an answer to it may be kept, the best one first."""
         return (self.stream_key, self.key) if self.stream and self.stream_key else (self.key,)
 
+    @cached_property
+    def steady(self) -> CanonicalRequest | None:
+        """The same at temperature 0; None where the request says, or may say, how its answer is to be drawn."""
+        chosen = {name for name, value in _said(self._body).items() if value is not None}
+        if not self.route.fixed_by or not chosen <= _LEAVE_OPEN:
+            return None
+        body = {**self._body, "temperature": 0}
+        return replace(_build(body, self._content, self._deployment), steadied=True)
+
+    @cached_property
+    def kept(self) -> CanonicalRequest:
+        """The same where an answer that is drawn at random does for later requests, too."""
+        return replace(self, sampled=False)
+
     def streamed(self) -> CanonicalRequest:
         """The same for a stream that is for streams only."""
         return replace(self, key=self.stream_key)
@@ -138,9 +168,14 @@ class CanonicalRequest:
         return self._deployment.tags
 
     @property
-    def route(self) -> Route:
+    def endpoint(self) -> str:
         """Where it came in."""
-        return ROUTES[self._deployment.endpoint]
+        return self._deployment.endpoint
+
+    @property
+    def route(self) -> Route:
+        """The row of `ROUTES` for it."""
+        return ROUTES[self.endpoint]
 
     def refusal(self, payload: bytes, status: int) -> str:
         """Why an answer to it must not be kept, in a word or two; empty for a complete one."""
@@ -206,7 +241,9 @@ class CanonicalRequest:
         content = self._content.with_segments(plan.segments)
         if self.request is None or content is None:
             return None
-        return _build({**self._body, content.name: content.value}, content, self._deployment)
+        body = {**self._body, content.name: content.value}
+        built = _build(body, content, self._deployment)
+        return replace(built, sampled=self.sampled, steadied=self.steadied)
 
     def body(self, *, salted: bool = True) -> dict[str, Any]:
         """What to send upstream: fresh, the caller may change its top level. ``salted``: with the tenant's
@@ -238,7 +275,12 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
         unknown = body.keys() - _WHOLE - _SAMPLING - _NOT_IN_KEY
         if any(stands_for_another(name, body[name]) for name in unknown):
             raise Unkeyable("stateful")
-        return _build(body, ROUTES[deployment.endpoint].read(body), deployment)
+        route = ROUTES[deployment.endpoint]
+        content = route.read(body)
+        store = body.get("store")
+        if route.stores and store is not False and not (store is None and deployment.stateless):
+            raise Unkeyable("store")
+        return _build(body, content, deployment)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
 
@@ -270,6 +312,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         include_usage=not route.converts or bool(asked.get("include_usage")),
         sampled=bool(route.fixed_by)
         and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
+        steadied=False,
         _body=body,
         _content=content,
         _deployment=deployment,

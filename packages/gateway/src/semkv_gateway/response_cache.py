@@ -164,7 +164,6 @@ class ResponseCache:
         store: behind the memory; None for memory alone.
         max_bytes: bound on what memory holds, overhead included.
         lifetime: of answers that no rule picks; of several rules the first decides.
-        sampled: keep answers that were drawn at random too.
         poll_s: seconds between two looks for invalidations.
         unheard_s: how long memory is served without news of the store.
         pause_s: how long a store is left alone after a fault.
@@ -178,7 +177,6 @@ class ResponseCache:
         max_bytes: int = 256 << 20,
         lifetime: Lifetime = Lifetime(),
         rules: Sequence[LifetimeRule] = (),
-        sampled: bool = False,
         poll_s: float = 1.0,
         unheard_s: float = 30.0,
         pause_s: float = 1.0,
@@ -190,7 +188,6 @@ class ResponseCache:
         self._tally = Tally()
         self._lifetime = lifetime
         self._rules = rules
-        self._sampled = sampled
         self._pause_s = pause_s
         self._pausing = threading.Lock()
         self._quiet_until = {
@@ -315,9 +312,7 @@ class ResponseCache:
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
-        return (self._sampled or not request.sampled) and bool(
-            self._lifetime_of(request, tags).ttl_s
-        )
+        return not request.sampled and bool(self._lifetime_of(request, tags).ttl_s)
 
     def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
         picked = (
@@ -329,9 +324,7 @@ class ResponseCache:
         self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]
     ) -> StoredResponse | str:
         """What to keep of an answer, or why nothing."""
-        reason = (
-            "sampled" if request.sampled and not self._sampled else request.refusal(payload, status)
-        )
+        reason = "sampled" if request.sampled else request.refusal(payload, status)
         if reason:
             return reason
         lifetime = self._lifetime_of(request, tags)

@@ -505,8 +505,6 @@ def _read_chat(body: Mapping[str, Any]) -> Content:
 def _read_responses(body: Mapping[str, Any]) -> Content:
     """The input of a response that depends on nothing that the server keeps."""
     _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
-    if body.get("store") is not False:
-        raise Unkeyable("stateful")
     _check_tools(body.get("tools"), ("function", "custom"))
     return _verbatim("input", body.get("input"), _RESPONSES)
 
@@ -641,6 +639,9 @@ class Route:
         str, ...
     ] = ()  # fields that keep an answer from being drawn at random; none where it never is
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
+    stores: bool = (
+        False  # the server may keep an answer, under an id that it names, unless `store` is false
+    )
 
     def refusal(
         self, payload: bytes, status: int = 200, body: Mapping[str, Any] = MappingProxyType({})
@@ -685,8 +686,9 @@ ROUTES = {
         partial(Recorder, "response.completed"),
         fixed_by=("temperature", "seed"),
         repeated=frozenset(
-            ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
+            "user safety_identifier metadata store prompt_cache_key prompt_cache_retention".split()
         ),
+        stores=True,
     ),
     "/v1/messages": Route(
         _read_anthropic,

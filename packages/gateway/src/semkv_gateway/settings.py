@@ -65,6 +65,8 @@ NAME = Allowed(
     True,
 )
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
+ZERO = Allowed("0, since with another temperature answers are drawn at random", lambda n: n == 0)
+DRAWN = Parameter(group="What is kept")
 LIFE = Parameter(group="Lifetimes and labels")
 TENANTS = Parameter(group="Tenants")
 
@@ -84,7 +86,10 @@ class ServerSettings(LookupConfig):
         store_mib: Most MiB of responses held in the store.
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
+        default_temperature: 0: requests that leave open how to draw (no temperature, top_p, seed) are sent with 0.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
+        sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (as asked, not kept); may be repeated.
+        stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
         overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
@@ -107,7 +112,10 @@ class ServerSettings(LookupConfig):
     store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
     tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     data_version: Annotated[str, LIFE] = ""
-    sampled: bool = False
+    default_temperature: Annotated[float | None, ZERO, DRAWN] = None
+    sampled: Annotated[bool, DRAWN] = False
+    sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
+    stateless_responses: Annotated[bool, DRAWN] = False
     overlap: bool = True
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK

@@ -165,6 +165,8 @@ function showStats(stats) {
   latest = stats;
   const { totals, live, gauges } = stats;
   const shown = live.windows[wanted];
+  $("advice").textContent = stats.advice;
+  $("advice").hidden = !stats.advice;
   const palette = colors([...new Set([...Object.keys(totals.tiers), ...shown.bins.flatMap(([, tiers]) => Object.keys(tiers))])]);
   showWindows(Object.keys(live.windows));
   showRate(shown);
