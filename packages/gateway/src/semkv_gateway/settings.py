@@ -85,7 +85,6 @@ class ServerSettings(LookupConfig):
         tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
-        overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
@@ -95,6 +94,7 @@ class ServerSettings(LookupConfig):
         ignored_headers: A request header that neither holds a credential nor changes the response; may be repeated.
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
+        encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
     """
 
     upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
@@ -108,7 +108,6 @@ class ServerSettings(LookupConfig):
     tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     data_version: Annotated[str, LIFE] = ""
     sampled: bool = False
-    overlap: bool = True
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
     ] = ()
@@ -122,6 +121,7 @@ class ServerSettings(LookupConfig):
     ] = ()
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
+    encoder_timeout: Annotated[float, POSITIVE] = 0.25
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
