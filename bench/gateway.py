@@ -193,7 +193,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     up, pass_on = free_port(), free_port()
     upstream = f"http://127.0.0.1:{up}"
     urls: dict[str, str] = {}
-    kinds = KINDS
+    kinds = dict(KINDS)
+    if args.before:
+        kinds["before"] = ()
     if args.workers:
         kinds = {
             f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers
@@ -210,7 +212,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             port = free_port()
             urls[kind] = f"http://127.0.0.1:{port}"
             command = gateway(Path(folder) / kind, port, upstream, *flags)
-            servers.enter_context(process(command, f"{urls[kind]}/healthz"))
+            code = {"PYTHONPATH": sources(args.before)} if kind == "before" else {}
+            servers.enter_context(process(command, f"{urls[kind]}/healthz", **code))
             wrk(urls[kind], 1, 5, kind="words", run="warm")  # until it is known what lookups find
         if args.litellm_python:
             urls["litellm"] = servers.enter_context(
@@ -240,9 +243,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kind, _, figure = name.partition("_")
         if kind != "bare" and "hit" not in figure and f"bare_{figure}" in found:
             row["adds_p50_ms"] = round(row["p50_ms"] - found[f"bare_{figure}"]["p50_ms"], 3)
-        if kind == "semantic" and (plain := found[f"exact_{figure}"]):
+        if kind in ("semantic", "before") and (plain := found[f"exact_{figure}"]):
             row["of_exact"] = round(row["requests_per_s"] / plain["requests_per_s"], 3)
     return found
+
+
+def sources(checkout: Path) -> str:
+    """Where a checkout has its packages, as PYTHONPATH wants it."""
+    return os.pathsep.join(map(str, [checkout / "src", *checkout.glob("packages/*/src")]))
 
 
 @contextmanager
@@ -303,6 +311,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="another checkout, to be measured in turns")
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument(
         "--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers"

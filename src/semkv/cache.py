@@ -136,12 +136,14 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = build_hook(config, plain, hook) if on and config.embedding_layers else JoinedHook()
+        # What looks texts up waits no longer than the limit; checks, which nobody waits for, take their time.
+        self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
+        looking = self._timed or plain
+        hook = build_hook(config, looking, hook) if on and config.embedding_layers else JoinedHook()
         encoder = plain if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
         self._plain_encoder = encoder
-        self._timed = None
         self._tally = Tally()
         self._lookup_s = 0.0
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
@@ -160,10 +162,8 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        if encoder is not None and encoder_limit_s is not None:
-            self._timed = TimedEncoder(encoder, encoder_limit_s)
-            encoder = self._timed
-        judge = plain if config.embedding_hook.startswith("prompt") else encoder
+        encoder = None if encoder is None else looking
+        judge = looking if config.embedding_hook.startswith("prompt") else encoder
         self._planner = Planner(
             config, self.media, self._decider, self._checking, self._tally, judge
         )

@@ -40,7 +40,7 @@ class _Call:
 class TimedEncoder:
     """Runs an encoder in a thread of its own. Any thread may call any method.
 
-    A call waits at most ``limit_s``, then it raises `EncoderLateError`. While a pass takes longer than that, and for ten
+    A call waits at most ``limit_s``, then it raises `EncoderLateError`. While a pass takes longer, and for ten
     seconds after three such passes in a row, calls raise it at once. What a late pass brings is not lost where the
     encoder remembers its texts, as `SentenceEncoder` does.
     """

@@ -581,24 +581,25 @@ class PendingTier:
     ) -> list[tuple[PendingEntry, Candidate]]:
         """Those of some pending entries that may stand in for one, as donors, the best first."""
         found: list[tuple[PendingEntry, Candidate]] = []
+        cosines: dict[PendingEntry, float] = {}
         with self._tally.boundary("join"):
-            similar = [other for other in others if other.slot_key == own.slot_key != ""]
-            cosines = self._cosines(own, similar)
-            for other in others:
-                run = len(other.donor.segments)
-                cosine = cosines.get(other, -1.0)
-                if own.prompt_key and own.prompt_key == other.prompt_key:
-                    found.append((other, Candidate(other.donor, run, EXACT, 1.0, (EXACT,))))
-                elif cosine >= self._planner.least:
-                    candidate = Candidate(
-                        other.donor,
-                        run,
-                        SEMANTIC,
-                        cosine,
-                        (SEMANTIC,),
-                        similar=other.question,
-                    )
-                    found.append((other, candidate))
+            beside = [other for other in others if other.slot_key == own.slot_key != ""]
+            cosines = self._cosines(own, beside)
+        for other in others:
+            run = len(other.donor.segments)
+            cosine = cosines.get(other, -1.0)
+            if own.prompt_key and own.prompt_key == other.prompt_key:
+                found.append((other, Candidate(other.donor, run, EXACT, 1.0, (EXACT,))))
+            elif cosine >= self._planner.least:
+                candidate = Candidate(
+                    other.donor,
+                    run,
+                    SEMANTIC,
+                    cosine,
+                    (SEMANTIC,),
+                    similar=other.question,
+                )
+                found.append((other, candidate))
         return sorted(found, key=lambda pair: -pair[1].score)
 
     def _cosines(

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
 from semkv.niceness import set_niceness
@@ -75,7 +75,7 @@ class Lookup:
         return match.score if match is not None and self.tier != EXACT else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
     """A lookup, and how many wait for it."""
 
@@ -115,7 +115,8 @@ class CacheClient:
         self._records = Pool(
             "semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE
         )  # no lookup waits behind a record
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, Running] = {}  # that may be shared
+        self._waited_for: set[Running] = set()
         self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
 
     # -- looking up ---------------------------------------------------------------------------------------------
@@ -172,12 +173,20 @@ class CacheClient:
             task = asyncio.ensure_future(self._find(canonical))
             running = Running(task, over=asyncio.get_running_loop().create_future())
             self._running[key] = running
-            task.add_done_callback(lambda _: self._running.pop(key))
+            self._waited_for.add(running)
+            running.over.add_done_callback(lambda _: self._waited_for.discard(running))
+            for end in (task, running.over):
+                end.add_done_callback(partial(self._ended, key, running))
         return await running.result()
+
+    def _ended(self, key: str, running: Running, _: asyncio.Future[Any]) -> None:
+        """Nobody shares a lookup that is done, or that everybody has left."""
+        if self._running.get(key) is running:
+            del self._running[key]
 
     async def running_lookups_over(self) -> None:
         """Wait until nobody waits for any lookup that is running now."""
-        over = [running.over for running in self._running.values()]
+        over = [running.over for running in self._waited_for]
         if over:
             await asyncio.wait(over)
 
