@@ -7,6 +7,10 @@ Measured in turns, so that what else the machine does strikes all alike: the ups
 passes on, gateways by kind, and LiteLLM's proxy with its local cache where a Python that has it is named. A miss is
 measured with an upstream that answers at once and with one that thinks for 50 ms (``slow``), exact hits at 64 and at 8
 connections. Every figure is the median over the rounds. Give it quiet cores: ``load_average`` is kept.
+
+A miss is of one of three kinds. ``miss``: a conversation of its own, as every turn but the first is, so nothing can
+match it. ``number``: behind one system prompt, each with another number, which no guard lets match. ``words``: behind
+one system prompt, each with other words, so that each is compared with those before it.
 """
 
 from __future__ import annotations
@@ -35,7 +39,6 @@ from ports import free_port
 KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
     "semantic": (),
-    "waiting": ("--no-overlap",),  # a miss where near-repeats are common
 }
 FIGURES = ("requests_per_s", "p50_ms", "p99_ms")
 BODY = {
@@ -45,7 +48,7 @@ BODY = {
     "messages": [
         {
             "role": "system",
-            "content": "You are a helpful assistant. Answer briefly and say so when you do not know.",
+            "content": "BEFOREYou are a helpful assistant. Answer briefly and say so when you do not know.",
         },
         {
             "role": "user",
@@ -53,14 +56,28 @@ BODY = {
         },
     ],
 }
+THINGS = "bread cheese river garden engine guitar planet mirror window carpet bridge candle"
 LUA = """
 local n = 0
+local things = {{}}
+for word in ("{things}"):gmatch("%a+") do table.insert(things, word) end
+local function words(number)
+  local said = ""
+  for _ = 1, 7 do
+    said = said .. things[number % #things + 1] .. " "
+    number = math.floor(number / #things)
+  end
+  return said
+end
 request = function()
   n = n + 1
-  local here = {here}
-  if {new} then here = here .. "number " .. n .. " of {run}" end
+  local before, here = "", {here}
+  if "{kind}" == "miss" then before = "Case " .. n .. " of {run}. " end
+  if "{kind}" == "number" then here = here .. "number " .. n .. " of {run}" end
+  if "{kind}" == "words" then here = here .. words({first} + n * 7919) end
   return wrk.format("POST", "/v1/chat/completions",
-    {{["Content-Type"] = "application/json", ["Authorization"] = "Bearer bench"}}, {head} .. here .. {tail})
+    {{["Content-Type"] = "application/json", ["Authorization"] = "Bearer bench"}},
+    {head} .. before .. {middle} .. here .. {tail})
 end
 """
 
@@ -103,22 +120,33 @@ def gateway(folder: Path, port: int, upstream: str, *flags: str) -> list[str]:
 
 
 def wrk(
-    url: str, connections: int, seconds: int, *, new: str = "", slow: bool = False, threads: int = 1
+    url: str,
+    connections: int,
+    seconds: int,
+    *,
+    kind: str = "",
+    run: str = "",
+    slow: bool = False,
+    threads: int = 1,
 ) -> dict[str, Any]:
     """Requests a second and latencies in milliseconds; the server has all the work that it can do.
 
     Args:
-        new: a name of these requests, each of which then has a question of its own.
+        kind: of misses; empty for one request again and again.
+        run: a name of these requests, so that they are none of another run.
         slow: the upstream thinks for 50 ms.
         threads: of wrk.
     """
-    head, tail = json.dumps(BODY).split("HERE")
+    head, rest = json.dumps(BODY).split("BEFORE")
+    middle, tail = rest.split("HERE")
     here = "[delay=0.05] " if slow else ""
     parts = {
-        name: json.dumps(text) for name, text in (("head", head), ("tail", tail), ("here", here))
+        name: json.dumps(text)
+        for name, text in (("head", head), ("middle", middle), ("tail", tail), ("here", here))
     }
+    first = sum(map(ord, run)) * 1_000_003
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
-        file.write(LUA.format(**parts, new="true" if new else "false", run=new))
+        file.write(LUA.format(**parts, kind=kind, run=run, first=first, things=THINGS))
         file.flush()
         command = [
             "wrk",
@@ -150,11 +178,14 @@ def milliseconds(text: str) -> float:
 
 def figures(name: str) -> dict[str, dict[str, Any]]:
     """What is measured of a server: the arguments of `wrk` by name."""
-    misses = {"miss": {"connections": 1}, "miss_slow": {"connections": 1, "slow": True}}
+    misses: dict[str, dict[str, Any]] = {"miss": {"connections": 1}}
+    for kind in ("miss", "number", "words"):
+        misses[f"{kind}_slow"] = {"connections": 1, "slow": True}
+        misses[f"{kind}_64"] = {"connections": 64}
     hits = {"hit_64": {"connections": 64}, "hit_8": {"connections": 8}}
     if name.endswith("_workers"):
         return {"hit_64": {"connections": 64, "threads": 4}}
-    return {"litellm": hits, "proxy": misses, "waiting": misses}.get(name, misses | hits)
+    return {"litellm": hits, "proxy": misses}.get(name, misses | hits)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +193,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     up, pass_on = free_port(), free_port()
     upstream = f"http://127.0.0.1:{up}"
     urls: dict[str, str] = {}
-    kinds = KINDS
+    kinds = dict(KINDS)
+    if args.before:
+        kinds["before"] = ()
     if args.workers:
         kinds = {
             f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers
@@ -179,8 +212,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             port = free_port()
             urls[kind] = f"http://127.0.0.1:{port}"
             command = gateway(Path(folder) / kind, port, upstream, *flags)
-            servers.enter_context(process(command, f"{urls[kind]}/healthz"))
-            wrk(urls[kind], 1, 5, new="warm")  # until lookups are known to find little
+            code = {"PYTHONPATH": sources(args.before)} if kind == "before" else {}
+            servers.enter_context(process(command, f"{urls[kind]}/healthz", **code))
+            wrk(urls[kind], 1, 5, kind="words", run="warm")  # until it is known what lookups find
         if args.litellm_python:
             urls["litellm"] = servers.enter_context(
                 litellm(args.litellm_python, Path(folder), upstream)
@@ -190,10 +224,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds):
             for name, url in urls.items():
                 for figure, given in figures(name).items():
-                    new = f"{figure} {number}" if "miss" in figure else ""
-                    rounds[f"{name}_{figure}"].append(
-                        wrk(url, seconds=args.seconds, new=new, **given)
+                    kind = figure.partition("_")[0].replace("hit", "")
+                    found_now = wrk(
+                        url,
+                        seconds=args.seconds,
+                        kind=kind,
+                        run=f"{figure} {number}",
+                        **given,
                     )
+                    rounds[f"{name}_{figure}"].append(found_now)
             print(f"  round {number + 1} of {args.rounds}", flush=True)
     found: dict[str, Any] = {
         name: {figure: round(median(row[figure] for row in rows), 3) for figure in FIGURES}
@@ -201,10 +240,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, rows in rounds.items()
     }
     for name, row in found.items():
-        if "_miss" in name:
-            bare = "bare" + name[name.index("_miss") :]
-            row["adds_p50_ms"] = round(row["p50_ms"] - found[bare]["p50_ms"], 3)
+        kind, _, figure = name.partition("_")
+        if kind != "bare" and "hit" not in figure and f"bare_{figure}" in found:
+            row["adds_p50_ms"] = round(row["p50_ms"] - found[f"bare_{figure}"]["p50_ms"], 3)
+        if kind in ("semantic", "before") and (plain := found[f"exact_{figure}"]):
+            row["of_exact"] = round(row["requests_per_s"] / plain["requests_per_s"], 3)
     return found
+
+
+def sources(checkout: Path) -> str:
+    """Where a checkout has its packages, as PYTHONPATH wants it."""
+    return os.pathsep.join(map(str, [checkout / "src", *checkout.glob("packages/*/src")]))
 
 
 @contextmanager
@@ -265,6 +311,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="another checkout, to be measured in turns")
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument(
         "--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers"

@@ -454,7 +454,10 @@ def test_the_bound_on_entries_holds_in_every_tier(make: Make) -> None:
     assert not bench.look("question0~0.99", "image0").hit
     assert not bench.look("else", "image0~0.99").hit
     assert bench.look("question11~0.99", "image11~0.99").hit
-    assert [len(layer.index) for layer in bench.cache._similar.layers.values()] == [5, 5, 5]
+    similar = bench.cache._similar
+    sizes = {name: len(layer.index) for name, layer in similar.layers.items()}
+    unencoded = len(similar._unencoded.entries())
+    assert sizes == {"vision": 5, "prompt": 5, "semantic_text": 5 - unencoded}
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -534,6 +537,7 @@ def test_a_vector_that_is_no_direction_is_a_counted_miss(
     assert not bench.cache.try_reuse(
         bench.request("color"), embeddings={"prompt": bad.astype(np.float32)}
     ).hit
+    bench.ask("shape")
     monkeypatch.setattr(bench.encoder, "encode", lambda texts: np.tile(bad, (len(texts), 1)))
     assert not bench.look("else").hit
     assert bench.cache.stats().faults == {"hook": 1, "semantic_text": 1}

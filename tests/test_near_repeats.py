@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from gateway_helpers import (
     NEAR,
     ONE,
     OTHER,
+    Held,
     Pair,
     a_tenant,
+    asks,
     beside,
     later,
     near_pair,
@@ -43,7 +45,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture
 def pair(running: Pair) -> Iterator[Pair]:
-    """A gateway whose lookups end before it asks the upstream."""
+    """A gateway that leaves out no lookup."""
     running.app.gateway.cache.found_share = 1.0
     yield running
     running.settle()
@@ -203,6 +205,168 @@ def test_no_store_keeps_no_picture(pair: Pair) -> None:
     assert pictures() == before + 1
 
 
+# -- while the lookup of the second runs ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tenant(pair: Pair) -> dict[str, str]:
+    """A tenant whose key the upstream has accepted."""
+    given = a_tenant()
+    before = pair.entries
+    pair.post("Let me in.", headers=given)
+    wait_until(lambda: pair.entries == before + 1)
+    pair.upstream.calls.clear()
+    return given
+
+
+@pytest.mark.parametrize("began", ["before", "meanwhile"])
+def test_a_paraphrase_uses_what_was_recorded_while_its_lookup_ran(
+    pair: Pair, tenant: dict[str, str], monkeypatch: pytest.MonkeyPatch, began: str
+) -> None:
+    """The lookup searched before the record was there, and ends when the other request has its answer. An equal
+    request that comes even later shares the lookup, so it uses the record too."""
+    cache = pair.app.gateway.cache
+    before = pair.entries
+    look_up = cache.look_up
+    looks = list[object]()
+    asked = []
+
+    def counted(*given: Any, **more: Any) -> Any:
+        looks.append(given)
+        return look_up(*given, **more)
+
+    monkeypatch.setattr(cache, "look_up", counted)
+
+    def ask() -> None:
+        asked.append(pair.soon(OTHER, headers=tenant))
+        wait_until(held.waiting.is_set)
+
+    with Held(pair.semantic, "try_reuse", asks(OTHER), after=True) as held:
+        if began == "meanwhile":
+            ask()
+        with beside(pair, ONE, headers=tenant):
+            if began == "before":
+                ask()
+        wait_until(lambda: pair.entries == before + 1)
+        ask()
+        wait_until(lambda: len(looks) == 3)
+        assert pair.asked == [ONE]
+    for answer in (one.result() for one in asked):
+        assert said(answer) == f"You said: {ONE}"
+        assert answer.headers["x-semkv"].startswith("hit tier=text:semantic")
+    assert pair.asked == [ONE]
+    wait_until(lambda: not pair.app.gateway.pending)
+    assert not cache._running
+
+
+def test_a_paraphrase_joins_none_that_has_failed_meanwhile(
+    pair: Pair, tenant: dict[str, str]
+) -> None:
+    """Though it is the nearest of those that were on their way during the lookup."""
+    failed = OTHER.replace("?", ", please?")
+    pair.upstream.script = {failed: {"status": "503"}}
+    with Held(pair.semantic, "try_reuse", asks(OTHER), after=True) as held:
+        second = pair.soon(OTHER, headers=tenant)
+        wait_until(held.waiting.is_set)
+        assert pair.post(failed, headers=tenant).status_code == 503
+        with beside(pair, ONE, headers=tenant):
+            held.go.set()
+            wait_until(lambda: pair.readers == 2)
+    assert said(second.result()) == f"You said: {ONE}"
+    assert pair.asked == [failed, ONE]
+
+
+def test_where_few_find_anything_a_lookup_behind_many_is_left_out(
+    pair: Pair, tenant: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = pair.app.gateway.cache
+    pair.post(ONE, headers=tenant)
+    recorded(pair)
+    cache.found_share = 1.0
+    for times, rarely, found in ((190, False, False), (1, True, False)):
+        for _ in range(times):
+            cache._count(found=found)
+        assert cache.rarely_finds is rarely
+    lookups = pair.semantic.stats().lookups
+    monkeypatch.setattr("semkv_gateway.cache_client._UNLIKELY", -1)
+    assert pair.post(OTHER, headers=tenant).headers["x-semkv"] == "miss"
+    assert pair.semantic.stats().lookups == lookups
+    for _ in range(4):
+        cache._count(found=True)
+    assert not cache.rarely_finds
+    answer = pair.post(OTHER + " ", headers=tenant)
+    assert answer.headers["x-semkv"].startswith(("hit tier=exact", "hit tier=text:semantic"))
+
+
+# -- what looking costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The texts of each pass of the encoder from now on."""
+    encoder = pair.semantic._plain_encoder
+    work = encoder.encode
+    passes = list[list[str]]()
+
+    def counted(texts: Sequence[str]) -> Any:
+        passes.append(list(texts))
+        return work(texts)
+
+    monkeypatch.setattr(encoder, "encode", counted)
+    return passes
+
+
+def test_a_miss_that_cannot_hit_encodes_nothing(pair: Pair, encoded: list[list[str]]) -> None:
+    """Nor does its record. The second text of a partition is encoded together with the first."""
+    headers = a_tenant()
+    form = FORMS["second turn"]
+    send(pair, form(ONE), headers)
+    recorded(pair)
+    send(pair, FORMS["turn 21"](OTHER), headers)
+    recorded(pair)
+    assert encoded == []
+    assert send(pair, form(OTHER), headers)[0] == "text:semantic"
+    assert encoded == [[OTHER, ONE]]
+
+
+def test_what_is_on_its_way_is_encoded_with_the_first_who_might_join_it(
+    pair: Pair, encoded: list[list[str]]
+) -> None:
+    headers = a_tenant()
+    with beside(pair, headers=headers):
+        assert encoded == []
+        later(pair, OTHER, waits=True, headers=headers)
+    assert encoded == [[OTHER, ONE]]
+
+
+def test_an_encoder_that_hangs_costs_a_while_and_no_answer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact hits and misses go on. What was recorded meanwhile is found once it answers again."""
+    semantic = pair.semantic
+    timed = semantic._timed
+    headers = a_tenant()
+    pair.post(ONE, headers=headers)
+    recorded(pair)
+    faults = semantic.stats().faults
+    with pytest.MonkeyPatch.context() as patch, Held(semantic._plain_encoder, "encode") as held:
+        patch.setattr(timed, "_limit_s", 0.01)
+        for text in (OTHER, NOT):
+            answer = pair.post(text, headers=headers)
+            assert (said(answer), answer.headers["x-semkv"]) == (f"You said: {text}", "miss")
+        assert held.waiting.is_set()
+        assert pair.post(ONE, headers=headers).headers["x-semkv"].startswith("hit tier=exact")
+        recorded(pair)
+    late = semantic.stats().faults.get("semantic_text", 0) - faults.get("semantic_text", 0)
+    assert late >= 2
+    monkeypatch.setattr(timed, "_closed_until", 0.0)
+    wait_until(lambda: timed._began is None)
+    reworded_again = OTHER.replace("?", ", please?")
+    answer = pair.post(reworded_again, headers=headers)
+    assert answer.headers["x-semkv"].startswith("hit tier=text:semantic")
+    monkeypatch.setattr(semantic._tally, "_counts", semantic._tally._counts.__class__())
+
+
 # -- last turns -------------------------------------------------------------------------------------------------------
 
 ROWS = [
@@ -271,7 +435,7 @@ FORMS: dict[str, Callable[[str], Messages]] = {
 
 def send(pair: Pair, messages: Messages, headers: dict[str, str], **more: Any) -> tuple[str, str]:
     """``miss``, or the tier of the hit; and the answer."""
-    pair.app.gateway.cache.found_share = 1.0  # so that the lookup ends before the upstream is asked
+    pair.app.gateway.cache.found_share = 1.0  # no lookup is left out
     answer = pair.post("", messages=messages, headers=headers, **more)
     assert answer.status_code == 200
     return answer.headers["x-semkv"].removeprefix("hit tier=").split(" ")[0], said(answer)

@@ -18,8 +18,9 @@ def joined(bench: Bench, first: Request, second: Request) -> ReuseReport | None:
     one, other = (bench.cache.pending.entry(report) for report in reports)
     assert one is not None
     assert other is not None
-    candidate = one.donate(other)
-    return None if candidate is None else bench.cache.pending.try_reuse(reports[1], candidate)
+    similar = bench.cache.pending.similar(other, [one])
+    assert one.meets(other) or not similar
+    return next((bench.cache.pending.try_reuse(reports[1], c) for _, c in similar), None)
 
 
 @pytest.fixture

@@ -58,8 +58,11 @@ def opened(folder: Path) -> SemanticCache:
 
 def record(cache: SemanticCache, tenant: str, count: int = COUNT) -> None:
     for number in range(count):
-        request, tags = ask(number, tenant), ("secret",) if number in TAGGED else ()
-        cache.add_observation(ReuseReport(request, Plan(request.segments), {}), "red", tags=tags)
+        request = ask(number, tenant)
+        tags = ("secret",) if number in TAGGED else ()
+        vectors = {"semantic_text": vector_of(request.question)}
+        report = ReuseReport(request, Plan(request.segments), {}, vectors)
+        cache.add_observation(report, "red", tags=tags)
 
 
 def indexes(cache: SemanticCache) -> list[VectorIndex]:

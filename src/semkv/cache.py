@@ -31,6 +31,7 @@ from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
 from semkv.encoders.text import SentenceEncoder, TextEncoder
+from semkv.encoders.timed import TimedEncoder
 from semkv.errors import StoreError
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
@@ -111,6 +112,7 @@ class SemanticCache:
         same_answer: compares answers in checks; by default short ones as strings and longer ones by meaning.
         index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
         tiers: asked after the built-in ones, in this order.
+        encoder_limit_s: longest wait of a lookup for the text encoder; None for no limit.
         log: through which caches of other directories share entries; closed with the cache.
 
     Raises:
@@ -128,15 +130,20 @@ class SemanticCache:
         same_answer: Comparator | None = None,
         index: Callable[[int], Index] | None = None,
         tiers: Sequence[Tier] = (),
+        encoder_limit_s: float | None = None,
         log: EntryLog | None = None,
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        hook = build_hook(config, plain, hook) if on and config.embedding_layers else JoinedHook()
+        # What looks texts up waits no longer than the limit; checks, which nobody waits for, take their time.
+        self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
+        looking = self._timed or plain
+        hook = build_hook(config, looking, hook) if on and config.embedding_layers else JoinedHook()
         encoder = plain if on and config.semantic else None
         if encoder is not None:
             _ = encoder.dim  # loads the model, so that a wrong name fails here
+        self._plain_encoder = encoder
         self._tally = Tally()
         self._lookup_s = 0.0
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
@@ -155,11 +162,18 @@ class SemanticCache:
             hook.fingerprint if encoder is None else encoder.fingerprint,
             self._tally,
         )
-        judge = plain if config.embedding_hook.startswith("prompt") else encoder
+        encoder = None if encoder is None else looking
+        judge = looking if config.embedding_hook.startswith("prompt") else encoder
         self._planner = Planner(
             config, self.media, self._decider, self._checking, self._tally, judge
         )
-        self.pending = PendingTier(config, self._planner, self._checking, self._tally)
+        self.pending = PendingTier(
+            config,
+            encoder,
+            planner=self._planner,
+            checking=self._checking,
+            tally=self._tally,
+        )
         least = self._planner.least
         self._similar = SimilarTier(
             config, self._catalog, hook.fingerprint, encoder, least, self._tally, index
@@ -190,11 +204,15 @@ class SemanticCache:
             self._sharing.close()
         self._checking.save()
         self._similar.close()
+        if self._timed is not None:
+            self._timed.close()
         self._catalog.close()
 
     def warm_up(self) -> None:
         """Run the text encoder once, so that the first request does not pay for its start."""
-        self._matching.warm_up()
+        with self._tally.boundary("encoder"):
+            if self._plain_encoder is not None:
+                self._plain_encoder.encode(["warm up"])
 
     # -- looking up ---------------------------------------------------------------------------------------------
 

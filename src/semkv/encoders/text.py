@@ -67,6 +67,19 @@ def stands_for(encoder: TextEncoder, text: str) -> bool:
     return bool(text.strip()) and is_read(text) and encoder.fits(text) and reads(text)
 
 
+def vectors_of(encoder: TextEncoder, texts: Sequence[str]) -> list[Vector | None]:
+    """The unit vector of each text; None for one whose vector would not stand for all of it. One pass.
+
+    Raises:
+        Exception: what the encoder raises.
+        ValueError: a vector is zero or not finite.
+    """
+    standing = [text for text in dict.fromkeys(texts) if stands_for(encoder, text)]
+    rows = at_unit_length(encoder.encode(standing)) if standing else ()
+    found = dict(zip(standing, rows, strict=True))
+    return [found.get(text) for text in texts]
+
+
 def at_unit_length(rows: Matrix) -> Matrix:
     """Vectors of an encoder, which may be the user's own, at length 1: float32 [len(rows), dim].
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from semkv.types import Vector
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
+_KEEP_VECTOR = (
+    "INSERT OR IGNORE INTO vectors (entry, layer, vector)"
+    " SELECT id, ?, ? FROM entries WHERE entry_id=?"
+)
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
@@ -94,6 +98,16 @@ class VectorRow(NamedTuple):
     loose_frame: str
     layer: str
     data: bytes
+
+
+class TextRow(NamedTuple):
+    """One entry with a question; ``number`` grows with every entry ever written."""
+
+    number: int
+    entry_id: str
+    frame: str
+    loose_frame: str
+    encoded: bool  # it has a vector of the layer that was asked for
 
 
 class MediaRow(NamedTuple):
@@ -229,6 +243,10 @@ class Catalog:
     def hit(self, entry_id: str, now: float) -> None:
         """Count a hit on an entry at time ``now``, with the next write."""
         self.database.later(_COUNT_HIT, now, entry_id)
+
+    def keep_vector(self, entry_id: str, layer: str, vector: Vector) -> None:
+        """Add a vector that an entry lacks, with the next write."""
+        self.database.later(_KEEP_VECTOR, layer, pack(vector), entry_id)
 
     def bar(self, pair: str, entry_id: str) -> int:
         """Note that an entry was wrong for a text, which ``pair`` names together with it. Returns for how many texts it
@@ -415,6 +433,16 @@ class Catalog:
         )
         rows = self.database.rows(statement, after, *layers, limit)
         return [VectorRow(*row) for row in rows if row[0] > after]  # a damaged tree may lead back
+
+    def text_rows(self, layer: str, after: int, limit: int) -> list[TextRow]:
+        """The next entries with a question, in order of writing, numbered above ``after``."""
+        statement = (
+            "SELECT id, entry_id, frame, loose_frame,"
+            " EXISTS (SELECT 1 FROM vectors WHERE entry=entries.id AND layer=?)"
+            " FROM entries WHERE id>? AND frame<>'' ORDER BY id LIMIT ?"
+        )
+        rows = self.database.rows(statement, layer, after, limit)
+        return [TextRow(*row) for row in rows if row[0] > after]  # a damaged tree may lead back
 
     def media_rows(self, after: int, limit: int) -> list[MediaRow]:
         """The next entries with media items, in order of writing, numbered above ``after``."""

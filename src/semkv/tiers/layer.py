@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -44,17 +45,23 @@ class Layer:
         self.index = index
         self._tally = tally
         self.items: dict[str, str] = {}  # with the partition of each
+        self.sizes: Counter[str] = Counter()  # items of each partition
 
     def extend(self, rows: Iterable[Row]) -> None:
         new = {row.item: row for row in rows if row.item not in self.items}
         with self._tally.boundary("index"):
             self.index.extend(new.values())
             self.items.update({row.item: row.partition for row in new.values()})
+            self.sizes.update(row.partition for row in new.values())
 
     def remove(self, items: Iterable[str]) -> None:
-        known = [item for item in items if self.items.pop(item, None) is not None]
+        known = {item: self.items.pop(item) for item in items if item in self.items}
+        for partition in known.values():
+            self.sizes[partition] -= 1
+            if not self.sizes[partition]:
+                del self.sizes[partition]
         with self._tally.boundary("index"):
-            self.index.remove(known)
+            self.index.remove(list(known))
 
     def search(self, partition: str, vector: Vector, most: int) -> list[Neighbour]:
         """The nearest above the threshold, best first."""

@@ -20,7 +20,7 @@ from semkv import pictures, plug
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, image_roots, read_media
-from semkv.encoders.text import at_unit_length, stands_for
+from semkv.encoders.text import vectors_of
 from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.index import as_cosine
@@ -46,7 +46,7 @@ from semkv.types import (
     Status,
 )
 from semkv_guards import misspelled, no_veto, unread, veto, wording
-from semkv_guards.reading import differing
+from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
@@ -201,11 +201,11 @@ class Planner:
         ]
         return min((self._cosine(*place) for place in places), default=1.0)
 
-    def _cosine(self, *texts: str) -> float:
-        if self._encoder is None or not all(stands_for(self._encoder, text) for text in texts):
+    def _cosine(self, mine: str, theirs: str) -> float:
+        if self._encoder is None:
             return -1.0
-        first, second = at_unit_length(self._encoder.encode(texts))
-        return as_cosine(float(first @ second))
+        first, second = vectors_of(self._encoder, [mine, theirs])
+        return -1.0 if first is None or second is None else as_cosine(float(first @ second))
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
         """What checks found, then the policy."""
@@ -298,11 +298,6 @@ class Matching:
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
 
-    def warm_up(self) -> None:
-        """Run the text encoder once."""
-        with self._tally.boundary("encoder"):
-            self._chunk_vector("warm up")
-
     # -- looking up ---------------------------------------------------------------------------------------------
 
     def statuses(self) -> dict[str, Status]:
@@ -380,12 +375,16 @@ class Matching:
         if self._encoder is None:
             return
         found.statuses[SEMANTIC] = Status.MISS  # also where the encoder fails
-        vector = self._chunk_vector(found.request.chunk_text)
-        if vector is not None:
-            found.vectors[SEMANTIC] = vector
-            yield from self._similar.by_chunk_text(keyed, vector)
-        else:
+        text = found.request.chunk_text
+        if not text.strip() or not is_read(text):
             found.statuses[SEMANTIC] = Status.SKIP
+        elif self._similar.has_texts(keyed):
+            vector = self._similar.encoded(keyed, text)
+            if vector is not None:
+                found.vectors[SEMANTIC] = vector
+                yield from self._similar.by_chunk_text(keyed, vector)
+            else:
+                found.statuses[SEMANTIC] = Status.SKIP
 
     def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
         """Donors that share a key of a tier of the user's own, and all but the question, the best first."""
@@ -414,13 +413,6 @@ class Matching:
         with self._tally.boundary(tier.name):
             return [digest("tier", tier.name, slot, key) for key in tier.keys(request) if slot]
         return []
-
-    def _chunk_vector(self, text: str) -> Vector | None:
-        """A chunk text's unit vector; None where it would not stand for all of the text, and without L1."""
-        if self._encoder is None or not stands_for(self._encoder, text):
-            return None
-        found: Vector = at_unit_length(self._encoder.encode([text]))[0]
-        return found
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -486,7 +478,7 @@ class Matching:
         return self._record(request, keyed, entry, vectors)
 
     def _vectors_to_keep(self, report: ReuseReport) -> dict[str, Vector]:
-        """The lookup's vectors, and those that an early hit made unnecessary then.
+        """The lookup's vectors, and those of the embedding layers that an early hit made unnecessary then.
 
         Where a leading part was rewritten, a layer other than prompt and vision may have been computed from what is
         no longer in the prompt, and is left out. So is that of a chunk text which is more than the question, where a
@@ -496,11 +488,6 @@ class Matching:
         layers = self._config.embedding_layers
         if layers and not any(layer.name in vectors for layer in layers):
             vectors |= self._embedded(report.request, None) or {}
-        if (
-            SEMANTIC not in vectors
-            and (vector := self._chunk_vector(report.request.chunk_text)) is not None
-        ):
-            vectors[SEMANTIC] = vector
         if report.rewritten:
             vectors = {
                 name: v for name, v in vectors.items() if name in ("prompt", VISION, SEMANTIC)
@@ -532,44 +519,33 @@ class PendingEntry:
     donor: Entry  # what it will be recorded as; its response is still empty
     prompt_key: str  # of its whole prompt, folded; empty where exact matches are off
     slot_key: str  # the same of all but its question; empty where it has no question
-    vector: Vector | None  # unit vector of its chunk text, [dim]
-    least: float  # least cosine of a similar question
     question: int | None  # position of its question
 
-    @property
-    def group(self) -> str:
-        """Entries of other groups never match."""
-        return self.slot_key or self.prompt_key
-
-    def donate(self, to: PendingEntry) -> Candidate | None:
-        """This entry as a donor for another request; None where they are not similar."""
-        run = len(self.donor.segments)
-        if self.prompt_key and self.prompt_key == to.prompt_key:
-            return Candidate(self.donor, run, EXACT, 1.0, (EXACT,))
-        if (
-            not self.slot_key
-            or self.slot_key != to.slot_key
-            or self.vector is None
-            or to.vector is None
-        ):
-            return None
-        score = as_cosine(float(self.vector @ to.vector))
-        found = Candidate(self.donor, run, SEMANTIC, score, (SEMANTIC,), similar=self.question)
-        return found if score >= self.least else None
+    def meets(self, other: PendingEntry) -> bool:
+        """Whether they may match: both have all but the question in common, or the whole prompt after folding."""
+        in_one_slot = self.slot_key == other.slot_key != ""
+        return in_one_slot or self.prompt_key == other.prompt_key != ""
 
 
 class PendingTier:
     """Decides who may have the answer of a request that is still on its way. Any thread may call any method."""
 
     def __init__(
-        self, config: CacheConfig, planner: Planner, checking: Checking, tally: Tally
+        self,
+        config: CacheConfig,
+        encoder: TextEncoder | None,
+        *,
+        planner: Planner,
+        checking: Checking,
+        tally: Tally,
     ) -> None:
         self._config = config
+        self._encoder = encoder
         self._planner = planner
         self._checking = checking
         self._tally = tally
 
-    def _entry(self, request: Request, vector: Vector | None) -> PendingEntry:
+    def _entry(self, request: Request) -> PendingEntry:
         keyed = Keyed(request.namespace, request.segments)
         with_media = self._config.scope is Scope.MEDIA
         prompt_key = (
@@ -582,17 +558,8 @@ class PendingTier:
             entry_of(request, keyed),
             prompt_key,
             slot_key,
-            vector,
-            self._planner.least,
             keyed.question,
         )
-
-    def group(self, request: Request) -> str:
-        """`PendingEntry.group` of a request before its lookup; empty where it matches none."""
-        with self._tally.boundary("request"):
-            if request.segments and self._config.mode is CacheMode.LIVE:
-                return self._entry(request, None).group
-        return ""
 
     def entry(self, report: ReuseReport) -> PendingEntry | None:
         """The request of a lookup as others may find it until its answer is recorded; None where the cache is not live,
@@ -606,12 +573,52 @@ class PendingTier:
         ):
             return None
         with self._tally.boundary("request"):
-            return self._entry(request, report.embeddings.get(SEMANTIC))
+            return self._entry(request)
         return None
+
+    def similar(
+        self, own: PendingEntry, others: Sequence[PendingEntry]
+    ) -> list[tuple[PendingEntry, Candidate]]:
+        """Those of some pending entries that may stand in for one, as donors, the best first."""
+        found: list[tuple[PendingEntry, Candidate]] = []
+        cosines: dict[PendingEntry, float] = {}
+        with self._tally.boundary("join"):
+            beside = [other for other in others if other.slot_key == own.slot_key != ""]
+            cosines = self._cosines(own, beside)
+        for other in others:
+            run = len(other.donor.segments)
+            cosine = cosines.get(other, -1.0)
+            if own.prompt_key and own.prompt_key == other.prompt_key:
+                found.append((other, Candidate(other.donor, run, EXACT, 1.0, (EXACT,))))
+            elif cosine >= self._planner.least:
+                candidate = Candidate(
+                    other.donor,
+                    run,
+                    SEMANTIC,
+                    cosine,
+                    (SEMANTIC,),
+                    similar=other.question,
+                )
+                found.append((other, candidate))
+        return sorted(found, key=lambda pair: -pair[1].score)
+
+    def _cosines(
+        self, own: PendingEntry, others: Sequence[PendingEntry]
+    ) -> dict[PendingEntry, float]:
+        """How similar the chunk texts are, where the encoder reads them whole."""
+        if self._encoder is None or not others:
+            return {}
+        texts = [entry.donor.chunk_text for entry in (own, *others)]
+        mine, *theirs = vectors_of(self._encoder, texts)
+        return {
+            other: as_cosine(float(mine @ vector))
+            for other, vector in zip(others, theirs, strict=True)
+            if mine is not None and vector is not None
+        }
 
     def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
         """Whether a request whose lookup found nothing may have the answer of a pending entry, a ``candidate`` that
-        `PendingEntry.donate` made: the report of the hit, or None. Guards, policy and the pairs found wrong are asked
+        `similar` made: the report of the hit, or None. Guards, policy and the pairs found wrong are asked
         as for a stored donor, and the hit counts as theirs do."""
         with self._tally.boundary("join"):
             found = Lookup(report.request, dict(report.statuses))

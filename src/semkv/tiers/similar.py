@@ -15,7 +15,7 @@ donor, whatever the other layers say. It exists to be measured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,16 @@ from semkv import plug
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import wrong_dimension
-from semkv.encoders.text import at_unit_length
+from semkv.encoders.text import at_unit_length, stands_for, vectors_of
+from semkv.encoders.timed import EncoderLateError
+from semkv.errors import CorruptValue
 from semkv.index import Index, Neighbour, Row, VectorIndex
 from semkv.keys import Keyed, with_media
 from semkv.periodic import Every
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers.layer import Layer
 from semkv.tiers.tier import SEMANTIC, Candidate, status_of
+from semkv.tiers.unencoded import Unencoded
 from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ _QUESTIONS = 4
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
 _FOLLOW_S = 1.0  # between two looks for purges
+_ENCODED = 15  # entries that a lookup encodes beside its own text, the latest of its partition
 _ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
 
 
@@ -61,6 +65,9 @@ class _Run:
 class SimilarTier:
     """The indexes of all layers, which follow the catalog: what other processes record is read at the next lookup, and
     what they purge is forgotten within a second.
+
+    L1 encodes a text only where there is something to compare it with. So an entry may come without a vector of L1,
+    and gets it with the next request of its partition, in the same pass.
 
     ``hook`` is the fingerprint of what fills the layers of L2; ``encoder`` is that of L1, None switches it off;
     ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`.
@@ -105,7 +112,10 @@ class SimilarTier:
             self.layers[SEMANTIC] = layer(SEMANTIC, key, encoder.dim, least, partition)
         self._texts = [layer for name, layer in self.layers.items() if name != VISION]
         self._item_of: dict[str, str] = {}  # entry -> item of the media index, oldest first
-        self._seen_vectors = self._seen_media = 0
+        self._unencoded = Unencoded()
+        self._seen_texts = 0
+        self._seen_vectors = 0
+        self._seen_media = 0
         self._seen_file = catalog.database.opened
         self._behind = False  # whether the last refresh failed
         self._refreshing = threading.Lock()
@@ -130,8 +140,12 @@ class SimilarTier:
                 opened := self._catalog.database.opened
             ):  # a new file numbers its rows anew
                 self._seen_file = opened
+                self._seen_texts = 0
                 self._seen_vectors = 0
                 self._seen_media = 0
+            # Before the vectors: one that is written in between takes its entry out again.
+            while self._encoder is not None and self._read_texts(self.layers[SEMANTIC]):
+                pass
             keys = [layer.key for layer in self._texts]
             while rows := self._catalog.vectors(keys, self._seen_vectors, _PAGE):
                 self._add_texts(rows)
@@ -144,6 +158,16 @@ class SimilarTier:
                 self._seen_media = media[-1].number
             self._behind = False
 
+    def _read_texts(self, layer: Layer) -> bool:
+        """Note which of the next entries have no vector of L1; whether there were any entries."""
+        rows = self._catalog.text_rows(layer.key, self._seen_texts, _PAGE)
+        for row in rows:
+            if not row.encoded and row.entry_id not in layer.items:
+                self._unencoded.add(row.entry_id, getattr(row, layer.partition))
+        if rows:
+            self._seen_texts = rows[-1].number
+        return bool(rows)
+
     def _add_texts(self, rows: Sequence[VectorRow]) -> None:
         for layer in self._texts:
             ready = []
@@ -152,6 +176,8 @@ class SimilarTier:
                     with self._tally.boundary("vector"):
                         ready.append(Row(row.entry_id, partition, unpack(row.data, layer.dim)))
             layer.extend(ready)
+            if layer.name == SEMANTIC:
+                self._unencoded.discard(row.item for row in ready)
 
     def _add_media(self, row: MediaRow, layer: Layer) -> None:
         """Several images are found by the first of them, and then compared one by one."""
@@ -178,6 +204,7 @@ class SimilarTier:
             with self._refreshing:  # what was read before that purge is in the indexes by now
                 known = [
                     *{entry for layer in self._texts for entry in layer.items}
+                    | self._unencoded.entries()
                     | self._item_of.keys()
                 ]
             self.remove(known)
@@ -193,6 +220,7 @@ class SimilarTier:
                 gone = self._catalog.missing(entry_ids[start : start + _ASKED])
                 for layer in self._texts:
                     layer.remove(gone)
+                self._unencoded.discard(gone)
                 items = {
                     self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of
                 }
@@ -200,6 +228,74 @@ class SimilarTier:
                     self._vision.remove(items.difference(self._item_of.values()))
 
     # -- looking up ---------------------------------------------------------------------------------------------
+
+    def has_texts(self, keyed: Keyed) -> bool:
+        """Whether L1 has anything to compare a request with."""
+        slot = keyed.question_slot(with_media=self._within_media)
+        return bool(slot) and (slot in self.layers[SEMANTIC].sizes or slot in self._unencoded)
+
+    def encoded(self, keyed: Keyed, text: str) -> Vector | None:
+        """The unit vector of a request's chunk text, once what it is to be compared with has vectors: those that have
+        none yet get theirs in the same pass. None where its vector would not stand for all of it."""
+        if self._encoder is None or not stands_for(self._encoder, text):
+            return None
+        slot = keyed.question_slot(with_media=self._within_media)
+        with self._refreshing:
+            waiting = self._unencoded.of(slot, _ENCODED)
+        texts = self._texts_of(waiting)
+        own, *others = self._vectors(text, texts.values())
+        self._take(slot, dict(zip(texts, others, strict=True)))
+        return own
+
+    def _texts_of(self, entry_ids: Sequence[str]) -> dict[str, str]:
+        """The chunk texts of entries, by their ids."""
+        found: dict[str, str] = {}
+        for entry_id in entry_ids:
+            entry = None
+            try:
+                entry = self._catalog.get(entry_id)
+            except CorruptValue as error:  # which the catalog has deleted
+                self._tally.fault("catalog", error)
+            if entry is not None:
+                found[entry_id] = entry.chunk_text
+        gone = [entry_id for entry_id in entry_ids if entry_id not in found]
+        with self._refreshing:
+            self._unencoded.discard(gone)
+        return found
+
+    def _vectors(self, text: str, others: Collection[str]) -> list[Vector | None]:
+        """The vectors of a request's text and of entries' texts. An entry's text on which the encoder fails gets none
+        and leaves the others alone."""
+        assert self._encoder is not None
+        try:
+            return vectors_of(self._encoder, [text, *others])
+        except Exception as error:
+            if not others or isinstance(error, EncoderLateError):
+                raise
+            found = vectors_of(self._encoder, [text])  # raises where the encoder fails on any text
+            self._tally.fault("vector", error)
+        for other in others:
+            vector: list[Vector | None] = [None]
+            with self._tally.boundary("vector"):
+                vector = vectors_of(self._encoder, [other])
+            found += vector
+        return found
+
+    def _take(self, slot: str, vectors: Mapping[str, Vector | None]) -> None:
+        """Index the vectors of entries, and keep them with the next write. An entry that got none is not asked for
+        again before the next start."""
+        layer = self.layers[SEMANTIC]
+        with self._refreshing:
+            gone = set(self._catalog.missing(list(vectors))) if vectors else set()
+            rows = [
+                Row(entry_id, slot, vector)
+                for entry_id, vector in vectors.items()
+                if vector is not None and entry_id not in gone
+            ]
+            layer.extend(rows)
+            self._unencoded.discard(vectors)
+        for row in rows:
+            self._catalog.keep_vector(row.item, layer.key, row.vector)
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""

@@ -297,7 +297,11 @@ def gateway_of(
         entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
-        semantic = SemanticCache(config, log=entry_log)
+        semantic = SemanticCache(
+            config,
+            encoder_limit_s=settings.encoder_timeout,
+            log=entry_log,
+        )
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
     cache = CacheClient(

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
+from semkv.niceness import set_niceness
 from semkv.stores.responses import Selector
 from semkv.tiers.matching import PendingEntry
-from semkv.tiers.tier import Candidate
 from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
@@ -41,6 +37,7 @@ _RECENT = 64  # weight of the moving average of lookups that found something; 19
 _RARE = 0.05
 _LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
 _UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
+_CANDIDATES = 4  # requests on their way that the policy is asked about
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = (
     2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
@@ -78,6 +75,24 @@ class Lookup:
         return match.score if match is not None and self.tier != EXACT else None
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """A lookup, and how many wait for it."""
+
+    task: asyncio.Task[Lookup]
+    over: asyncio.Future[None]  # nobody waits for it anymore
+    readers: int = 0
+
+    async def result(self) -> Lookup:
+        self.readers += 1
+        try:
+            return await asyncio.shield(self.task)
+        finally:
+            self.readers -= 1
+            if not self.readers and not self.over.done():
+                self.over.set_result(None)
+
+
 class CacheClient:
     """Looks up, stores and removes answers."""
 
@@ -100,7 +115,8 @@ class CacheClient:
         self._records = Pool(
             "semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE
         )  # no lookup waits behind a record
-        self._running: dict[str, asyncio.Task[Lookup]] = {}
+        self._running: dict[str, Running] = {}  # that may be shared
+        self._waited_for: set[Running] = set()
         self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
 
     # -- looking up ---------------------------------------------------------------------------------------------
@@ -136,11 +152,7 @@ class CacheClient:
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
-        task = self._running.get(running)
-        if task is None:
-            task = self._running[running] = asyncio.ensure_future(self._find(canonical))
-            task.add_done_callback(lambda _: self._running.pop(running, None))
-        found = await asyncio.shield(task)
+        found = await self._shared(running, canonical)
         # From here on with what this request has besides the key, such as its ``request_id``.
         report = found.report
         if report is None or not report.plan.substituted:
@@ -154,12 +166,33 @@ class CacheClient:
             return replace(found, canonical=canonical)
         return Lookup(other, await self.stored(other.key), report)
 
+    async def _shared(self, key: str, canonical: CanonicalRequest) -> Lookup:
+        """The lookup with this key that is running, or a new one."""
+        running = self._running.get(key)
+        if running is None:
+            task = asyncio.ensure_future(self._find(canonical))
+            running = Running(task, over=asyncio.get_running_loop().create_future())
+            self._running[key] = running
+            self._waited_for.add(running)
+            running.over.add_done_callback(lambda _: self._waited_for.discard(running))
+            for end in (task, running.over):
+                end.add_done_callback(partial(self._ended, key, running))
+        return await running.result()
+
+    def _ended(self, key: str, running: Running, _: asyncio.Future[Any]) -> None:
+        """Nobody shares a lookup that is done, or that everybody has left."""
+        if self._running.get(key) is running:
+            del self._running[key]
+
+    async def running_lookups_over(self) -> None:
+        """Wait until nobody waits for any lookup that is running now."""
+        over = [running.over for running in self._waited_for]
+        if over:
+            await asyncio.wait(over)
+
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
-        start = time.perf_counter()
         found = await self.stored(*canonical.keys)
-        if found is not None and found.age_s <= time.perf_counter() - start:
-            found = None  # it came meanwhile, perhaps for this very request
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
@@ -181,29 +214,24 @@ class CacheClient:
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
 
-    def pending_group(self, canonical: CanonicalRequest) -> str:
-        """What a request shares with those whose answers it may join; empty where there are none."""
-        if self.semantic is None or canonical.request is None:
-            return ""
-        return self.semantic.pending.group(canonical.request)
-
-    async def join(
-        self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]
-    ) -> Lookup | None:
+    async def join(self, lookup: Lookup, others: Mapping[PendingEntry, str]) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
-        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own."""
-        joined = await self._guarded("semantic", _in_thread(self._join, lookup, candidates))
+        the prompt must be equal: the key of the request with the donor's prompt must be the donor's own, which
+        ``others`` has."""
+        joined = await self._guarded("semantic", _in_thread(self._join, lookup, others))
         if joined is not None:
             self._count(found=True)
         return joined
 
-    def _join(self, lookup: Lookup, candidates: Sequence[tuple[str, Candidate]]) -> Lookup | None:
+    def _join(self, lookup: Lookup, others: Mapping[PendingEntry, str]) -> Lookup | None:
         assert self.semantic is not None
         assert lookup.report is not None
-        for key, candidate in candidates:
+        assert lookup.entry is not None
+        similar = self.semantic.pending.similar(lookup.entry, list(others))
+        for entry, candidate in similar[:_CANDIDATES]:
             segments = candidate.donor.segments
             same = lookup.canonical.with_plan(Plan(segments, len(segments)))
-            if same is None or same.key != key:
+            if same is None or same.key != others[entry]:
                 continue
             report = self.semantic.pending.try_reuse(lookup.report, candidate)
             if report is not None:
@@ -363,7 +391,7 @@ class Pool(ThreadPoolExecutor):
     """
 
     def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
-        super().__init__(threads, thread_name_prefix=name, initializer=partial(_set_niceness, nice))
+        super().__init__(threads, thread_name_prefix=name, initializer=partial(set_niceness, nice))
         self._most_queued = queued
 
     async def run(
@@ -392,13 +420,3 @@ class Pool(ThreadPoolExecutor):
         if self.waiting >= self._most_queued:
             raise TimeoutError("too much is waiting")
         return asyncio.wrap_future(self.submit(work))
-
-
-def _set_niceness(nice: int) -> None:
-    """Raise the niceness of this thread, which on Linux belongs to a thread; where that is refused it stays."""
-    if nice and sys.platform == "linux":
-        thread = threading.get_native_id()
-        with suppress(OSError):
-            os.setpriority(
-                os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread))
-            )

@@ -15,11 +15,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import takewhile
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from semkv.stores.responses import Selector
+from semkv.tiers.matching import PendingEntry
 from semkv.types import ReuseReport
 from semkv_gateway import http
 from semkv_gateway.advice import SAMPLED, Advice
@@ -44,7 +44,6 @@ _LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
 # bytes of a body whose canonical form is kept, and of how many of the latest it is
 _SMALL = 4096
 _KNOWN = 1024
-_CANDIDATES = 4  # requests on their way that the policy is asked about
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _SAYS = b"x-semkv"  # the header that says where an answer came from
@@ -93,19 +92,49 @@ class GatewayRequest:
         self.reader = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
     """A request whose answer is on its way, or is being recorded: until then near-repeats find it here."""
 
-    canonical: CanonicalRequest
+    lookup: Lookup
     flight: InFlight
-    looking: asyncio.Future[Lookup]
-    cache: CacheClient
 
-    @cached_property
-    def group(self) -> str:
-        """Requests of other groups are never similar. Worked out when it is first asked for."""
-        return self.cache.pending_group(self.canonical)
+
+@dataclass(eq=False, slots=True)
+class Asking:
+    """A canonical request that goes upstream for a client's request, and what becomes of the answer."""
+
+    gateway: Gateway
+    request: GatewayRequest
+    canonical: CanonicalRequest
+    streams: bool  # a stream is asked for
+    started: float  # by `time.perf_counter`
+    since: str  # an invalidation after it removes the answer
+
+    async def send(self) -> Reply:
+        if self.gateway.stopping.is_set():
+            raise _stopped()
+        return await self.gateway.salts.send(self.gateway.upstream, self._call)
+
+    def _call(self, salted: bool) -> Call:
+        body = _body(self.canonical, stream=self.streams, salted=salted)
+        return self.request.call.with_body(body)
+
+    def read_head(self, status: int, headers: Headers) -> str:
+        """Note what an answer's head says; why the answer may go to nobody else, empty where it may."""
+        return self.gateway.read_head(self.request.client, status, headers)
+
+    async def keep(self, flight: InFlight) -> None:
+        """Store a whole answer that has the form that was asked for."""
+        seconds = time.perf_counter() - self.started
+        self.gateway.computed(seconds, usable=flight.whole)
+        converts = self.canonical.route.converts
+        in_this_form = flight.streamed == self.streams or (converts and not flight.verbatim)
+        writes = self.request.controls.write and not flight.refused
+        if flight.payload is not None and flight.whole and in_this_form and writes:
+            as_it_came = converts and flight.verbatim
+            kept_as = self.canonical.streamed() if as_it_came else self.canonical
+            flight.stored = await self.gateway.cache.store(kept_as, flight.payload, self.since)
 
 
 class Gateway:
@@ -128,8 +157,6 @@ class Gateway:
         self.recent_hits = RecentHits(metrics)
         self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
-        # By running lookup: the key of its request, and what is on its way at any time of it.
-        self._seen: dict[asyncio.Future[Lookup], tuple[str, list[Pending]]] = {}
         self.background: set[asyncio.Task[object]] = set()
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
@@ -214,63 +241,19 @@ class Gateway:
         return "" if await self._may_read(client) else "key"
 
     async def _answer(self, request: GatewayRequest) -> Answer:
-        """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream.
-
-        Where lookups rarely find anything the upstream is asked meanwhile (``overlap``). What the lookup finds before
-        that answer is whole is used instead.
-        """
+        """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream."""
         found = Lookup(request.canonical)
-        looking = None
-        shared = list[Pending]()
-        overlaps = (
-            self.settings.overlap
-            and request.shared
-            and len(request.call.body) <= _LARGE
-            and self.cache.rarely_finds
-        )
         try:
             if request.controls.read and request.blocked != SAMPLED:
-                earlier = list(
-                    self.pending
-                )  # one that is recorded during the lookup may be missed by it
-                look_up = self.cache.look_up(request.canonical, writes=request.controls.write)
-                looking = asyncio.ensure_future(look_up)
-                if (
-                    overlaps
-                    and not self._join(request, request.canonical)
-                    and not self._may_be_similar(request)
-                ):
-                    self._start(request, request.canonical, looking)
-                if request.reader is None:
-                    # Equal requests share a lookup, so what was on its way when it began counts for each of them.
-                    key = self._flight_key(request.canonical)
-                    shared = next(
-                        (seen for other, seen in self._seen.values() if other == key), shared
-                    )
-                    self._seen[looking] = key, earlier
-                    looking.add_done_callback(self._seen.pop)
-                flight = None if request.reader is None else request.reader.flight
-                if flight is not None:
-                    await asyncio.wait((looking, flight.task), return_when=asyncio.FIRST_COMPLETED)
-                if flight is None or not flight.whole:
-                    looked = await asyncio.shield(looking)
-                    if (
-                        flight is None or flight.status not in REFUSED
-                    ):  # who was refused gets nothing of others
-                        found = looked
-                        if (
-                            answer := await self._without_asking(
-                                request, found, [*shared, *earlier]
-                            )
-                        ) is not None:
-                            request.leave()
-                            return answer
-                earlier = shared = []  # none of them stays in memory as long as this request
+                found = await self.cache.look_up(request.canonical, writes=request.controls.write)
+                answer = await self._without_asking(request, found)
+                if answer is not None:
+                    return answer
             if request.controls.only:
                 return self._none_stored(MISS)
             if request.reader is None:
-                self._start(request, found.canonical, looking)
-            return await self._serve(request, found, looking)
+                self._start(request, found)
+            return await self._serve(request, found)
         except UpstreamError as error:
             request.leave()
             return self._unreachable(error, MISS, request.start, self._cache_header(MISS))
@@ -278,24 +261,18 @@ class Gateway:
             request.leave()
             raise
 
-    async def _without_asking(
-        self, request: GatewayRequest, found: Lookup, earlier: list[Pending]
-    ) -> Answer | None:
+    async def _without_asking(self, request: GatewayRequest, found: Lookup) -> Answer | None:
         """The answer that is stored, or that is on its way to a request that asks the same in other words. None where
         an upstream answer is needed: that of ``request.reader``, or of a request that starts before anything is
-        awaited, so that of equal requests only one does. ``earlier``: what was on its way during the lookup."""
-        if (answer := self._hit(request, found)) is not None:
+        awaited, so that of equal requests only one does."""
+        answer = self._hit(request, found) or self._join_or_memory(request, found)
+        if answer is not None or request.reader is not None or not request.shared:
             return answer
-        if found.canonical.key != request.canonical.key:
-            request.leave()  # the donor's prompt is asked for
-        if request.reader is None and (answer := self._join_or_memory(request, found)) is not None:
-            return answer
-        if not request.shared or (request.reader is not None and request.reader.joined):
+        near = await self._similar(found)
+        if near is None:
             return None
-        near = await self._similar(request, found, earlier)
-        if near is not None and (answer := await self._near(request, near)) is not None:
-            return answer
-        return self._join_or_memory(request, found) if request.reader is None else None
+        answer = await self._near(request, near)
+        return answer or self._join_or_memory(request, found)
 
     # -- credentials --------------------------------------------------------------------------------------------
 
@@ -307,6 +284,17 @@ class Gateway:
             if known is None
             else known
         )
+
+    def read_head(self, client: Client, status: int, headers: Headers) -> str:
+        """Note what the head of a client's answer says; why the answer may go to nobody else, empty where it may."""
+        self._answered(client, status)
+        return self._separation.refusal(headers, by_credentials=client.by_credentials)
+
+    def computed(self, seconds: float, *, usable: bool) -> None:
+        """Note how long the upstream took for a whole answer."""
+        self.metrics.upstream_seconds.observe(seconds)
+        if usable:
+            self.recent_hits.computed(seconds)
 
     def _answered(self, client: Client, status: int) -> None:
         """Note whether the upstream accepts these credentials, and tell the store where that changed."""
@@ -333,91 +321,53 @@ class Gateway:
     def _start(
         self,
         request: GatewayRequest,
-        canonical: CanonicalRequest,
-        looking: asyncio.Future[Lookup] | None,
+        lookup: Lookup,
         *,
         stream: bool | None = None,
         shared: bool = True,
         form: str = "",
     ) -> None:
-        """Send a canonical request upstream for a request that waits for the answer, and record what it brings.
-        ``looking``: the request's lookup, by which the answer is recorded; ``shared``: others may join from here on, by
-        ``form`` where they want no other form."""
-        started = time.perf_counter()
-        since = self.cache.responses.begin()
+        """Send the canonical request of a lookup upstream for a request that waits for the answer, and record what it
+        brings. ``shared``: others may join from here on, by ``form`` where they want no other form."""
+        canonical = lookup.canonical
         shared = shared and request.shared
-        converts = canonical.route.converts
-        streams = canonical.stream if stream is None or not converts else stream
-
-        def call(salted: bool) -> Call:
-            return request.call.with_body(_body(canonical, stream=streams, salted=salted))
-
-        async def send() -> Reply:
-            if self.stopping.is_set():
-                raise _stopped()
-            return await self.salts.send(self.upstream, call)
-
-        def on_head(status: int, headers: Headers) -> str:
-            self._answered(request.client, status)
-            return self._separation.refusal(headers, by_credentials=request.client.by_credentials)
-
-        async def on_whole(flight: InFlight) -> None:
-            seconds = time.perf_counter() - started
-            self.metrics.upstream_seconds.observe(seconds)
-            if flight.status == 200 and flight.payload is not None:
-                self.recent_hits.computed(seconds)
-                asked_for = flight.streamed == streams or (converts and not flight.verbatim)
-                if asked_for and request.controls.write and not flight.refused:
-                    kept_as = canonical.streamed() if converts and flight.verbatim else canonical
-                    flight.stored = await self.cache.store(kept_as, flight.payload, since)
-
-        key = form or self._flight_key(canonical)
-        flight = InFlight(self.flights, key, send, on_head, on_whole, canonical.route.stream())
-        request.reader = self.flights.start(flight, shared=shared)
-        if (
-            self.cache.semantic is None
-            or looking is None
-            or (looking.done() and looking.result().report is None)
-        ):
-            return
-        pending = Pending(canonical, flight, looking, self.cache)
-        if shared:
-            self.pending.append(pending)
-            for _, seen in self._seen.values():
-                seen.append(pending)
-        self.spawn(self._record(request, pending))
-
-    def _may_be_similar(self, request: GatewayRequest) -> bool:
-        """Whether a request is on its way that this one may turn out to be similar to."""
-        others = [pending for pending in self.pending if not pending.flight.done]
-        group = self.cache.pending_group(request.canonical) if others else ""
-        return bool(group) and any(pending.group == group for pending in others)
-
-    async def _similar(
-        self, request: GatewayRequest, found: Lookup, earlier: list[Pending]
-    ) -> Lookup | None:
-        """What a request that found nothing may use of an earlier one that asks the same in other words."""
-        if found.entry is None:
-            return None
-        own = None if request.reader is None else request.reader.flight
-        now = takewhile(lambda pending: pending.flight is not own, self.pending)
-        others, candidates = dict.fromkeys((*earlier, *now)), []
-        for pending in [
-            pending for pending in others if pending.canonical.key != found.canonical.key
-        ]:
-            if pending.flight.done and not pending.flight.stored:
-                continue
-            undecided = not pending.looking.done() and not pending.flight.done
-            if undecided and pending.group == found.entry.group:
-                await asyncio.wait((pending.looking,))
-            entry = pending.looking.result().entry if pending.looking.done() else None
-            if entry is not None and (candidate := entry.donate(found.entry)) is not None:
-                candidates.append((pending.canonical.key, candidate))
-        if not candidates:
-            return None
-        return await self.cache.join(
-            found, sorted(candidates, key=lambda one: -one[1].score)[:_CANDIDATES]
+        asking = Asking(
+            gateway=self,
+            request=request,
+            canonical=canonical,
+            streams=canonical.stream if stream is None or not canonical.route.converts else stream,
+            started=time.perf_counter(),
+            since=self.cache.responses.begin(),
         )
+        flight = InFlight(
+            self.flights,
+            key=form or self._flight_key(canonical),
+            send=asking.send,
+            on_head=asking.read_head,
+            on_whole=asking.keep,
+            stream=canonical.route.stream(),
+        )
+        request.reader = self.flights.start(flight, shared=shared)
+        if lookup.report is not None:
+            pending = Pending(lookup, flight)
+            if shared:
+                self.pending.append(pending)
+            self.spawn(self._record(request, pending, lookup.report))
+
+    async def _similar(self, found: Lookup) -> Lookup | None:
+        """What a request that found nothing may use of others on their way that ask the same in other words. They are
+        listed before anything is awaited."""
+        own = found.entry
+        if own is None:
+            return None
+        others = dict[PendingEntry, str]()
+        for pending in self.pending:
+            entry = pending.lookup.entry
+            key = pending.lookup.canonical.key
+            lost = pending.flight.done and not pending.flight.stored
+            if entry is not None and not lost and key != found.canonical.key and entry.meets(own):
+                others[entry] = key
+        return await self.cache.join(found, others) if others else None
 
     async def _near(self, request: GatewayRequest, near: Lookup) -> Answer | None:
         """The answer to a request on its way that asks the same in other words, once it is whole. None where the cache
@@ -496,9 +446,7 @@ class Gateway:
             return None
         return Answer(200, [http.EVENTS], body)
 
-    async def _serve(
-        self, request: GatewayRequest, lookup: Lookup, looking: asyncio.Future[Lookup] | None
-    ) -> Answer:
+    async def _serve(self, request: GatewayRequest, lookup: Lookup) -> Answer:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
@@ -506,11 +454,11 @@ class Gateway:
             form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
             request.reader = self.flights.join(form)
             if request.reader is None:
-                self._start(request, lookup.canonical, looking, form=form)
+                self._start(request, lookup, form=form)
             answer = await self._upstream_answer(request)
         if answer is None:  # another's key was refused, or its answer is its own
             request.leave()
-            self._start(request, lookup.canonical, looking, shared=False)
+            self._start(request, lookup, shared=False)
             answer = await self._upstream_answer(request)
         assert answer is not None
         assert request.reader is not None
@@ -724,27 +672,25 @@ class Gateway:
             log.error("background work failed", exc_info=error)
             self.metrics.fault("background")
 
-    async def _record(self, request: GatewayRequest, pending: Pending) -> None:
-        """Tell the semantic cache what was computed."""
-        canonical = pending.canonical
+    async def _record(self, request: GatewayRequest, pending: Pending, report: ReuseReport) -> None:
+        """Tell the semantic cache what was computed. Near-repeats find the request in ``pending`` until every lookup
+        that may have missed the entry is over."""
+        canonical = pending.lookup.canonical
         flight = pending.flight
         payload = None
         try:
-            lookup = await asyncio.shield(pending.looking)
-            report = lookup.report
-            if report is not None and lookup.canonical.key != canonical.key:
-                report = report.unused()  # the donor that was found had no part in what was asked
             await asyncio.wait((flight.task,))
             await asyncio.sleep(_RECORD_DELAY_S)
             kept = flight.stored or (canonical.sampled and not flight.refused)
             if flight.status == 200 and request.controls.write and kept and not flight.verbatim:
                 payload = flight.payload
-            if report is not None and payload is not None:
+            if payload is not None:
                 await self.cache.record(report, payload, canonical.model)
+                await self.cache.running_lookups_over()
         finally:
             if pending in self.pending:
                 self.pending.remove(pending)
-        if payload is not None and flight.stored and report is not None and report.plan.substituted:
+        if payload is not None and flight.stored and report.plan.substituted:
             self._check_soon(
                 request, report, payload
             )  # of a donor's prompt, whose answer was not there anymore
@@ -777,7 +723,7 @@ class Gateway:
     ) -> bytes | None:
         """The upstream's answer to a request, stored on the way; None where there is none."""
         if request.reader is None and not self._join(request, canonical):
-            self._start(request, canonical, None, stream=stream)
+            self._start(request, Lookup(canonical), stream=stream)
         assert request.reader is not None
         flight = request.reader.flight
         try:

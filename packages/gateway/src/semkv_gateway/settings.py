@@ -90,7 +90,6 @@ class ServerSettings(LookupConfig):
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
         sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (as asked, not kept); may be repeated.
         stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
-        overlap: Where near-repeats are rare, ask the upstream while they are looked for.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
@@ -100,6 +99,7 @@ class ServerSettings(LookupConfig):
         ignored_headers: A request header that neither holds a credential nor changes the response; may be repeated.
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
+        encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
     """
 
     upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
@@ -116,7 +116,6 @@ class ServerSettings(LookupConfig):
     sampled: Annotated[bool, DRAWN] = False
     sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
-    overlap: bool = True
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
     ] = ()
@@ -130,6 +129,7 @@ class ServerSettings(LookupConfig):
     ] = ()
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
+    encoder_timeout: Annotated[float, POSITIVE] = 0.25
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
