@@ -274,15 +274,17 @@ def test_the_block_that_vllm_takes_out_of_a_system_prompt_separates_nothing(path
 
 
 @pytest.mark.parametrize(
-    ("path", "more"), [(RESPONSES, {"store": True}), (MESSAGES, {"container": "c"})], ids=str
+    ("path", "more", "why"),
+    [(RESPONSES, {"store": True}, "store"), (MESSAGES, {"container": "c"}, "stateful")],
+    ids=str,
 )
 @STREAM
 def test_it_says_why_and_goes_on_as_it_came(
-    pair: Pair, path: str, more: dict[str, Any], stream: bool
+    pair: Pair, path: str, more: dict[str, Any], why: str, stream: bool
 ) -> None:
     body = body_for(path, "stateful", stream=stream, big=12345678901234567890, small=1e-7, **more)
     answers = [post(pair, path, body) for _ in range(2)]
-    assert [answer.headers["x-semkv"] for answer in answers] == ["pass reason=stateful"] * 2
+    assert [answer.headers["x-semkv"] for answer in answers] == [f"pass reason={why}"] * 2
     assert answers[0].content != answers[1].content
     assert {k: v for k, v in pair.upstream.calls[-1].items() if k != "cache_salt"} == body
 

@@ -766,8 +766,11 @@ class Gateway:
 def _marked(answer: Answer, word: str) -> Answer:
     """The answer with another word in its ``X-Semkv``, before the reason."""
     seen = current()
-    outcome, why, reason = seen.cache.partition(" reason=")
-    seen.cache = f"{outcome} {word}{why}{reason}"
+    why = " reason="
+    if why in seen.cache:
+        seen.cache = seen.cache.replace(why, f" {word}{why}", 1)
+    else:
+        seen.cache = f"{seen.cache} {word}"
     kept = [pair for pair in answer.headers if pair[0] != _SAYS]
     answer.headers = [*kept, (_SAYS, seen.cache.encode("latin-1", "replace"))]
     return answer

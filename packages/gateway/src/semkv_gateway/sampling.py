@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from semkv.errors import ConfigError
 from semkv.latest import Latest
@@ -29,31 +28,20 @@ _FORM = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRule(Pattern):
-    """What becomes of requests that a pattern picks. They are sent as they came.
-
-    Attributes:
-        keep: their answers are kept as they are drawn; else every request gets an answer of its own.
-    """
-
-    keep: bool
+SampledRule = tuple[Pattern, bool]
+"""Requests that are sent as they came, and whether their answers are kept as they are drawn."""
 
 
 def parse_sampled_rule(text: str, key: str = "--sampled-rule") -> SampledRule:
     """Read ``FIELD:PATTERN=keep`` or ``FIELD:PATTERN=draw``.
 
-    >>> parse_sampled_rule("model:o4-*=keep").keep
-    True
+    >>> parse_sampled_rule("model:o4-*=keep")
+    (Pattern(name='model', pattern='o4-*'), True)
     """
     form = re.fullmatch(r"(prompt|model):(.+)=(keep|draw)", text, re.DOTALL)
     if form is None:
         raise ConfigError(key, text, _FORM)
-    return SampledRule(
-        name=form[1],
-        pattern=form[2],
-        keep=form[3] == "keep",
-    )
+    return Pattern(form[1], form[2]), form[3] == "keep"
 
 
 class Sampling:
@@ -84,18 +72,19 @@ class Sampling:
         """The request as it is keyed and sent."""
         if not asked.sampled:
             return asked
-        if self._steady and self._rule(asked) is None and _model(asked) not in self._refusing:
+        if self._steady and self._ruled(asked) is None and _model(asked) not in self._refusing:
             return asked.steady or self.as_drawn(asked, controls)
         return self.as_drawn(asked, controls)
 
     def as_drawn(self, asked: CanonicalRequest, controls: Controls) -> CanonicalRequest:
         """The request as it came. A client that names an age takes the answer to an earlier request."""
-        rule = self._rule(asked)
-        keep = self._keep if rule is None else rule.keep
+        ruled = self._ruled(asked)
+        keep = self._keep if ruled is None else ruled
         return asked.kept if keep or controls.max_age_s is not None else asked
 
-    def _rule(self, asked: CanonicalRequest) -> SampledRule | None:
-        fits = (rule for rule in self._rules if rule.fits(asked.prompt, asked.model))
+    def _ruled(self, asked: CanonicalRequest) -> bool | None:
+        """Whether a rule keeps its answer; None where none fits."""
+        fits = (keep for rule, keep in self._rules if rule.fits(asked.prompt, asked.model))
         return next(fits, None)
 
     def refuses(self, asked: CanonicalRequest) -> None:
