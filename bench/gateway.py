@@ -6,7 +6,8 @@
 Measured in turns, so that what else the machine does strikes all alike: the upstream by itself, a proxy that only
 passes on, gateways by kind, and LiteLLM's proxy with its local cache where a Python that has it is named. A miss is
 measured with an upstream that answers at once and with one that thinks for 50 ms (``slow``), exact hits at 64 and at 8
-connections. Every figure is the median over the rounds. Give it quiet cores: ``load_average`` is kept.
+connections. Every figure is the median over the rounds. Give it quiet cores: ``load_average`` is kept. ``cpu_ms`` is
+what a request costs a server in processor time, which other work on the machine changes least.
 
 A miss is of one of three kinds. ``miss``: a conversation of its own, as every turn but the first is, so nothing can
 match it. ``number``: behind one system prompt, each with another number, which no guard lets match. ``words``: behind
@@ -26,7 +27,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,7 +41,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
     "semantic": (),
 }
-FIGURES = ("requests_per_s", "p50_ms", "p99_ms")
+FIGURES = ("requests_per_s", "p50_ms", "p99_ms", "cpu_ms")
+TICK_MS = 1000.0 / os.sysconf("SC_CLK_TCK")
 BODY = {
     "model": "scripted",
     "temperature": 0,
@@ -90,7 +92,7 @@ def process(command: list[str], url: str, **environment: str) -> Iterator[subpro
             command, stdout=log, stderr=log, env={**os.environ, **environment}, cwd=ROOT
         )
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while True:
                 try:
                     urllib.request.urlopen(url, timeout=2).close()  # noqa: S310
@@ -107,6 +109,21 @@ def process(command: list[str], url: str, **environment: str) -> Iterator[subpro
                 running.wait(30)
             except subprocess.TimeoutExpired:
                 running.kill()
+
+
+def processor_ms(pid: int) -> float:
+    """The processor time of a process and all below it, so far."""
+    pids = [pid]
+    for found in pids:
+        with suppress(OSError):
+            for task in Path(f"/proc/{found}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
+    total = 0.0
+    for found in pids:
+        with suppress(OSError):
+            columns = Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split()
+            total += (int(columns[11]) + int(columns[12])) * TICK_MS
+    return total
 
 
 def uvicorn(folder: str, app: str, port: int) -> list[str]:
@@ -178,8 +195,9 @@ def milliseconds(text: str) -> float:
 
 def figures(name: str) -> dict[str, dict[str, Any]]:
     """What is measured of a server: the arguments of `wrk` by name."""
-    misses: dict[str, dict[str, Any]] = {"miss": {"connections": 1}}
+    misses: dict[str, dict[str, Any]] = {}
     for kind in ("miss", "number", "words"):
+        misses[kind] = {"connections": 1}
         misses[f"{kind}_slow"] = {"connections": 1, "slow": True}
         misses[f"{kind}_64"] = {"connections": 64}
     hits = {"hit_64": {"connections": 64}, "hit_8": {"connections": 8}}
@@ -193,6 +211,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     up, pass_on = free_port(), free_port()
     upstream = f"http://127.0.0.1:{up}"
     urls: dict[str, str] = {}
+    pids: dict[str, int] = {}
     kinds = dict(KINDS)
     if args.before:
         kinds["before"] = ()
@@ -213,7 +232,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             urls[kind] = f"http://127.0.0.1:{port}"
             command = gateway(Path(folder) / kind, port, upstream, *flags)
             code = {"PYTHONPATH": sources(args.before)} if kind == "before" else {}
-            servers.enter_context(process(command, f"{urls[kind]}/healthz", **code))
+            running = servers.enter_context(process(command, f"{urls[kind]}/healthz", **code))
+            pids[kind] = running.pid
             wrk(urls[kind], 1, 5, kind="words", run="warm")  # until it is known what lookups find
         if args.litellm_python:
             urls["litellm"] = servers.enter_context(
@@ -224,7 +244,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds):
             for name, url in urls.items():
                 for figure, given in figures(name).items():
+                    if args.only not in figure or (args.before and "hit" in figure):
+                        continue
                     kind = figure.partition("_")[0].replace("hit", "")
+                    before = processor_ms(pids[name]) if name in pids else 0.0
                     found_now = wrk(
                         url,
                         seconds=args.seconds,
@@ -232,6 +255,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         run=f"{figure} {number}",
                         **given,
                     )
+                    spent = processor_ms(pids[name]) - before if name in pids else 0.0
+                    answered = found_now["requests_per_s"] * args.seconds
+                    found_now["cpu_ms"] = spent / max(answered, 1.0)
                     rounds[f"{name}_{figure}"].append(found_now)
             print(f"  round {number + 1} of {args.rounds}", flush=True)
     found: dict[str, Any] = {
@@ -243,8 +269,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         kind, _, figure = name.partition("_")
         if kind != "bare" and "hit" not in figure and f"bare_{figure}" in found:
             row["adds_p50_ms"] = round(row["p50_ms"] - found[f"bare_{figure}"]["p50_ms"], 3)
-        if kind in ("semantic", "before") and (plain := found[f"exact_{figure}"]):
+        if kind in ("semantic", "before") and (plain := found.get(f"exact_{figure}")):
             row["of_exact"] = round(row["requests_per_s"] / plain["requests_per_s"], 3)
+            row["more_cpu_ms"] = round(row["cpu_ms"] - plain["cpu_ms"], 3)
     return found
 
 
@@ -311,6 +338,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="figures whose names have this, as _64")
     parser.add_argument("--before", type=Path, help="another checkout, to be measured in turns")
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument(

@@ -113,6 +113,6 @@ def test_a_near_repeat_hits_at_another_gateway_on_the_directory(tmp_path: Path) 
         assert second.headers["x-semkv"].split()[:2] == ["hit", "tier=text:semantic"]
         assert second.content == first.content
         assert other.upstream.total == 0
-        (entry_id,) = one.semantic._similar.layers["semantic_text"].items
+        (entry_id,) = other.semantic._similar.layers["semantic_text"].items
         assert one.semantic.invalidate(entry_id=entry_id) == 1
         wait_until(lambda: not other.semantic._similar.layers["semantic_text"].items)
