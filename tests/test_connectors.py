@@ -309,9 +309,11 @@ class TestEngine:
         for hook in hooks:
             own = getattr(half, hook)
 
-            def spy(request: Any, *args: Any, own: Any = own, hook: str = hook) -> Any:
+            def spy(
+                request: Any, *args: Any, own: Any = own, hook: str = hook, **fields: Any
+            ) -> Any:
                 named[hook] = list(request.block_hashes)
-                return own(request, *args)
+                return own(request, *args, **fields)
 
             monkeypatch.setattr(half, hook, spy)
         tokens, outcome = engine.one(prompt)
