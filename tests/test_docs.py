@@ -57,7 +57,7 @@ _OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
     "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type "
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
-    "--shm-size --places --write".split()
+    "--mm-processor-cache-type --shm-size --places --write".split()
 )
 _OTHER_CLASSES = set(
     "OffloadingConnector MultiConnector ExampleConnector OpenAI Anthropic ChatOpenAI Agent".split()
