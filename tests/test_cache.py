@@ -568,7 +568,7 @@ def test_a_text_that_is_no_unicode_and_a_closed_cache_are_counted_misses(bench: 
     for broken in ({"question": "color \ud800"}, {"tenant": "\ud800"}, {"system": "\ud800"}):
         assert not bench.ask(**{"question": "color", "image": "car", **broken}).hit
         assert bench.entry is None
-    assert bench.cache.stats().faults["request"] == 3
+    assert bench.cache.stats().faults["record"] == 3
     bench.ask("color", "car", response="red")
     assert bench.look("color", "car", chunk="\udfff").hit, "an exact one"
     assert bench.cache.add_observation(bench.look("size"), "\ud800") is None

@@ -171,6 +171,8 @@ class TestFile:
             ttl_rules=("prompt:*weather*=5m", "model:*-news=1h,stale=60"),
             similarity_threshold=0.95,
             salt=False,
+            default_temperature=0.0,
+            sampled_rules=("model:o4-*=keep",),
         )
 
     def test_flags_override_variables_and_variables_the_file(
