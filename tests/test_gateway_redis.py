@@ -225,8 +225,13 @@ def knows(pair: Pair, text: str) -> bool:
 
 def until_known(pair: Pair, text: str) -> None:
     """Wait until near-repeats find it: an entry is in the catalog before it is in the index."""
-    indexed = pair.semantic._similar.layers["semantic_text"].items
-    wait_until(lambda: any(text in said and name in indexed for name, said in entries_of(pair)))
+    similar = pair.semantic._similar
+
+    def is_known() -> bool:
+        known = {*similar.layers["semantic_text"].items, *similar._unencoded.entries()}
+        return any(text in said and name in known for name, said in entries_of(pair))
+
+    wait_until(is_known)
 
 
 @pytest.fixture(scope="module")
