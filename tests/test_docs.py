@@ -204,7 +204,7 @@ def test_commands_run(script: str, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_the_program_prints_what_the_page_shows(tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(ROOT / "docs")
-    (program,) = blocks("python")
+    (program,) = blocks("python", "README.md")
     shown = next(text for text in blocks("text", "README.md") if text.startswith("miss"))
     printed = run([FORKS / "python", "-c", program], tmp_path).splitlines()[-3:]
     assert [line.split()[:2] for line in printed] == [

@@ -202,7 +202,7 @@ def test_inside_vllm(servers: Servers) -> None:
         passed = httpx.post(
             f"{url}/v1/responses", json={**body, "cache_salt": salt}, headers=headers, timeout=120
         )
-        assert passed.headers["x-semkv"] == "pass reason=stateful"
+        assert passed.headers["x-semkv"] == "pass reason=store"
         cached.append(passed.json()["usage"]["input_tokens_details"]["cached_tokens"])
     assert (cached[0], cached[1] > 0, cached[2]) == (0, True, 0)
     assert httpx.post(f"{url}/v1/responses", json=body, timeout=120).status_code == 401
