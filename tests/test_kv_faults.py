@@ -250,7 +250,7 @@ class Broken(KVShared):
     """What the parts of a connector share; nothing of it can be read but what a fault needs."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("fault", "counters", "__class__", "__dict__"):
+        if name in ("fault", "counters", "_quiet", "__class__", "__dict__"):
             return super().__getattribute__(name)
         raise RuntimeError(f"{name} is broken")
 
