@@ -231,8 +231,11 @@ class AgainstBruteForce(RuleBasedStateMachine):
             there = np.stack([vector for home, vector in self.table.values() if home == name])
             stored = {row.tobytes() for row in there.astype(np.float16)} | {bytes(8)}
             assert {row.astype(np.float16).tobytes() for row in part.rows} <= stored
-            if (graph := part.graph) is not None:
-                assert {row.tobytes() for row in codes_of(graph.index)} <= stored
+            if part.graph is not None:
+                # FAISS's own encoding: it rounds one number in some 20,000 differently than numpy.
+                encoded = part.graph.index.storage.sa_encode(there)
+                known = {row.tobytes() for row in encoded} | {bytes(8)}
+                assert {row.tobytes() for row in codes_of(part.graph.index)} <= known
 
     @invariant()
     def the_same_as_the_table(self) -> None:
