@@ -29,7 +29,7 @@ ROWS = (
     "index",
     "tiers",
     "cache",
-    "engines",
+    "engines frameworks",
     "cli",
     "__main__",
 )
