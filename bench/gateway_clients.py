@@ -105,6 +105,8 @@ def _dspy() -> None:
 
 def _openai_agents() -> None:
     agents = import_module("agents")
+    # The default client outlives its event loop, and would send a request of the next one twice.
+    agents.set_default_openai_client(import_module("openai").AsyncOpenAI(), use_for_tracing=False)
     asyncio.run(agents.Runner.run(agents.Agent(name="a", model=MODEL), QUESTION))
 
 
