@@ -54,6 +54,7 @@ from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.routes import ROUTES
+from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
@@ -268,7 +269,8 @@ def gateway_of(
     """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
     config = settings.cache_config()
-    rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
+    tag_rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
+    rules = Rules.of(settings)
     sampling = Sampling.of(settings)
     metrics = Metrics(workers)
     where = (
@@ -305,9 +307,14 @@ def gateway_of(
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
     cache = CacheClient(
-        responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules
+        responses,
+        semantic,
+        metrics,
+        store_s=settings.store_timeout,
+        tag_rules=tag_rules,
+        least_cosine=rules.least_cosine,
     )
-    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling)
+    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling, rules=rules)
     metrics.read_sizes(gateway.sizes)
     return gateway
 

@@ -104,12 +104,14 @@ class CacheClient:
         *,
         store_s: float,
         tag_rules: Sequence[TagRule] = (),
+        least_cosine: Callable[[CanonicalRequest], float] = lambda _: 0.0,
     ) -> None:
         self.responses = responses
         self.semantic = semantic
         self._metrics = metrics
         self._store_s = store_s
         self._tag_rules = tag_rules
+        self._least_cosine = least_cosine
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
         self._records = Pool(
@@ -196,12 +198,19 @@ class CacheClient:
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
+        least = self._least_cosine(canonical)
+        if least > 1.0:  # no near-repeats, neither of others nor for others
+            return Lookup(canonical)
         if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
             return Lookup(canonical)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
         looked = await self._guarded("semantic", work) or Lookup(canonical)
         self._metrics.lookup_seconds.observe(time.perf_counter() - start)
+        if looked.score is not None and looked.score < least and looked.report is not None:
+            looked = replace(looked, report=looked.report.unchanged())
+        if least:  # what is on its way may be less near
+            looked = replace(looked, entry=None)
         if looked.report is not None:
             self._count(found=looked.report.rewritten)
         return looked

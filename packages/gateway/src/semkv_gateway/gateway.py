@@ -31,6 +31,7 @@ from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Met
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
 from semkv_gateway.routes import ROUTES, Unkeyable
+from semkv_gateway.rules import TAG_DIGITS, Rules
 from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
@@ -47,7 +48,6 @@ _KNOWN = 1024
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
 _SAYS = b"x-semkv"  # the header that says where an answer came from
-_TAG = 8  # digits of a tenant's digest that operators see
 _RECORD_DELAY_S = (
     0.005  # a record shares the interpreter with the answer that goes out and the next request
 )
@@ -132,6 +132,9 @@ class Asking:
         in_this_form = flight.streamed == self.streams or (converts and not flight.verbatim)
         writes = self.request.controls.write and not flight.refused
         if flight.payload is not None and flight.whole and in_this_form and writes:
+            if not self.gateway.rules.keeps(flight.payload, verbatim=flight.verbatim):
+                self.gateway.metrics.unkept("rule")
+                return
             as_it_came = converts and flight.verbatim
             kept_as = self.canonical.streamed() if as_it_came else self.canonical
             flight.stored = await self.gateway.cache.store(kept_as, flight.payload, self.since)
@@ -149,6 +152,7 @@ class Gateway:
         metrics: Metrics,
         *,
         sampling: Sampling,
+        rules: Rules | None = None,
     ) -> None:
         self.settings = settings
         self.upstream = upstream
@@ -163,6 +167,7 @@ class Gateway:
         self.salts = Salts(on=settings.salt)
         self.advice = Advice(settings)
         self._sampling = sampling
+        self.rules = rules or Rules()
         self._secret = secret
         self._checks = 0
         self._separation = Separation(settings.ignored_headers)
@@ -192,8 +197,10 @@ class Gateway:
             self.advice.count(str(error))
             return await self.forward(call, receive, str(error))
         seen = current()
-        seen.tenant = client.tenant[:_TAG]
+        seen.tenant = client.tenant[:TAG_DIGITS]
         seen.model = asked.model
+        if self.rules.skips(asked):
+            return await self.forward(call, receive, "rule")
         request = GatewayRequest(
             call=call,
             canonical=settled,
@@ -426,7 +433,7 @@ class Gateway:
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
         asked = None if lookup.tier == EXACT else request.canonical.request
-        self.recent_hits.add(lookup, found, asked, request.client.tenant[:_TAG], seconds)
+        self.recent_hits.add(lookup, found, asked, request.client.tenant[:TAG_DIGITS], seconds)
         self._check_soon(request, lookup.report, payload)
         scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
         flags = (" stale" if found.stale else "") + (" joined" if joined else "")
@@ -558,7 +565,7 @@ class Gateway:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
         start = time.perf_counter()
         client = self._tenants.client(call.scope)
-        current().tenant = client.tenant[:_TAG]
+        current().tenant = client.tenant[:TAG_DIGITS]
         if controls_of(call.scope).only:
             return self._none_stored("pass")
         header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,6 +24,8 @@ from semkv_gateway.routes import (
     Unkeyable,
     is_hint,
     stands_for_another,
+    texts_in,
+    tool_names,
 )
 from semkv_stores.digests import digest
 
@@ -166,6 +168,16 @@ class CanonicalRequest:
     def tags(self) -> tuple[str, ...]:
         """Labels that came with the request; part of the key."""
         return self._deployment.tags
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """Every text in it."""
+        return texts_in(self._body)
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """A name for each tool that it offers."""
+        return tool_names(self._body)
 
     @property
     def endpoint(self) -> str:

@@ -6,7 +6,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
@@ -59,10 +59,10 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Picks answers by their prompt, their model or one of their tags; case does not count.
+    """Picks requests or answers by a text of theirs; case does not count.
 
     Attributes:
-        name: ``prompt``, ``model`` or ``tag``.
+        name: of the text: ``prompt``, ``model`` or ``tag``; rules about what is cached know more.
         pattern: a glob over the whole of it. A regular expression may take minutes over a text, a glob does not.
     """
 
@@ -72,7 +72,12 @@ class Pattern:
     def fits(self, prompt: str, model: str, tags: Sequence[str] = ()) -> bool:
         """Whether it picks this answer."""
         values = tags if self.name == "tag" else (prompt if self.name == "prompt" else model,)
-        return any(fnmatchcase(value.casefold(), self.pattern.casefold()) for value in values)
+        return self.matches(values)
+
+    def matches(self, values: Iterable[str]) -> bool:
+        """Whether one of the values is what it picks."""
+        pattern = self.pattern.casefold()
+        return any(fnmatchcase(value.casefold(), pattern) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -555,6 +555,40 @@ def _is_plain(value: object, depth: int = 2) -> bool:
 def _refuse_state(body: Mapping[str, Any], *names: str) -> None:
     if any(body.get(name) not in _NOTHING for name in names):
         raise Unkeyable("stateful")
+
+
+def tool_names(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """A name for each tool that a request offers; empty for one whose form is not known.
+
+    >>> tool_names({"tools": [{"type": "function", "function": {"name": "weather"}}, 7]})
+    ('weather', '')
+    """
+    names: list[str] = []
+    for listing in ("tools", "functions"):
+        offered = body.get(listing)
+        if offered:
+            names.extend(map(_tool_name, offered if isinstance(offered, list) else [offered]))
+    return tuple(names)
+
+
+def _tool_name(tool: Any) -> str:
+    if not isinstance(tool, Mapping):
+        return ""
+    function = tool.get("function")
+    named = function if isinstance(function, Mapping) else tool
+    return str(named.get("name") or tool.get("type") or "")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
 
 
 def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter, validators
 
 from semkv import plug
-from semkv.config import BOUNDS, CacheConfig, LookupConfig
+from semkv.config import BOUNDS, NEAR, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode
 from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
@@ -89,6 +89,9 @@ class ServerSettings(LookupConfig):
         default_temperature: 0: requests that leave open how to draw (no temperature, top_p, seed) are sent with 0.
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
         sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (as asked, not kept); may be repeated.
+        skip_rules: Passes by the cache: `text:*passport*`, `tenant:3fa9c1d2`, `tool:*`, `answer:*cannot help*`; may be
+            repeated.
+        near_rules: Near-repeats of some: `tenant:3fa9c1d2=off` or `model:*-coder=0.97`; may be repeated.
         stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
@@ -115,6 +118,8 @@ class ServerSettings(LookupConfig):
     default_temperature: Annotated[float | None, ZERO, DRAWN] = None
     sampled: Annotated[bool, DRAWN] = False
     sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
+    skip_rules: Annotated[tuple[str, ...], Parameter(name="--skip-rule"), DRAWN] = ()
+    near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), NEAR] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK

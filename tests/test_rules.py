@@ -1,0 +1,137 @@
+"""The operator's rules: what passes by the cache, what is not kept, who gets no near-repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway_helpers import NEAR, ONE, OTHER, Pair, kind
+from semkv.errors import ConfigError
+from semkv_gateway.settings import ServerSettings
+
+SKIP = (
+    "text:*passport*",
+    "prompt:*horoscope*",
+    "model:*-live",
+    "tool:book_*",
+    "answer:*i cannot help*",
+)
+
+
+def twice(pair: Pair, text: str, **more: Any) -> list[str]:
+    return [kind(pair.post(text, **more)) for _ in range(2)]
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+class TestSkipped:
+    @pytest.fixture(scope="class")
+    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        with Pair(tmp_path_factory.mktemp("skip"), skip_rules=SKIP) as made:
+            yield made
+
+    @pytest.mark.parametrize(
+        ("text", "more"),
+        [
+            ("my Passport is 123", {}),
+            ("a HOROSCOPE for today", {}),
+            ("news", {"model": "scripted-live"}),
+            ("a flight", {"tools": [tool("weather"), tool("book_flight")]}),
+            ("earlier turn", {"messages": [
+                {"role": "system", "content": "The passport of the user is 123."},
+                {"role": "user", "content": "What is it?"},
+            ]}),
+            ("in a part", {"messages": [
+                {"role": "user", "content": [{"type": "text", "text": "passport 7"}]},
+            ]}),
+            ("a tool's text", {"tools": [tool("x") | {"about": "reads a passport"}]}),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_neither_looked_up_nor_kept(self, text: str, more: dict[str, Any], pair: Pair) -> None:
+        answers = [pair.post(text, **more) for _ in range(2)]
+        assert [answer.headers["x-semkv"] for answer in answers] == ["pass reason=rule"] * 2
+
+    @pytest.mark.parametrize(
+        ("text", "more"),
+        [
+            ("a pass and a port", {}),
+            ("the weather", {"tools": [tool("weather")]}),
+            ("live", {"model": "scripted-live-2"}),
+        ],
+        ids=str,
+    )
+    def test_all_else_is_kept(self, text: str, more: dict[str, Any], pair: Pair) -> None:
+        assert twice(pair, text, **more) == ["miss", "hit"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_answer_with_such_a_text_is_not_kept(self, stream: bool, pair: Pair) -> None:
+        text = f"I cannot help with that. {stream}"  # the server repeats it
+        assert twice(pair, text, stream=stream) == ["miss", "miss"]
+
+    def test_a_stream_without_readable_texts_is_not_kept(self, pair: Pair) -> None:
+        assert twice(pair, "unknown [odd]", stream=True) == ["miss", "miss"]
+
+    def test_the_counter_names_the_rule(self, pair: Pair) -> None:
+        pair.post("my passport")
+        assert pair.metric('semkv_uncacheable_total{reason="rule"}') > 0
+
+
+class TestNearRepeats:
+    def test_off_for_some(self, tmp_path: Path) -> None:
+        rules = ("prompt:*sourdough*=off",)
+        with Pair(tmp_path, near_rules=rules, **NEAR) as pair:
+            assert [kind(pair.post(text)) for text in (ONE, ONE, OTHER)] == ["miss", "hit", "miss"]
+            pair.settle()
+            bread = [text.replace("sourdough", "rye") for text in (ONE, OTHER)]
+            assert kind(pair.post(bread[0])) == "miss"
+            pair.settle()
+            near = pair.post(bread[1]).headers["x-semkv"]
+            assert near.startswith("hit tier=text:semantic")
+
+    def test_nearer_than_elsewhere(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, near_rules=("model:scripted=1",), **NEAR) as pair:
+            assert kind(pair.post(ONE)) == "miss"
+            pair.settle()
+            assert pair.post(OTHER).headers["x-semkv"] == "miss"
+            assert kind(pair.post(OTHER)) == "hit"
+
+    def test_off_for_a_tenant(self, tmp_path: Path) -> None:
+        keys = {name: {"Authorization": f"Bearer {name}"} for name in ("one", "other")}
+        with Pair(tmp_path / "first", **NEAR) as pair:
+            for name in keys:
+                pair.post(ONE, headers=keys[name])
+            pair.settle()
+            assert kind(pair.post(ONE, headers=keys["one"])) == "hit"
+            digits = pair.admin("hits").json()["hits"][0]["tenant"]
+        with Pair(tmp_path / "first", near_rules=(f"tenant:{digits}=off",), **NEAR) as pair:
+            found = {name: kind(pair.post(OTHER, headers=keys[name])) for name in keys}
+        assert found == {"one": "miss", "other": "hit"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ("skip_rules", "passport"),
+        ("skip_rules", "header:x"),
+        ("skip_rules", "prompt:"),
+        ("near_rules", "prompt:*x*"),
+        ("near_rules", "prompt:*x*=0.5"),
+        ("near_rules", "prompt:*x*=1.5"),
+        ("near_rules", "prompt:*x*=0.9.9"),
+        ("near_rules", "answer:*x*=off"),
+    ],
+)
+def test_a_malformed_rule_is_an_error_that_names_it(
+    setting: str, rule: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Pair(tmp_path, **{setting: (rule,)})
+    assert setting.replace("_rules", "-rule") in str(error.value)
+    assert rule in str(error.value)
+    assert ServerSettings().skip_rules == ()
