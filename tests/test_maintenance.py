@@ -35,12 +35,12 @@ from semkv.cli.store import EXIT_DAMAGED
 from semkv.config import CacheConfig
 from semkv.engines import EnginePrompt
 from semkv.errors import StoreError
+from semkv.stores.catalog import CATALOG
 from semkv.stores.maintenance import collect, inspect, prepare, purge, purge_directory, verify
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CATALOG
 from semkv.tenants import tenant_salt
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 from semkv_stores.block_file import tenant_tag
 from semkv_stores.fusion import FusionState, FusionStore
 

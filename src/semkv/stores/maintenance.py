@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
-from semkv.stores.catalog import Catalog, NamespaceUse
+from semkv.stores.catalog import CATALOG, EMPTIED, SCHEMA, Catalog, NamespaceUse, Removed
 from semkv.stores.media import check_image
-from semkv.stores.responses import Selector
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CACHE, CATALOG, EMPTIED
 from semkv_stores import block_index, database
 from semkv_stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv_stores.blocks import BlockStore, Bounds
@@ -33,7 +31,6 @@ from semkv_stores.files import delete_all, described, in_short, make_folder, mat
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
-_ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
@@ -41,7 +38,8 @@ _REMEDY = (
     "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
 _IMAGES = f"media/??/{'[0-9a-f]' * 64}"
-_DIGEST = re.compile(r"[0-9a-f]{32}|")
+_GATEWAY = "semkv_gateway"
+_ANSWERS = f"{_GATEWAY}.responses.upkeep:Answers"
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
@@ -96,6 +94,29 @@ class CacheUse:
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
+
+
+class Maintained(Protocol):
+    """A store beside the catalog that the commands look after. Every method may raise `StoreError`."""
+
+    name: str
+
+    def usage(self, tenants: Sequence[str] | None = None) -> Iterable[StoreUse]:
+        """What everybody has in it, or some tenants."""
+
+    def verify(self, *, repair: bool = False) -> Iterable[str]:
+        """Read every item: for each what is wrong with it, or an empty string. ``repair`` deletes those."""
+
+    def collect(self, before: float) -> int:
+        """Delete what was stored before a time, in seconds since the epoch; how many items."""
+
+    def purge(
+        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+    ) -> int:
+        """Delete, or with ``dry_run`` count, the items that meet all that is given; how many."""
+
+    def close(self) -> None:
+        """Let go of files."""
 
 
 # -- making one -------------------------------------------------------------------------------------------------------
@@ -190,18 +211,38 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore]]:
-    """The catalog and the responses. With ``whole`` the structure of the database is checked before."""
+def _entries(
+    found: Report, cache_dir: Path, *, whole: bool = False
+) -> Iterator[tuple[Catalog, list[Maintained]]]:
+    """The catalog, and the stores beside it. With ``whole`` the structure of the database is checked before."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
         raise FileNotFoundError(file)
-    with (
-        closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
-        closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
-    ):
+    with ExitStack() as opened:
+        catalog = Catalog(file, timeout_s=_WAIT_S, replace=False)
+        opened.enter_context(closing(catalog))
+        beside = _beside(found, catalog)
+        for store in beside:
+            opened.enter_context(closing(store))
         if whole:
             catalog.database.check()
-        yield catalog, store
+        yield catalog, beside
+
+
+def _beside(found: Report, catalog: Catalog) -> list[Maintained]:
+    """The stores in the catalog's file or beside it: a gateway's answers."""
+    if find_spec(_GATEWAY) is None:
+        if catalog.database.rows("SELECT 1 FROM sqlite_master WHERE name='responses'"):
+            found.unread.append(
+                f"answers: {catalog.path} has a gateway's, and semkv-gateway is not installed"
+            )
+        return []
+    try:
+        return [plug.load("answers", _ANSWERS, catalog.path.parent)]
+    except StoreError as error:
+        if error.reason == "missing":  # of a directory that cannot be written, without a gateway's
+            return []
+        raise
 
 
 def _block_stores(root: Path) -> list[tuple[str, Path]]:
@@ -260,18 +301,13 @@ def inspect(
     entries, theirs = list[NamespaceUse](), set[str]()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir) as (catalog, responses),
+        _entries(found, cache_dir) as (catalog, beside),
     ):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
             theirs |= catalog.media(tenant)
-        for whom, count, nbytes, oldest, used in responses.by_tenant():
-            if tenants is None or whom in tenants:
-                stores.append(
-                    StoreUse(
-                        "answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used
-                    )
-                )
+        for store in beside:
+            stores += store.usage(tenants)
     if images := [
         status for image, status in _images(cache_dir) if tenants is None or image.name in theirs
     ]:
@@ -342,12 +378,13 @@ def verify(
     _delete(images * repair, found)
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir, whole=True) as (catalog, responses),
+        _entries(found, cache_dir, whole=True) as (catalog, beside),
     ):
         for reason in watched(catalog.verify(repair=repair), "catalog"):
             is_damaged("catalog", reason, "entries")
-        for reason in watched(responses.verify(repair=repair), "answers"):
-            is_damaged("answers", reason, "answers")
+        for other in beside:
+            for reason in watched(other.verify(repair=repair), other.name):
+                is_damaged(other.name, reason, other.name)
     return found
 
 
@@ -373,13 +410,17 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
             found.counts[name] = store.sweep()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir, whole=bool(max_age_s)) as opened,
+        _entries(found, cache_dir, whole=bool(max_age_s)) as (catalog, beside),
     ):
         if max_age_s:
-            found.counts["media"] = _purge_entries(
-                cache_dir, *opened, found, before=now - max_age_s
-            )
-        shown = opened[0].media()
+            before = now - max_age_s
+            _make_room(catalog)
+            for other in beside:
+                found.counts[other.name] += other.collect(before)
+            removed = catalog.invalidate(before=before)
+            found.counts["entries"] = len(removed.entry_ids)
+            found.counts["media"] = _delete_images(cache_dir, catalog, removed, found)
+        shown = catalog.media()
         # The entry of a younger image may be about to be written.
         loose = [
             i
@@ -419,11 +460,18 @@ def purge(
     if tenants is not None or tag is not None:
         with (
             _noting(found, "catalog", cache_dir / CATALOG),
-            _entries(cache_dir, whole=True) as opened,
+            _entries(found, cache_dir, whole=True) as (catalog, beside),
         ):
-            found.counts["files"] = _purge_entries(
-                cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run
-            )
+            if not dry_run:
+                _make_room(catalog)
+            for other in beside:
+                found.counts[other.name] += other.purge(tenants=tenants, tag=tag, dry_run=dry_run)
+            removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
+            found.counts["entries"] = len(removed.entry_ids)
+            if dry_run:
+                found.counts["files"] = len(_images_of(cache_dir, removed))
+            else:
+                found.counts["files"] = _delete_images(cache_dir, catalog, removed, found)
         if not dry_run:
             _drop_strays(cache_dir)
     if salts is not None:
@@ -440,38 +488,19 @@ def purge(
     return found
 
 
-def _purge_entries(
-    cache_dir: Path,
-    catalog: Catalog,
-    responses: SqliteStore,
-    found: Report,
-    *,
-    tenants: Sequence[str] | None = None,
-    tag: str | None = None,
-    before: float | None = None,
-    dry_run: bool = False,
-) -> int:
-    """Delete entries and responses that meet all that is given, and the images that only they had; how many images."""
-    if not dry_run:
-        with suppress(sqlite3.OperationalError):
-            catalog.database.truncate_log()  # which makes room on a full disk
-    # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name or tag.
-    served = responses.usage()[0] > 0 or (cache_dir / "secret").exists()
-    for tenant in (None,) if tenants is None else tenants:
-        if served or (tenant is not None and _DIGEST.fullmatch(tenant)):
-            selector = Selector(partition=tenant, tag=tag, before=before)
-            found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
-    removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
-    found.counts["entries"] = len(removed.entry_ids)
-    gone = set(removed.media)
-    images = [image for image, _ in _images(cache_dir) if image.name in gone]
-    if dry_run:
-        return len(images)
+def _make_room(catalog: Catalog) -> None:
+    """Empty the write-ahead log, so that a full disk can take what the deletion writes."""
+    with suppress(sqlite3.OperationalError):
+        catalog.database.truncate_log()
+
+
+def _delete_images(cache_dir: Path, catalog: Catalog, removed: Removed, found: Report) -> int:
+    """Delete the images that no entry has any more, and what the database's log has of the entries; how many images."""
     if not catalog.database.truncate_log():
         found.unread.append(
             f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again"
         )
-    return _delete(images, found)
+    return _delete(_images_of(cache_dir, removed), found)
 
 
 def _delete(files: Sequence[Path], found: Report) -> int:
@@ -486,10 +515,11 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     # a catalog that cannot be read goes all the same
     look = Report({})
     file = root / CATALOG
-    schema = CACHE
-    with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
-        found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
+    schema = SCHEMA
+    with _noting(look, "catalog", file), _entries(look, root) as (catalog, beside):
+        found.counts["entries"] = len(catalog)
+        found.counts |= {other.name: sum(use.items for use in other.usage()) for other in beside}
+        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else SCHEMA
     if database.is_ours(file) is False:
         found.unread += look.unread
     stores = [
@@ -544,6 +574,11 @@ def _begin_anew(file: Path, schema: Schema) -> list[str]:
 
 def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
     return described(matching(cache_dir, _IMAGES))
+
+
+def _images_of(cache_dir: Path, removed: Removed) -> list[Path]:
+    gone = set(removed.media)
+    return [image for image, _ in _images(cache_dir) if image.name in gone]
 
 
 def _drop_strays(cache_dir: Path) -> int:

@@ -33,11 +33,10 @@ from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.command_line import Environment, parse
 from semkv.errors import SemkvError
-from semkv.stores.responses import Selector, SteadyClock, open_store
-from semkv.stores.tables import CATALOG
-from semkv.tiers.sharing import open_entry_log
+from semkv.stores.catalog import CATALOG
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
+from semkv_gateway.entry_log import open_entry_log
 from semkv_gateway.gateway import Gateway
 from semkv_gateway.http import (
     Answer,
@@ -53,6 +52,8 @@ from semkv_gateway.http import (
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
+from semkv_gateway.responses.opening import open_store
+from semkv_gateway.responses.store import Selector, SteadyClock
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling

@@ -17,12 +17,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
 from semkv.niceness import set_niceness
-from semkv.stores.responses import Selector
 from semkv.tiers.matching import PendingEntry
 from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Found, ResponseCache
+from semkv_gateway.responses.store import Selector
 from semkv_gateway.sse import text_of
 from semkv_gateway.tenancy import TagRule
 

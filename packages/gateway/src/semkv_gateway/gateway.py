@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from semkv.stores.responses import Selector
 from semkv.tiers.matching import PendingEntry
 from semkv.types import ReuseReport
 from semkv_gateway import http
@@ -30,6 +29,7 @@ from semkv_gateway.logs import ONLY, current
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
+from semkv_gateway.responses.store import Selector
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
