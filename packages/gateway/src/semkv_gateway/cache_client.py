@@ -74,6 +74,12 @@ class Lookup:
         match = self.report.plan.match if self.report is not None else None
         return match.score if match is not None and self.tier != EXACT else None
 
+    @property
+    def donor(self) -> str:
+        """Id of the donor; empty without one."""
+        match = self.report.plan.match if self.report is not None else None
+        return match.entry_id if match is not None and self.tier != EXACT else ""
+
 
 @dataclass(slots=True, eq=False)
 class Running:
