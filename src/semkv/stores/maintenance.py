@@ -11,10 +11,11 @@ import errno
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,9 +38,9 @@ _REMEDY = (
     "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
     "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
+_HAS_ANSWERS = "SELECT 1 FROM sqlite_master WHERE name='responses'"
 _IMAGES = f"media/??/{'[0-9a-f]' * 64}"
-_GATEWAY = "semkv_gateway"
-_ANSWERS = f"{_GATEWAY}.responses.upkeep:Answers"
+_GROUP = "semkv.stores"  # of entry points: a name, and a factory that takes the cache directory
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
@@ -59,7 +60,7 @@ class Report:
         unread: a line for what could not be read or deleted. The rest was done.
     """
 
-    counts: dict[str, int]
+    counts: Counter[str]
     damaged: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -97,7 +98,11 @@ class CacheUse:
 
 
 class Maintained(Protocol):
-    """A store beside the catalog that the commands look after. Every method may raise `StoreError`."""
+    """A store that ``semkv stats``, ``verify``, ``gc`` and ``purge`` look after beside the catalog.
+
+    A distribution names it as an entry point of the group ``semkv.stores``, which is called with the cache directory.
+    Every method may raise `StoreError`.
+    """
 
     name: str
 
@@ -184,7 +189,7 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
         for f in _folders(cache_dir)
         if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)  # noqa: PTH112
     ]
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in closed])
+    return Report(Counter(counts), unread=[f"{folder} cannot be read" for folder in closed])
 
 
 def _folders(root: Path) -> list[Path]:
@@ -230,19 +235,21 @@ def _entries(
 
 
 def _beside(found: Report, catalog: Catalog) -> list[Maintained]:
-    """The stores in the catalog's file or beside it: a gateway's answers."""
-    if find_spec(_GATEWAY) is None:
-        if catalog.database.rows("SELECT 1 FROM sqlite_master WHERE name='responses'"):
-            found.unread.append(
-                f"answers: {catalog.path} has a gateway's, and semkv-gateway is not installed"
-            )
-        return []
-    try:
-        return [plug.load("answers", _ANSWERS, catalog.path.parent)]
-    except StoreError as error:
-        if error.reason == "missing":  # of a directory that cannot be written, without a gateway's
-            return []
-        raise
+    """The stores that installed distributions name: a gateway's answers, and the user's own."""
+    stores: list[Maintained] = []
+    points = entry_points(group=_GROUP)
+    if "answers" not in points.names and catalog.database.rows(_HAS_ANSWERS):
+        found.unread.append(
+            f"answers: {catalog.path} has a gateway's, and semkv-gateway is not installed"
+        )
+    for point in points:
+        try:
+            store = plug.load(f"entry point {point.name}", point.value, catalog.path.parent)
+            stores.append(plug.require(point.name, store, Maintained, point.value))
+        except StoreError as error:
+            if error.reason != "missing":  # else it has no tables, and this user cannot make them
+                raise
+    return stores
 
 
 def _block_stores(root: Path) -> list[tuple[str, Path]]:
@@ -513,12 +520,15 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     # a catalog that cannot be read goes all the same
-    look = Report({})
+    look = Report(Counter())
     file = root / CATALOG
     schema = SCHEMA
     with _noting(look, "catalog", file), _entries(look, root) as (catalog, beside):
         found.counts["entries"] = len(catalog)
-        found.counts |= {other.name: sum(use.items for use in other.usage()) for other in beside}
+        for other in beside:
+            found.counts[other.name] = sum(use.items for use in other.usage())
+            if other.name != "answers" and not dry_run:  # which go with the catalog's file
+                other.purge()
         schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else SCHEMA
     if database.is_ours(file) is False:
         found.unread += look.unread
@@ -541,7 +551,8 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         ours = database.is_filled(file) and database.is_ours(file) is not False
         if ours and (left := _begin_anew(file, schema)):
             found.unread += left
-            found.counts |= {"entries": 0, "answers": 0}
+            found.counts["entries"] = 0
+            found.counts["answers"] = 0
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         files |= listed()  # what came meanwhile
