@@ -3,15 +3,15 @@
     SEMKV_SECRET=sixteen-characters PYTHONPATH=examples semkv serve --upstream http://127.0.0.1:8000 \
       --store compressed_store:open_compressed
 
-``semkv.ResponseStore`` says what each method promises.
+``semkv_gateway.ResponseStore`` says what each method promises.
 """
 
 import zlib
 from dataclasses import replace
 from pathlib import Path
 
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 
 
 class CompressedStore(SqliteStore):

@@ -15,8 +15,7 @@ from block_helpers import restamp
 from semkv.errors import CorruptValue, StoreError
 from semkv.keys import Keyed, entry_of, namespace_key
 from semkv.stores import catalog as catalog_module
-from semkv.stores.catalog import Catalog, Record, pack, unpack
-from semkv.stores.tables import FORMAT
+from semkv.stores.catalog import FORMAT, Catalog, Record, pack, unpack
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, TextSegment
 
 HERE, THERE = Namespace("here", "m"), Namespace("there", "m")

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from semkv.errors import StoreError
-from semkv.stores.catalog import Catalog
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CACHE, CATALOG
+from semkv.stores.catalog import CATALOG, SCHEMA, Catalog
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 from semkv_stores.database import Database
 from test_catalog import id_of, record
 
@@ -51,7 +50,7 @@ def test_who_has_a_purged_database_open_hears_of_it_and_goes_on(tmp_path: Path) 
         responses.put(response(f"a{number}", b"x" * 10_000))
     assert other.changed()
     before, cursor = other.vectors(["text@1"], 0, 1000)[-1], responses.news("").cursor
-    Database(path, schema=CACHE, anew=True).close()
+    Database(path, schema=SCHEMA, anew=True).close()
     assert other.changed()
     assert other.find("shared") == []
     assert responses.usage() == (0, 0)
@@ -65,7 +64,7 @@ def test_who_has_a_purged_database_open_hears_of_it_and_goes_on(tmp_path: Path) 
 
 
 def test_a_database_whose_folder_is_gone_is_a_fault_and_not_made_again(tmp_path: Path) -> None:
-    database = Database(tmp_path / "cache" / CATALOG, schema=CACHE)
+    database = Database(tmp_path / "cache" / CATALOG, schema=SCHEMA)
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     for _ in range(2):
         with (
@@ -113,8 +112,8 @@ def test_a_catalog_that_is_damaged_while_open_is_put_aside_once(
 OPENER = """
 import sys, time
 from pathlib import Path
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
+from semkv_gateway.responses.sqlite import SqliteStore
 store = SqliteStore(Path(sys.argv[1]), timeout_s=60.0)
 print("open", flush=True)
 sys.stdin.readline()
@@ -150,8 +149,8 @@ FULL = """
 import resource, signal, sys, time
 from pathlib import Path
 from semkv.errors import StoreError
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
+from semkv_gateway.responses.sqlite import SqliteStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SqliteStore(Path(sys.argv[1]))
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -112,7 +112,7 @@ def test_old_names_bring_the_same(tmp_path: Path) -> None:
     alone = Environment(tmp_path / "env", f"{TOP}[server]")
     assert {"semkv-gateway", "semkv-vllm"} <= alone.names()
     alone.run(
-        "from semkv_gateway import Middleware; from semkv import SemanticCache, Engine, ResponseStore"
+        "from semkv_gateway import Middleware, ResponseStore; from semkv import SemanticCache, Engine"
     )
 
 

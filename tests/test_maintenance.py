@@ -9,8 +9,9 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,20 @@ from semkv.cli.store import EXIT_DAMAGED
 from semkv.config import CacheConfig
 from semkv.engines import EnginePrompt
 from semkv.errors import StoreError
-from semkv.stores.maintenance import collect, inspect, prepare, purge, purge_directory, verify
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CATALOG
+from semkv.stores.catalog import CATALOG, Catalog
+from semkv.stores.maintenance import (
+    StoreUse,
+    collect,
+    inspect,
+    prepare,
+    purge,
+    purge_directory,
+    verify,
+)
 from semkv.tenants import tenant_salt
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 from semkv_stores.block_file import tenant_tag
 from semkv_stores.fusion import FusionState, FusionStore
 
@@ -534,3 +543,85 @@ def test_a_directory_that_a_killed_or_an_earlier_semkv_left_is_taken_over(
     SemanticCache(CacheConfig(tmp_path, semantic=False)).close()
     purge_directory(tmp_path)
     assert left(tmp_path) == []
+
+
+class OwnStore:
+    """A store of a user's own, as an entry point of `semkv.stores` makes it."""
+
+    name = "notes"
+
+    def __init__(self, cache_dir: Path) -> None:
+        self.files = cache_dir.with_name("notes")
+
+    def usage(self, tenants: Sequence[str] | None = None) -> Iterator[StoreUse]:
+        found = list(self.files.glob("*"))
+        if tenants is None and found:
+            yield StoreUse(
+                store=self.name,
+                namespace="",
+                items=len(found),
+                blocks=0,
+                nbytes=sum(file.stat().st_size for file in found),
+                oldest=0.0,
+                used=0.0,
+            )
+
+    def verify(self, *, repair: bool = False) -> Iterator[str]:
+        for file in self.files.glob("*"):
+            yield "" if file.read_text() == "whole" else f"{file.name} is cut off"
+            if repair and file.read_text() != "whole":
+                file.unlink()
+
+    def collect(self, before: float) -> int:
+        old = [file for file in self.files.glob("*") if file.stat().st_mtime < before]
+        for file in old:
+            file.unlink()
+        return len(old)
+
+    def purge(
+        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+    ) -> int:
+        gone = [file for file in self.files.glob("*") if tag in (None, file.name)]
+        for file in () if dry_run else gone:
+            file.unlink()
+        return len(gone)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_store_of_the_users_own_is_looked_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir = tmp_path / "cache"
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name, text in {"a": "whole", "b": "who", "c": "whole"}.items():
+        (notes / name).write_text(text)
+    Catalog(cache_dir / CATALOG).close()
+    own = EntryPoint("notes", f"{__name__}:OwnStore", "semkv.stores")
+    installed = [own, *entry_points(group="semkv.stores")]
+    monkeypatch.setattr(
+        "semkv.stores.maintenance.entry_points", lambda group: EntryPoints(installed)
+    )
+    (use,) = inspect(cache_dir).stores
+    assert (use.store, use.items) == ("notes", 3)
+    checked = verify(cache_dir, repair=True)
+    assert checked.damaged == ["notes: b is cut off"]
+    assert checked.counts["notes"] == 3
+    assert purge(cache_dir, tag="c", dry_run=True).counts["notes"] == 1
+    assert purge(cache_dir, tag="c").counts["notes"] == 1
+    assert [file.name for file in notes.iterdir()] == ["a"]
+    assert purge(cache_dir).counts["notes"] == 1
+    assert not any(notes.iterdir())
+
+
+def test_answers_without_the_gateway_are_named_and_not_left_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Catalog(tmp_path / CATALOG).close()
+    monkeypatch.setattr("semkv.stores.maintenance.entry_points", lambda group: EntryPoints(()))
+    assert inspect(tmp_path).unread == ()
+    SqliteStore(tmp_path / CATALOG).close()
+    (line,) = inspect(tmp_path).unread
+    assert "semkv-gateway is not installed" in line

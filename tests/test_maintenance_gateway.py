@@ -14,10 +14,10 @@ from command_line import invoke
 from gateway_helpers import SECRET, Pair, wait_until
 from maintenance_helpers import call, files_with, left, without_secure_delete
 from semkv.config import CacheConfig
+from semkv.stores.catalog import CATALOG
 from semkv.stores.maintenance import prepare
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CATALOG
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 from semkv_stores.blocks import BlockStore, Bounds
 
 PROXY = {"trusted_proxies": ("127.0.0.1",)}

@@ -32,8 +32,9 @@ from semkv import (
     media_id,
 )
 from semkv.index import Neighbour, Row
-from semkv.stores.responses import MemoryStore, StoredResponse, open_store
 from semkv.tiers.policies import build_policy
+from semkv_gateway.responses.opening import open_store
+from semkv_gateway.responses.store import MemoryStore, StoredResponse
 from semkv_lab.scripted_engine import ScriptedEngine
 from semkv_lab.settings import RunSettings, resolve
 
@@ -474,7 +475,7 @@ def test_a_wrong_part_is_named_with_key_and_value(
 
 def test_a_wrong_store_or_policy_is_named_before_a_gateway_starts(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--store: .*a semkv\.ResponseStore with get, put, invalidate"
+        ConfigError, match=r"--store: .*a semkv_gateway\.ResponseStore with get, put, invalidate"
     ):
         open_store(f"{__name__}:nothing", tmp_path / "db")
     with pytest.raises(ConfigError, match="no license"):

@@ -12,9 +12,10 @@ import pytest
 
 from gateway_helpers import Held
 from semkv.errors import ConfigError, StoreError
-from semkv.stores.responses import MemoryStore, Selector, SteadyClock, open_store
-from semkv.stores.responses.sqlite import SqliteStore
 from semkv_gateway.response_cache import Lifetime, ResponseCache, parse_rule
+from semkv_gateway.responses.opening import open_store
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import MemoryStore, Selector, SteadyClock
 from semkv_gateway.routes import ROUTES
 
 

@@ -16,7 +16,10 @@ import pytest
 
 from redis_server import RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses import (
+from semkv_gateway.responses.opening import open_store
+from semkv_gateway.responses.redis import RedisStore
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import (
     CHECKSUM,
     MemoryStore,
     ResponseStore,
@@ -24,11 +27,8 @@ from semkv.stores.responses import (
     StoredResponse,
     decode,
     encode,
-    open_store,
     weight,
 )
-from semkv.stores.responses.redis import RedisStore
-from semkv.stores.responses.sqlite import SqliteStore
 
 INF = float("inf")
 Make = Callable[..., ResponseStore]

@@ -36,11 +36,10 @@ from block_helpers import (
     totals,
 )
 from semkv.errors import CorruptValue, StoreError
-from semkv.stores.catalog import Catalog
+from semkv.stores.catalog import CATALOG, Catalog
 from semkv.stores.maintenance import inspect, purge, purge_directory, verify
-from semkv.stores.responses import StoredResponse
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CATALOG
+from semkv_gateway.responses.sqlite import SqliteStore
+from semkv_gateway.responses.store import StoredResponse
 from semkv_stores import block_index
 from semkv_stores.block_file import BlockFile, room
 from semkv_stores.blocks import Bounds

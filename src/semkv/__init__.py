@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from semkv.errors import ConfigError, SemkvError, StoreError
     from semkv.index import Index
     from semkv.keys import media_id, model_fingerprint
-    from semkv.stores.responses import ResponseStore
     from semkv.tiers.policies import Decider, Decision
     from semkv.tiers.tier import Tier
     from semkv.types import (
@@ -51,7 +50,6 @@ __all__ = [
     "MediaSegment",
     "Namespace",
     "Request",
-    "ResponseStore",
     "Role",
     "SemanticCache",
     "SemkvError",
@@ -72,7 +70,6 @@ _MODULES = {
     "engines": "Engine EnginePrompt EngineResult FusionEngine FusionProvider",
     "errors": "ConfigError SemkvError StoreError",
     "keys": "media_id model_fingerprint",
-    "stores.responses": "ResponseStore",
     "index": "Index",
     "tiers.tier": "Tier",
     "tiers.policies": "Decider Decision",

@@ -58,10 +58,13 @@ def require(key: str, value: Any, kind: type, path: str = "") -> Any:
     Raises:
         ConfigError: names what is missing.
     """
+    package = kind.__module__.partition(".")[0]
     if missing := [
         name for name in vars(kind) if not name.startswith("_") and not hasattr(value, name)
     ]:
         raise ConfigError(
-            key, path or type(value).__name__, f"a semkv.{kind.__name__} with {', '.join(missing)}"
+            key,
+            path or type(value).__name__,
+            f"a {package}.{kind.__name__} with {', '.join(missing)}",
         )
     return value

@@ -23,7 +23,7 @@ from rich.filesize import decimal
 
 from semkv.command_line import command_line
 from semkv.errors import ConfigError, StoreError
-from semkv.stores.tables import CACHE, CATALOG
+from semkv.stores.catalog import CATALOG, SCHEMA
 from semkv_stores.settings import default_cache_dir
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _export(
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
             with (
-                closing(Database(root / CATALOG, schema=CACHE, replace=False)) as database,
+                closing(Database(root / CATALOG, schema=SCHEMA, replace=False)) as database,
                 database as db,
             ):
                 db.execute("VACUUM INTO ?", (str(copy),))
@@ -337,7 +337,7 @@ def _import(
                 archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
-            with closing(Database(made / CATALOG, schema=CACHE, replace=False)) as database:
+            with closing(Database(made / CATALOG, schema=SCHEMA, replace=False)) as database:
                 database.check()
             for path in sorted(made.iterdir(), reverse=True):  # the database last
                 path.chmod(0o700 if path.is_dir() else 0o600)

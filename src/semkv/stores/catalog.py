@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +17,75 @@ import numpy as np
 
 from semkv.errors import CorruptValue
 from semkv.keys import Keyed, entry_of, namespace_key
-from semkv.stores.tables import CACHE
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
-from semkv_stores.database import Database
+from semkv_stores.database import Database, Schema
 
 if TYPE_CHECKING:
     from semkv.types import Vector
+
+CATALOG = "catalog.sqlite"
+"""Name of the database below a cache directory. A gateway keeps its responses in it too."""
+
+FORMAT = 2
+"""Version of that file, of all its tables."""
+
+_TABLES = """
+CREATE TABLE entries (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry_id TEXT NOT NULL UNIQUE,
+  tenant TEXT NOT NULL, model TEXT NOT NULL, space TEXT NOT NULL,
+  segments TEXT NOT NULL, chunk_text TEXT NOT NULL, response TEXT NOT NULL, metadata TEXT NOT NULL,
+  frame TEXT NOT NULL, loose_frame TEXT NOT NULL, run TEXT NOT NULL, media TEXT NOT NULL,
+  created REAL NOT NULL, last_hit REAL NOT NULL, used REAL NOT NULL, hits INTEGER NOT NULL);
+CREATE INDEX entries_used ON entries (used);
+CREATE INDEX entries_space ON entries (space);
+CREATE TABLE entry_keys (
+  key TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (key, entry)) WITHOUT ROWID;
+CREATE INDEX entry_keys_entry ON entry_keys (entry);
+CREATE TABLE vectors (
+  id INTEGER PRIMARY KEY AUTOINCREMENT, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  layer TEXT NOT NULL, vector BLOB NOT NULL, UNIQUE (entry, layer));
+CREATE TABLE media_vectors (
+  space TEXT NOT NULL, layer TEXT NOT NULL, media TEXT NOT NULL, vector BLOB NOT NULL,
+  PRIMARY KEY (space, layer, media));
+CREATE TABLE entry_media (
+  entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE, position INTEGER NOT NULL, space TEXT NOT NULL,
+  media TEXT NOT NULL, PRIMARY KEY (entry, position)) WITHOUT ROWID;
+CREATE INDEX entry_media_media ON entry_media (media, space);
+CREATE TABLE tags (
+  tag TEXT NOT NULL, entry INTEGER NOT NULL REFERENCES entries ON DELETE CASCADE,
+  PRIMARY KEY (tag, entry)) WITHOUT ROWID;
+CREATE INDEX tags_entry ON tags (entry);
+CREATE TABLE purge (mark TEXT NOT NULL);
+INSERT INTO purge VALUES (hex(randomblob(16)));
+INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
+"""
+
+# Files of earlier versions are without these tables, and had two that are dropped. `shared` has one row where the file
+# shares entries with other files: the place in the log up to which it has read. `removals` are the removals that the
+# other files have not read yet. `barred` are the texts that an entry must not answer.
+_ADDED = (
+    "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS barred (pair TEXT NOT NULL UNIQUE, entry TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS barred_entry ON barred (entry)",
+    "DROP TABLE IF EXISTS sentences",
+    "DROP TABLE IF EXISTS contexts",
+)
+SCHEMA = Schema(
+    tables=_TABLES,
+    version=FORMAT,
+    file=CATALOG,
+    probes=("SELECT created FROM entries NOT INDEXED LIMIT 1",),
+    added=_ADDED,
+    first="entries",
+)
+"""The catalog's tables in that file."""
+
+# A number that no earlier file has had. A removal without a criterion is one of everything.
+_PURGED = "INSERT INTO shared VALUES (''); INSERT INTO removals VALUES (:now, '{}');"
+EMPTIED = replace(SCHEMA, tables=_TABLES + _PURGED)
+"""The same, for a file that takes the place of one that shared its entries."""
 
 _AT_ONCE = 2000  # entries that make room for others: everybody waits for that, some 50 us an entry
 _KEEP_VECTOR = (
@@ -153,7 +216,7 @@ class Catalog:
     ) -> None:
         self.path = path
         self.max_entries = max_entries
-        self.database = Database(path, schema=CACHE, timeout_s=timeout_s, replace=replace)
+        self.database = Database(path, schema=SCHEMA, timeout_s=timeout_s, replace=replace)
         self._version = self.database.version()
 
     def __len__(self) -> int:

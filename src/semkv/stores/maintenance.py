@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
-from semkv.stores.catalog import Catalog, NamespaceUse
+from semkv.stores.catalog import CATALOG, EMPTIED, SCHEMA, Catalog, NamespaceUse, Removed
 from semkv.stores.media import check_image
-from semkv.stores.responses import Selector
-from semkv.stores.responses.sqlite import SqliteStore
-from semkv.stores.tables import CACHE, CATALOG, EMPTIED
 from semkv_stores import block_index, database
 from semkv_stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv_stores.blocks import BlockStore, Bounds
@@ -33,15 +32,15 @@ from semkv_stores.files import delete_all, described, in_short, make_folder, mat
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
-_ALL = 1 << 62  # bounds that evict nothing: they are for the gateway to set
 _STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
     "an engine, 'semkv gc' or 'semkv verify --repair' begins an empty store where an index is damaged or lost; "
     "a damaged catalog is put aside by an engine or a gateway that starts, and deleted by a purge of everything"
 )
+_HAS_ANSWERS = "SELECT 1 FROM sqlite_master WHERE name='responses'"
 _IMAGES = f"media/??/{'[0-9a-f]' * 64}"
-_DIGEST = re.compile(r"[0-9a-f]{32}|")
+_GROUP = "semkv.stores"  # of entry points: a name, and a factory that takes the cache directory
 _WEIGHTS = f"weights/{'?' * 64}.json"
 _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
@@ -61,7 +60,7 @@ class Report:
         unread: a line for what could not be read or deleted. The rest was done.
     """
 
-    counts: dict[str, int]
+    counts: Counter[str]
     damaged: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -96,6 +95,33 @@ class CacheUse:
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
+
+
+class Maintained(Protocol):
+    """A store that ``semkv stats``, ``verify``, ``gc`` and ``purge`` look after beside the catalog.
+
+    A distribution names it as an entry point of the group ``semkv.stores``, which is called with the cache directory.
+    Every method may raise `StoreError`.
+    """
+
+    name: str
+
+    def usage(self, tenants: Sequence[str] | None = None) -> Iterable[StoreUse]:
+        """What everybody has in it, or some tenants."""
+
+    def verify(self, *, repair: bool = False) -> Iterable[str]:
+        """Read every item: for each what is wrong with it, or an empty string. ``repair`` deletes those."""
+
+    def collect(self, before: float) -> int:
+        """Delete what was stored before a time, in seconds since the epoch; how many items."""
+
+    def purge(
+        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+    ) -> int:
+        """Delete, or with ``dry_run`` count, the items that meet all that is given; how many."""
+
+    def close(self) -> None:
+        """Let go of files."""
 
 
 # -- making one -------------------------------------------------------------------------------------------------------
@@ -163,7 +189,7 @@ def _begin(cache_dir: Path, **counts: int) -> Report:
         for f in _folders(cache_dir)
         if os.path.isdir(f) and not os.access(f, os.R_OK | os.X_OK)  # noqa: PTH112
     ]
-    return Report(counts, unread=[f"{folder} cannot be read" for folder in closed])
+    return Report(Counter(counts), unread=[f"{folder} cannot be read" for folder in closed])
 
 
 def _folders(root: Path) -> list[Path]:
@@ -190,18 +216,40 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _entries(cache_dir: Path, *, whole: bool = False) -> Iterator[tuple[Catalog, SqliteStore]]:
-    """The catalog and the responses. With ``whole`` the structure of the database is checked before."""
+def _entries(
+    found: Report, cache_dir: Path, *, whole: bool = False
+) -> Iterator[tuple[Catalog, list[Maintained]]]:
+    """The catalog, and the stores beside it. With ``whole`` the structure of the database is checked before."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
         raise FileNotFoundError(file)
-    with (
-        closing(SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)) as store,
-        closing(Catalog(file, timeout_s=_WAIT_S, replace=False)) as catalog,
-    ):
+    with ExitStack() as opened:
+        catalog = Catalog(file, timeout_s=_WAIT_S, replace=False)
+        opened.enter_context(closing(catalog))
+        beside = _beside(found, catalog)
+        for store in beside:
+            opened.enter_context(closing(store))
         if whole:
             catalog.database.check()
-        yield catalog, store
+        yield catalog, beside
+
+
+def _beside(found: Report, catalog: Catalog) -> list[Maintained]:
+    """The stores that installed distributions name: a gateway's answers, and the user's own."""
+    stores: list[Maintained] = []
+    points = entry_points(group=_GROUP)
+    if "answers" not in points.names and catalog.database.rows(_HAS_ANSWERS):
+        found.unread.append(
+            f"answers: {catalog.path} has a gateway's, and semkv-gateway is not installed"
+        )
+    for point in points:
+        try:
+            store = plug.load(f"entry point {point.name}", point.value, catalog.path.parent)
+            stores.append(plug.require(point.name, store, Maintained, point.value))
+        except StoreError as error:
+            if error.reason != "missing":  # else it has no tables, and this user cannot make them
+                raise
+    return stores
 
 
 def _block_stores(root: Path) -> list[tuple[str, Path]]:
@@ -260,18 +308,13 @@ def inspect(
     entries, theirs = list[NamespaceUse](), set[str]()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir) as (catalog, responses),
+        _entries(found, cache_dir) as (catalog, beside),
     ):
         for tenant in tenants or (None,):
             entries += catalog.by_namespace(tenant)
             theirs |= catalog.media(tenant)
-        for whom, count, nbytes, oldest, used in responses.by_tenant():
-            if tenants is None or whom in tenants:
-                stores.append(
-                    StoreUse(
-                        "answers", "?" if whom is None else whom, count, 0, nbytes, oldest, used
-                    )
-                )
+        for store in beside:
+            stores += store.usage(tenants)
     if images := [
         status for image, status in _images(cache_dir) if tenants is None or image.name in theirs
     ]:
@@ -342,12 +385,13 @@ def verify(
     _delete(images * repair, found)
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir, whole=True) as (catalog, responses),
+        _entries(found, cache_dir, whole=True) as (catalog, beside),
     ):
         for reason in watched(catalog.verify(repair=repair), "catalog"):
             is_damaged("catalog", reason, "entries")
-        for reason in watched(responses.verify(repair=repair), "answers"):
-            is_damaged("answers", reason, "answers")
+        for other in beside:
+            for reason in watched(other.verify(repair=repair), other.name):
+                is_damaged(other.name, reason, other.name)
     return found
 
 
@@ -373,13 +417,17 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
             found.counts[name] = store.sweep()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(cache_dir, whole=bool(max_age_s)) as opened,
+        _entries(found, cache_dir, whole=bool(max_age_s)) as (catalog, beside),
     ):
         if max_age_s:
-            found.counts["media"] = _purge_entries(
-                cache_dir, *opened, found, before=now - max_age_s
-            )
-        shown = opened[0].media()
+            before = now - max_age_s
+            _make_room(catalog)
+            for other in beside:
+                found.counts[other.name] += other.collect(before)
+            removed = catalog.invalidate(before=before)
+            found.counts["entries"] = len(removed.entry_ids)
+            found.counts["media"] = _delete_images(cache_dir, catalog, removed, found)
+        shown = catalog.media()
         # The entry of a younger image may be about to be written.
         loose = [
             i
@@ -419,11 +467,18 @@ def purge(
     if tenants is not None or tag is not None:
         with (
             _noting(found, "catalog", cache_dir / CATALOG),
-            _entries(cache_dir, whole=True) as opened,
+            _entries(found, cache_dir, whole=True) as (catalog, beside),
         ):
-            found.counts["files"] = _purge_entries(
-                cache_dir, *opened, found, tenants=tenants, tag=tag, dry_run=dry_run
-            )
+            if not dry_run:
+                _make_room(catalog)
+            for other in beside:
+                found.counts[other.name] += other.purge(tenants=tenants, tag=tag, dry_run=dry_run)
+            removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
+            found.counts["entries"] = len(removed.entry_ids)
+            if dry_run:
+                found.counts["files"] = len(_images_of(cache_dir, removed))
+            else:
+                found.counts["files"] = _delete_images(cache_dir, catalog, removed, found)
         if not dry_run:
             _drop_strays(cache_dir)
     if salts is not None:
@@ -440,38 +495,19 @@ def purge(
     return found
 
 
-def _purge_entries(
-    cache_dir: Path,
-    catalog: Catalog,
-    responses: SqliteStore,
-    found: Report,
-    *,
-    tenants: Sequence[str] | None = None,
-    tag: str | None = None,
-    before: float | None = None,
-    dry_run: bool = False,
-) -> int:
-    """Delete entries and responses that meet all that is given, and the images that only they had; how many images."""
-    if not dry_run:
-        with suppress(sqlite3.OperationalError):
-            catalog.database.truncate_log()  # which makes room on a full disk
-    # Where no gateway was nobody looks for what is logged, and the log would have the tenant's name or tag.
-    served = responses.usage()[0] > 0 or (cache_dir / "secret").exists()
-    for tenant in (None,) if tenants is None else tenants:
-        if served or (tenant is not None and _DIGEST.fullmatch(tenant)):
-            selector = Selector(partition=tenant, tag=tag, before=before)
-            found.counts["answers"] += responses.invalidate(selector, dry_run=dry_run)
-    removed = catalog.invalidate(tenants=tenants, tag=tag, before=before, dry_run=dry_run)
-    found.counts["entries"] = len(removed.entry_ids)
-    gone = set(removed.media)
-    images = [image for image, _ in _images(cache_dir) if image.name in gone]
-    if dry_run:
-        return len(images)
+def _make_room(catalog: Catalog) -> None:
+    """Empty the write-ahead log, so that a full disk can take what the deletion writes."""
+    with suppress(sqlite3.OperationalError):
+        catalog.database.truncate_log()
+
+
+def _delete_images(cache_dir: Path, catalog: Catalog, removed: Removed, found: Report) -> int:
+    """Delete the images that no entry has any more, and what the database's log has of the entries; how many images."""
     if not catalog.database.truncate_log():
         found.unread.append(
             f"{catalog.path} is being read: its write-ahead log has what was deleted, purge again"
         )
-    return _delete(images, found)
+    return _delete(_images_of(cache_dir, removed), found)
 
 
 def _delete(files: Sequence[Path], found: Report) -> int:
@@ -484,12 +520,16 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
     # a catalog that cannot be read goes all the same
-    look = Report({})
+    look = Report(Counter())
     file = root / CATALOG
-    schema = CACHE
-    with _noting(look, "catalog", file), _entries(root) as (catalog, responses):
-        found.counts |= {"entries": len(catalog), "answers": responses.usage()[0]}
-        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else CACHE
+    schema = SCHEMA
+    with _noting(look, "catalog", file), _entries(look, root) as (catalog, beside):
+        found.counts["entries"] = len(catalog)
+        for other in beside:
+            found.counts[other.name] = sum(use.items for use in other.usage())
+            if other.name != "answers" and not dry_run:  # which go with the catalog's file
+                other.purge()
+        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else SCHEMA
     if database.is_ours(file) is False:
         found.unread += look.unread
     stores = [
@@ -511,7 +551,8 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         ours = database.is_filled(file) and database.is_ours(file) is not False
         if ours and (left := _begin_anew(file, schema)):
             found.unread += left
-            found.counts |= {"entries": 0, "answers": 0}
+            found.counts["entries"] = 0
+            found.counts["answers"] = 0
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
         files |= listed()  # what came meanwhile
@@ -544,6 +585,11 @@ def _begin_anew(file: Path, schema: Schema) -> list[str]:
 
 def _images(cache_dir: Path) -> list[tuple[Path, os.stat_result]]:
     return described(matching(cache_dir, _IMAGES))
+
+
+def _images_of(cache_dir: Path, removed: Removed) -> list[Path]:
+    gone = set(removed.media)
+    return [image for image, _ in _images(cache_dir) if image.name in gone]
 
 
 def _drop_strays(cache_dir: Path) -> int:

@@ -18,7 +18,6 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ from semkv import __version__
 from semkv.cache import SemanticCache
 from semkv.command_line import Environment, parse
 from semkv.errors import SemkvError
-from semkv.stores.responses import Selector, SteadyClock, open_store
-from semkv.stores.tables import CATALOG
-from semkv.tiers.sharing import open_entry_log
+from semkv.stores.catalog import CATALOG
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
+from semkv_gateway.entry_log import open_entry_log
 from semkv_gateway.gateway import Gateway
 from semkv_gateway.http import (
     Answer,
@@ -53,6 +51,8 @@ from semkv_gateway.http import (
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
+from semkv_gateway.responses.opening import open_store
+from semkv_gateway.responses.store import Selector, SteadyClock
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
@@ -149,23 +149,23 @@ class App:
             await asyncio.to_thread(self._tracing.close)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seen, tracing = begin(scope), self._tracing
+        seen = begin(scope)
+        tracing = self._tracing
         span = None if tracing is None else tracing.start(scope, seen)
         try:
-            with suppress(
-                http.Vanished, http.UpstreamError
-            ):  # an answer that breaks off takes the connection with it
-                await self._deliver(scope, receive, send, seen)
+            await self._deliver(scope, receive, send, seen)
+        except http.UpstreamError:
+            pass  # an answer that breaks off takes the connection with it
+        except http.Vanished as vanished:
+            seen.outcome = vanished.outcome or seen.outcome
         except asyncio.CancelledError:
             if not self.gateway.stopping.is_set():
                 raise  # else the server has given up on it, which its log says
         finally:
-            if (
-                seen.cache and seen.status == 200
-            ):  # names of no model, and keys that are refused, would fill the tables
-                self.gateway.metrics.live.ended(
-                    seen.model, seen.tenant, seen.cache.split(None, 1)[0]
-                )
+            outcome = seen.outcome
+            # Names of no model, and keys that are refused, would fill the tables.
+            if outcome.kind and seen.status == 200:
+                self.gateway.metrics.live.ended(outcome.model, outcome.tenant, outcome.kind)
             if self.gateway.settings.access_log:
                 seen.log()
             if tracing is not None:

@@ -17,12 +17,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import CacheStats, SemanticCache
 from semkv.niceness import set_niceness
-from semkv.stores.responses import Selector
 from semkv.tiers.matching import PendingEntry
 from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Found, ResponseCache
+from semkv_gateway.responses.store import Selector
 from semkv_gateway.sse import text_of
 from semkv_gateway.tenancy import TagRule
 
@@ -73,6 +73,12 @@ class Lookup:
         """Of the donor; None without one."""
         match = self.report.plan.match if self.report is not None else None
         return match.score if match is not None and self.tier != EXACT else None
+
+    @property
+    def donor(self) -> str:
+        """Id of the donor; empty without one."""
+        match = self.report.plan.match if self.report is not None else None
+        return match.entry_id if match is not None and self.tier != EXACT else ""
 
 
 @dataclass(slots=True, eq=False)

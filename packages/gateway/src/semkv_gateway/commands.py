@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +34,8 @@ serve = command_line(
 ```""",
 )
 warm = command_line()
+_KEPT = "kept"
+_THERE = "there"  # the request had an answer already
 _AT_ONCE = 8  # requests that `warm` has under way
 
 
@@ -101,9 +102,9 @@ def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = 
     key = os.environ.get("OPENAI_API_KEY", "")
     todo = list(_requests_of(prompts, model))
     with _extra():
-        warmed = asyncio.run(_send_all(todo, url.rstrip("/"), key))
-    unkept, failures = warmed.unkept, warmed.failures
-    kept = f"{warmed.kept} kept, {warmed.there} there already"
+        outcomes, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
+    kept = f"{outcomes.pop(_KEPT, 0)} kept, {outcomes.pop(_THERE, 0)} there already"
+    unkept = outcomes
     print(f"{kept}, {unkept.total()} not kept, {len(failures)} failed")
     for reason, count in unkept.most_common():
         print(f"not kept: {count} ({reason})", file=sys.stderr)
@@ -112,26 +113,14 @@ def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = 
         sys.exit(1)
 
 
-@dataclass
-class _Warmed:
-    """What became of the requests of a file."""
-
-    kept: int = 0
-    there: int = 0  # they had an answer already
-    unkept: Counter[str] = field(
-        default_factory=Counter
-    )  # answers by the reason, as ``X-Semkv`` words it
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, said: str) -> None:
-        """Note what the gateway said of an answer."""
-        outcome, _, reason = said.partition(" reason=")
-        if outcome.startswith("hit"):
-            self.there += 1
-        elif reason or not outcome.startswith(("miss", "joined")):
-            self.unkept[reason or "no semkv gateway"] += 1
-        else:
-            self.kept += 1
+def _outcome(said: str) -> str:
+    """`_KEPT`, `_THERE`, or why an answer was not kept, read from its header ``X-Semkv``."""
+    kind, _, reason = said.partition(" reason=")
+    if kind.startswith("hit"):
+        return _THERE
+    if reason:
+        return reason
+    return _KEPT if kind.startswith(("miss", "joined")) else "no semkv gateway"
 
 
 def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,21 +148,24 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
-async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> _Warmed:
-    """Send requests, a few at a time."""
+async def _send_all(
+    todo: list[tuple[str, dict[str, Any]]], url: str, key: str
+) -> tuple[Counter[str], list[str]]:
+    """Send requests, a few at a time. Returns how often each outcome came, and a line for each failure."""
     import aiohttp
     from rich.console import Console
     from rich.progress import track
 
-    warmed = _Warmed()
+    outcomes = Counter[str]()
+    failures: list[str] = []
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     pool = aiohttp.TCPConnector(limit=_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
 
         async def send(path: str, body: dict[str, Any]) -> str:
-            """What the gateway says of the answer. It says it before it knows why an answer cannot be kept, such as
-            one that was cut off, so that is asked for."""
+            """The header ``X-Semkv`` of the answer. The gateway sends it before it knows whether the answer can be
+            kept (it may be cut off), so a second request asks for the stored answer."""
             async with session.post(url + path, json=body) as response:
                 text = await response.text()
                 if response.status != 200:
@@ -191,9 +183,9 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) 
             asyncio.as_completed(sending), "warming", len(todo), console=Console(stderr=True)
         ):
             try:
-                warmed.add(await done)
+                outcomes[_outcome(await done)] += 1
             except ValueError as error:
-                warmed.failures.append(str(error))
+                failures.append(str(error))
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                warmed.failures.append(f"{type(error).__name__}: {error}")
-    return warmed
+                failures.append(f"{type(error).__name__}: {error}")
+    return outcomes, failures

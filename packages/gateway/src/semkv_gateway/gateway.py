@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from semkv.stores.responses import Selector
 from semkv.tiers.matching import PendingEntry
 from semkv.types import ReuseReport
 from semkv_gateway import http
@@ -26,10 +25,12 @@ from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.headers import Separation
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
-from semkv_gateway.logs import ONLY, current
+from semkv_gateway.logs import ONLY
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
+from semkv_gateway.outcome import Outcome
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
+from semkv_gateway.responses.store import Selector
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.rules import TAG_DIGITS, Rules
 from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
@@ -47,7 +48,6 @@ _SMALL = 4096
 _KNOWN = 1024
 _CHECKS = 4  # unchanged requests run for checking at once
 _ENDING_S = 5.0  # how long background work may go on at the end
-_SAYS = b"x-semkv"  # the header that says where an answer came from
 _RECORD_DELAY_S = (
     0.005  # a record shares the interpreter with the answer that goes out and the next request
 )
@@ -196,9 +196,6 @@ class Gateway:
         except Unkeyable as error:
             self.advice.count(str(error))
             return await self.forward(call, receive, str(error))
-        seen = current()
-        seen.tenant = client.tenant[:TAG_DIGITS]
-        seen.model = asked.model
         if self.rules.skips(asked):
             return await self.forward(call, receive, "rule")
         request = GatewayRequest(
@@ -210,12 +207,21 @@ class Gateway:
             start=start,
         )
         self.advice.count("" if request.blocked == "no-cache" else request.blocked)
-        answer = await self._answer_or_vanish(request, receive)
-        if not settled.steadied:
-            return answer
-        if not may_refuse(answer):
-            return _marked(answer, "temperature=0")
-        return await self._without_temperature(request, asked, answer, receive)
+        outcome = Outcome("")
+        try:
+            answer = await self._answer_or_vanish(request, receive)
+            steadied = settled.steadied and not may_refuse(answer)
+            if settled.steadied and not steadied:
+                answer = await self._without_temperature(request, asked, answer, receive)
+            outcome = answer.outcome or outcome
+            outcome.steadied = steadied
+        except http.Vanished as vanished:
+            vanished.outcome = outcome
+            raise
+        finally:
+            outcome.tenant = client.tenant[:TAG_DIGITS]
+            outcome.model = asked.model
+        return answer
 
     async def _answer_or_vanish(self, request: GatewayRequest, receive: Receive) -> Answer:
         """The answer to a request. Raises `Vanished` where the client hung up first."""
@@ -263,7 +269,7 @@ class Gateway:
             return await self._serve(request, found)
         except UpstreamError as error:
             request.leave()
-            return self._unreachable(error, MISS, request.start, self._cache_header(MISS))
+            return self._unreachable(error, MISS, Outcome(MISS), request.start)
         except BaseException:
             request.leave()
             raise
@@ -435,11 +441,16 @@ class Gateway:
         asked = None if lookup.tier == EXACT else request.canonical.request
         self.recent_hits.add(lookup, found, asked, request.client.tenant[:TAG_DIGITS], seconds)
         self._check_soon(request, lookup.report, payload)
-        scored = "" if lookup.score is None else f" score={lookup.score:.3f}"
-        flags = (" stale" if found.stale else "") + (" joined" if joined else "")
-        text = f"hit tier={lookup.tier}{scored} age={found.age_s:.0f}{flags}"
-        answer.headers.extend(self._cache_header(text, lookup))
-        current().payload = lambda: payload
+        answer.outcome = Outcome(
+            "hit",
+            tier=lookup.tier,
+            score=lookup.score,
+            donor=lookup.donor,
+            age_s=found.age_s,
+            stale=found.stale,
+            joined=joined,
+            payload=lambda: payload,
+        )
         return answer
 
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
@@ -478,11 +489,14 @@ class Gateway:
         elif why := request.why:
             self.metrics.unkept(why)
         self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
-        reuse = "" if lookup.score is None else f" reuse={lookup.tier} score={lookup.score:.3f}"
-        answer.headers.extend(
-            self._cache_header(f"{tier}{reuse}{why and f' reason={why}'}", lookup)
+        answer.outcome = Outcome(
+            tier,
+            reason=why,
+            tier="" if lookup.score is None else lookup.tier,
+            score=lookup.score,
+            donor=lookup.donor,
+            payload=lambda: flight.payload,
         )
-        current().payload = lambda: flight.payload
         if answer.stream is None:
             request.leave()
         return answer
@@ -534,56 +548,67 @@ class Gateway:
             )
         return answer
 
-    def _cache_header(self, text: str, lookup: Lookup | None = None) -> Headers:
-        """The header that says where an answer came from; logs and spans say it too."""
-        seen = current()
-        seen.cache = text
-        if (
-            lookup is not None
-            and lookup.report is not None
-            and lookup.report.plan.match is not None
-        ):
-            seen.donor = lookup.report.plan.match.entry_id
-        return [(_SAYS, text.encode("latin-1", "replace"))]
-
     def _unreachable(
-        self, error: UpstreamError, tier: str, start: float, header: Headers
+        self, error: UpstreamError, tier: str, outcome: Outcome, start: float
     ) -> Answer:
         """There is no answer to a request that came at ``start``, by `time.perf_counter`."""
         self.metrics.request(tier, error.status, time.perf_counter() - start)
-        return http.error_answer(error.status, str(error), "upstream_error", header)
+        answer = http.error_answer(error.status, str(error), "upstream_error")
+        answer.outcome = outcome
+        return answer
 
-    def _none_stored(self, tier: str) -> Answer:
+    def _none_stored(self, kind: str) -> Answer:
         """For a client that wants a stored answer or none. No request has failed, so none is counted."""
         self.metrics.unkept(ONLY)
         said = f"no stored answer will do, and the client wants no other ({ONLY})"
-        return http.error_answer(504, said, headers=self._cache_header(f"{tier} reason={ONLY}"))
+        answer = http.error_answer(504, said)
+        answer.outcome = Outcome(kind, reason=ONLY)
+        return answer
 
     # -- passing on ---------------------------------------------------------------------------------------------
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        start = time.perf_counter()
         client = self._tenants.client(call.scope)
-        current().tenant = client.tenant[:TAG_DIGITS]
+        outcome = Outcome("pass", reason=reason)
+        try:
+            answer = await self._forward(call, receive, client, outcome)
+            outcome = answer.outcome or outcome
+            return answer
+        except http.Vanished as vanished:
+            vanished.outcome = outcome
+            raise
+        finally:
+            outcome.tenant = client.tenant[:TAG_DIGITS]
+
+    async def _forward(
+        self, call: Call, receive: Receive, client: Client, outcome: Outcome
+    ) -> Answer:
+        start = time.perf_counter()
         if controls_of(call.scope).only:
             return self._none_stored("pass")
-        header = self._cache_header(f"pass reason={reason.replace(' ', '_')}")
-        self.metrics.unkept(reason)
+        self.metrics.unkept(outcome.reason)
         try:
             sending = self._unless_stopping(self._send_on(call, client.tenant))
             reply = await http.unless_gone(sending, receive)
         except NoPlace as error:
             self.metrics.request(PASSED, 400, time.perf_counter() - start)
-            return http.error_answer(400, str(error), headers=header)
+            refused = http.error_answer(400, str(error))
+            refused.outcome = outcome
+            return refused
         except UpstreamError as error:
-            return self._unreachable(error, PASSED, start, header)
+            return self._unreachable(error, PASSED, outcome, start)
         if call.scope["method"] != "OPTIONS":  # which anybody may ask
             self._answered(client, reply.status)
         self.metrics.request(PASSED, reply.status, time.perf_counter() - start)
-        headers = [*reply.headers, *header]
-        pieces = self._pieces(reply, call.scope["path"])
-        return Answer(reply.status, headers, stream=pieces, close=reply.aclose, ours=False)
+        return Answer(
+            reply.status,
+            list(reply.headers),
+            stream=self._pieces(reply, call.scope["path"]),
+            close=reply.aclose,
+            ours=False,
+            outcome=outcome,
+        )
 
     async def _pieces(self, reply: Reply, path: str) -> AsyncIterator[bytes]:
         """The body of an answer that is passed on. A stream of events that breaks off ends with an error event."""
@@ -768,19 +793,6 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
         await self.cache.aclose()
-
-
-def _marked(answer: Answer, word: str) -> Answer:
-    """The answer with another word in its ``X-Semkv``, before the reason."""
-    seen = current()
-    why = " reason="
-    if why in seen.cache:
-        seen.cache = seen.cache.replace(why, f" {word}{why}", 1)
-    else:
-        seen.cache = f"{seen.cache} {word}"
-    kept = [pair for pair in answer.headers if pair[0] != _SAYS]
-    answer.headers = [*kept, (_SAYS, seen.cache.encode("latin-1", "replace"))]
-    return answer
 
 
 def _stopped() -> UpstreamError:

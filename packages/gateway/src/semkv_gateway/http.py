@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import aiohttp
 from yarl import URL
 
+from semkv_gateway.outcome import Outcome
+
 Headers = list[tuple[bytes, bytes]]
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -54,7 +56,9 @@ _QUEUED = 16  # pieces between the wrapped application and its reader
 
 
 class Vanished(Exception):  # noqa: N818
-    """The client hung up."""
+    """The client hung up. ``outcome`` is what was known of its request."""
+
+    outcome: Outcome | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +74,7 @@ class Answer:
     stream: AsyncIterator[bytes] | None = None
     close: Callable[[], Awaitable[None]] | None = None
     ours: bool = True
+    outcome: Outcome | None = None  # of the request; None where it was not read
 
 
 class Refused(Exception):  # noqa: N818

@@ -26,6 +26,7 @@ from typing import Any
 
 from semkv.errors import SemkvError
 from semkv_gateway.http import Answer, Scope, header
+from semkv_gateway.outcome import Outcome
 from semkv_gateway.sse import usage_of
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 ONLY = "only-if-cached"  # the reason of a 504 that the client asked for
 
 _REQUEST_ID = b"x-request-id"
+_SAYS = b"x-semkv"  # the header that says where an answer came from
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
 _LARGE = 64 * 1024  # bytes of an answer that is not read for its usage
@@ -52,18 +54,17 @@ class Seen:
     request_id: str
     method: str
     route: str  # without the query
-    tenant: str = ""  # the beginning of its tenant's digest
-    model: str = ""  # as the client named it; empty where the body was not read
-    cache: str = ""  # what `X-Semkv` says: hit, miss, joined or pass, with the reason
+    outcome: Outcome = field(default_factory=lambda: Outcome(""))
     status: int = 0  # of the answer; 0 where the client hung up first
     upstream_id: str = ""  # the upstream's own id for the answer, where it gave another
-    donor: str = ""  # entry that stood in for the request
-    payload: Callable[[], bytes | None] = lambda: None  # reads the whole answer, once there is one
     start: float = field(default_factory=time.perf_counter)
 
     def sign(self, answer: Answer) -> None:
-        """Note an answer, and give its client the id. What the upstream has signed itself stays so."""
+        """Note an answer, and give its client the outcome and the id. An id that the upstream gave stays."""
         self.status = answer.status
+        if answer.outcome is not None:
+            self.outcome = answer.outcome
+            answer.headers.append((_SAYS, self.outcome.text.encode("latin-1", "replace")))
         own = b"" if answer.ours else next((v for k, v in answer.headers if k == _REQUEST_ID), b"")
         if own:
             self.upstream_id = own.decode("latin-1")
@@ -76,9 +77,9 @@ class Seen:
         fields = {
             "method": self.method,
             "route": self.route[:_SHOWN],
-            "model": self.model[:_SHOWN],
-            "tenant": self.tenant,
-            "cache": self.cache,
+            "model": self.outcome.model[:_SHOWN],
+            "tenant": self.outcome.tenant,
+            "cache": self.outcome.text,
             "upstream_request_id": upstream_id[:_SHOWN],
             "status": self.status or 499,  # as proxies say that the client hung up
             "ms": round((time.perf_counter() - self.start) * 1e3, 1),
@@ -90,35 +91,29 @@ class Seen:
 
     def attributes(self) -> dict[str, Any]:
         """What a span says; only what is known."""
-        outcome, *words = self.cache.split() or [""]
-        said = dict(word.split("=", 1) for word in words if "=" in word)
-        payload = self.payload()
+        outcome = self.outcome
+        payload = outcome.payload()
         usage = {} if payload is None or len(payload) > _LARGE else usage_of(payload)
         known = {
             "http.request.method": self.method,
             "url.path": self.route,
             "http.response.status_code": self.status or None,
             "gen_ai.operation.name": _OPERATIONS.get(self.route),
-            "gen_ai.request.model": self.model,
+            "gen_ai.request.model": outcome.model,
             **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
-            "semkv.cache": outcome,
-            "semkv.reason": said.get("reason"),
-            "semkv.tier": said.get("tier") or said.get("reuse"),
-            "semkv.score": float(said["score"]) if "score" in said else None,
-            "semkv.donor.id": self.donor if "score" in said else None,
-            "semkv.tokens_saved": usage.get("output_tokens") if outcome == "hit" else None,
+            "semkv.cache": outcome.kind,
+            "semkv.reason": outcome.reason.replace(" ", "_"),
+            "semkv.tier": outcome.tier,
+            "semkv.score": None if outcome.score is None else round(outcome.score, 3),
+            "semkv.donor.id": outcome.donor,
+            "semkv.tokens_saved": usage.get("output_tokens") if outcome.kind == "hit" else None,
             "semkv.request.id": self.request_id,
-            "semkv.tenant": self.tenant,
+            "semkv.tenant": outcome.tenant,
         }
         return {name: value for name, value in known.items() if value not in ("", None)}
 
 
-_current: ContextVar[Seen | None] = ContextVar("semkv_request", default=None)
-
-
-def current() -> Seen:
-    """The request that this task works for; one that is not shown where it works for none."""
-    return _current.get() or Seen("", "", "")
+_request_id = ContextVar("semkv_request_id", default="")  # of this task, for lines of any module
 
 
 def begin(scope: Scope) -> Seen:
@@ -128,9 +123,8 @@ def begin(scope: Scope) -> Seen:
     if named != given:
         kept = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
         scope["headers"] = [*kept, (_REQUEST_ID, named.encode())]
-    seen = Seen(named, scope["method"], scope["path"])
-    _current.set(seen)
-    return seen
+    _request_id.set(named)
+    return Seen(named, scope["method"], scope["path"])
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------
@@ -140,13 +134,13 @@ class JsonLines(logging.Formatter):
     """One JSON object a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        seen = _current.get()
+        request_id = _request_id.get()
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **({} if seen is None else {"request_id": seen.request_id}),
+            **({"request_id": request_id} if request_id else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -219,9 +213,9 @@ class Tracing:
             if span.is_recording():
                 operation = _OPERATIONS.get(seen.route)
                 if operation is not None:
-                    span.update_name(f"{operation} {seen.model}".rstrip())
+                    span.update_name(f"{operation} {seen.outcome.model}".rstrip())
                 span.set_attributes(seen.attributes())
-                if seen.status >= 500 and not seen.cache.endswith(ONLY):
+                if seen.status >= 500 and seen.outcome.reason != ONLY:
                     span.set_status(self._trace.StatusCode.ERROR)
             span.end()
         except Exception:

@@ -22,9 +22,9 @@ from prometheus_client.samples import Sample
 
 from semkv.latest import Latest
 from semkv.periodic import Every
-from semkv.stores.responses import StoredResponse
 from semkv.types import MediaSegment, Request, Segment
 from semkv_gateway.response_cache import Found
+from semkv_gateway.responses.store import StoredResponse
 from semkv_gateway.sse import text_of, usage_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from semkv.counting import Tally
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
-from semkv.stores.responses import MemoryStore, ResponseStore, Selector, StoredResponse
+from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, StoredResponse
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store

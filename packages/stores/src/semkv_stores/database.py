@@ -69,6 +69,8 @@ class Schema:
         file: the name that such files have. Where a damaged head no longer says whose a file is, the name does.
         probes: queries that are made when the file is opened: a damaged page or table shows.
         added: statements that are made then where it can be written.
+        first: one of the tables. A file of the same version that lacks it, since another part of semkv began the file,
+            gets the tables when it is opened. Empty: no other part writes such files.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
         discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
             deleted then, and one of an earlier version. None: the first is put aside, the second refused.
@@ -79,6 +81,7 @@ class Schema:
     file: str
     probes: tuple[str, ...]
     added: tuple[str, ...] = ()
+    first: str = ""
     prepare: Callable[[Path], object] | None = None
     discard: Callable[[Path], object] | None = None
 
@@ -351,9 +354,14 @@ class Database:
                 "PRAGMA secure_delete=ON"
             )  # what goes is overwritten with zeros; not every build does it
             db.execute("PRAGMA synchronous=NORMAL")
-            if self._is_new(db):
-                if not self._replace:
-                    raise StoreError(f"{self.path} is empty")
+            is_new = self._is_new(db)
+            if is_new and not self._replace:
+                raise StoreError(f"{self.path} is empty")
+            if is_new or self._lacks_tables(db):
+                if not writable:
+                    missing = StoreError(f"{self.path} has no {self._schema.first}")
+                    missing.reason = "missing"
+                    raise missing
                 self._begin(db)
             if writable:
                 db.execute(
@@ -391,6 +399,11 @@ class Database:
             f"{self.path} was written by format version {version}, this semkv reads version {self._schema.version}: "
             "update semkv, empty the cache with 'semkv purge', or choose another file or cache directory"
         )
+
+    def _lacks_tables(self, db: sqlite3.Connection) -> bool:
+        first = self._schema.first
+        named = "SELECT 1 FROM sqlite_master WHERE type='table' AND name=?"
+        return bool(first) and db.execute(named, (first,)).fetchone() is None
 
     def _make_private(self) -> None:
         for path in (self.path, *(_beside(self.path, suffix) for suffix in _BESIDE)):

@@ -38,7 +38,8 @@ class StoreError(SemkvError):
     """A store cannot be opened, or does not do what it is asked for.
 
     Attributes:
-        reason: why, in a word for counters: ``full``, ``read-only``, ``busy``, ``disk``, ``away``; else ``failed``.
+        reason: why, in a word for counters: ``full``, ``read-only``, ``busy``, ``disk``, ``away``, ``missing``; else
+            ``failed``.
     """
 
     reason = "failed"

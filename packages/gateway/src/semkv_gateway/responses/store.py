@@ -1,4 +1,4 @@
-"""What a store of responses is: whole responses under exact keys, in memory, in SQLite, in Redis, or the user's own.
+"""What a store of responses is: whole responses under exact keys. One is here, in memory.
 
 The stored form of a response is a JSON head, with the checksums of both, and the payload as it came.
 """
@@ -13,13 +13,11 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import xxhash
 
-from semkv import plug
-from semkv.errors import ConfigError, CorruptValue, SemkvError, StoreError
+from semkv.errors import CorruptValue
 
 FORMAT = 1
 # credentials, and for how long
@@ -331,85 +329,3 @@ class MemoryStore(ResponseStore):
         with self._lock:
             self._entries.clear()
             self._bytes = 0
-
-
-# -- the one that a setting names -------------------------------------------------------------------------------------
-
-
-def is_redis(where: str) -> bool:
-    """Whether a setting names a Redis."""
-    return where.startswith(("redis://", "rediss://", "unix://"))
-
-
-def open_store(
-    where: str,
-    default: Path,
-    *,
-    max_bytes: int = 4 << 30,
-    max_tenant_bytes: int = 0,
-    timeout_s: float = 0.25,
-    clock: Callable[[], float] = time.time,
-) -> ResponseStore | None:
-    """The store that a setting names.
-
-    Args:
-        where: a file (SQLite), ``memory`` (None is returned: `ResponseCache` is memory enough), a URL of Redis, or the
-            dotted path of the user's own; empty for the file ``default``.
-        max_bytes: bound on what it holds.
-        max_tenant_bytes: bound on what each tenant has in a file; 0 for none.
-        timeout_s: longest wait for a shared store.
-        clock: seconds since the epoch.
-
-    Raises:
-        ConfigError: it is none of these, or the client library is missing.
-        StoreError: the file cannot be opened. A Redis that is down is no error: it is tried again later.
-    """
-    if max_tenant_bytes and (where == "memory" or "://" in where or plug.is_path(where)):
-        raise ConfigError(
-            "--tenant-mib",
-            max_tenant_bytes >> 20,
-            "0 with this --store: only a file has a bound by tenant",
-        )
-    if where == "memory":
-        return None
-    if is_redis(where):
-        from semkv.stores.responses.redis import RedisStore
-
-        return RedisStore(where, max_bytes=max_bytes, timeout_s=timeout_s, clock=clock)
-    if plug.is_path(where):
-        own = plug.require(
-            "--store", plug.load("--store", where, default, max_bytes), ResponseStore, where
-        )
-        return cast("ResponseStore", _Guarded(own))
-    if "://" in where:
-        allowed = f"a file, memory, a redis:// URL, or {plug.FORM}"
-        raise ConfigError("--store", where.partition("://")[0] + "://", allowed)
-    from semkv.stores.responses.sqlite import SqliteStore
-
-    file = Path(where) if where else default
-    return SqliteStore(file, max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes, clock=clock)
-
-
-class _Guarded:
-    """A user's store: whatever it raises is a `StoreError`, and so is an answer that lies under another key."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
-
-        def call(*arguments: Any, **more: Any) -> Any:
-            try:
-                found = method(*arguments, **more)
-                if name == "get" and found is not None and found.key != arguments[0]:
-                    raise StoreError(
-                        f"--store: get returned an answer of another key, {found.key!r}"
-                    )
-            except SemkvError:
-                raise
-            except Exception as error:
-                raise StoreError(f"--store: {name}: {error!r}") from error
-            return found
-
-        return call

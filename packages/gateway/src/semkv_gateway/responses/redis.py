@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 from semkv.errors import ConfigError, CorruptValue, StoreError
-from semkv.stores.responses import (
+from semkv_gateway.responses.store import (
     FORMAT,
     LOG,
     REFUSALS,

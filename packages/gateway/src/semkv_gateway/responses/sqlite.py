@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import cast
 
 from semkv.errors import CorruptValue
-from semkv.stores.responses import (
+from semkv.stores.catalog import CATALOG, FORMAT
+from semkv_gateway.responses.store import (
     CHECKSUM,
     LOG,
     REFUSALS,
@@ -24,8 +25,32 @@ from semkv.stores.responses import (
     encode,
     read_selectors,
 )
-from semkv.stores.tables import CACHE
-from semkv_stores.database import Database
+from semkv_stores.database import Database, Schema
+
+_TABLES = """
+CREATE TABLE responses (
+  key TEXT PRIMARY KEY, head BLOB NOT NULL, payload BLOB NOT NULL, created REAL NOT NULL, stale_until REAL,
+  used REAL NOT NULL, nbytes INTEGER NOT NULL);
+CREATE INDEX responses_used ON responses (used);
+CREATE INDEX responses_stale ON responses (stale_until) WHERE stale_until IS NOT NULL;
+CREATE TABLE totals (entries INTEGER NOT NULL, nbytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+CREATE TRIGGER responses_in AFTER INSERT ON responses BEGIN
+  UPDATE totals SET entries=entries+1, nbytes=nbytes+NEW.nbytes; END;
+CREATE TRIGGER responses_out AFTER DELETE ON responses BEGIN
+  UPDATE totals SET entries=entries-1, nbytes=nbytes-OLD.nbytes; END;
+CREATE TABLE invalidations (number INTEGER PRIMARY KEY AUTOINCREMENT, selector TEXT NOT NULL);
+INSERT INTO invalidations VALUES (:now, '{"key": ""}');
+"""
+SCHEMA = Schema(
+    tables=_TABLES,
+    version=FORMAT,
+    file=CATALOG,
+    probes=("SELECT created FROM responses NOT INDEXED LIMIT 1",),
+    added=("CREATE TABLE IF NOT EXISTS refusals (name TEXT NOT NULL UNIQUE, at REAL NOT NULL)",),
+    first="responses",
+)
+"""The tables of responses, beside those of the catalog or in a file of their own."""
 
 _TENANTS_KNOWN = 65_536  # whose bytes are remembered
 _HEAD = f"CAST(substr(head, {CHECKSUM + 1}) AS TEXT)"
@@ -83,7 +108,7 @@ class SqliteStore(ResponseStore):
         ] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self.database = Database(
-            path, schema=CACHE, timeout_s=timeout_s, raises_store_error=True, replace=replace
+            path, schema=SCHEMA, timeout_s=timeout_s, raises_store_error=True, replace=replace
         )
 
     def get(self, key: str) -> StoredResponse | None:

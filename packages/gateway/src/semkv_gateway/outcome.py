@@ -1,0 +1,59 @@
+"""What came of a request. The header ``X-Semkv``, the access log, spans and the dashboard are written from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one request.
+
+    Attributes:
+        kind: ``hit``, ``miss``, ``joined`` or ``pass``; empty where the client hung up before that was known.
+        reason: why it was no hit.
+        tier: the tier that found an entry.
+        score: how similar that entry is; None where it is the same.
+        donor: id of that entry.
+        age_s: age of a stored answer.
+        stale: whether that answer's time to live is over.
+        joined: whether the client waited for an answer to another request, which is stored now.
+        steadied: whether the request was given the temperature 0.
+        tenant: the beginning of the digest of its tenant.
+        model: as the client named it; empty where the body was not read.
+        payload: reads the whole answer; None until there is one.
+    """
+
+    kind: str
+    reason: str = ""
+    tier: str = ""
+    score: float | None = None
+    donor: str = ""
+    age_s: float | None = None
+    stale: bool = False
+    joined: bool = False
+    steadied: bool = False
+    tenant: str = ""
+    model: str = ""
+    payload: Callable[[], bytes | None] = lambda: None
+
+    @property
+    def text(self) -> str:
+        """The header's value."""
+        words = [self.kind]
+        if self.tier:
+            words.append(f"{'tier' if self.kind == 'hit' else 'reuse'}={self.tier}")
+        if self.score is not None:
+            words.append(f"score={self.score:.3f}")
+        if self.age_s is not None:
+            words.append(f"age={self.age_s:.0f}")
+        if self.stale:
+            words.append("stale")
+        if self.joined:
+            words.append("joined")
+        if self.steadied:
+            words.append("temperature=0")
+        if self.reason:
+            words.append(f"reason={self.reason.replace(' ', '_')}")
+        return " ".join(words)
