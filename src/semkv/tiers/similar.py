@@ -95,7 +95,15 @@ class SimilarTier:
 
         def layer(name: str, key: str, dim: int, threshold: float, partition: str) -> Layer:
             made = VectorIndex(dim) if index is None else plug.require("index", index(dim), Index)
-            return Layer(name, key, dim, threshold, partition, made, tally)
+            return Layer(
+                name,
+                key,
+                dim,
+                threshold=threshold,
+                partition=partition,
+                index=made,
+                tally=tally,
+            )
 
         self.layers: dict[str, Layer] = {}
         # The prompt layer is searched first; the others are asked whether they agree.

@@ -80,7 +80,8 @@ class RedisEntryLog(EntryLog):
 
     def read(self, cursor: str) -> LogBatch:
         """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once."""
-        name, _, place = cursor.rpartition(" ")
+        name = cursor.rpartition(" ")[0]
+        place = cursor.rpartition(" ")[2]
         with asking():
             begun = self._name()
             emptied = bool(name) and name != begun

@@ -414,15 +414,7 @@ class Gateway:
             return None
         payload = found.response.payload
         verbatim = found.response.key != lookup.canonical.key
-        if verbatim:
-            events = payload if request.canonical.include_usage else without_usage(payload)
-            answer: Answer | None = Answer(200, [http.EVENTS], events)
-        else:
-            answer = (
-                self._as_stream(request, payload)
-                if request.canonical.stream
-                else Answer(200, [http.JSON], payload)
-            )
+        answer = self._in_form(request, payload, verbatim=verbatim)
         if answer is None:
             return None
         if found.stale and request.shared:
@@ -445,6 +437,16 @@ class Gateway:
             payload=lambda: payload,
         )
         return answer
+
+    def _in_form(self, request: GatewayRequest, payload: bytes, *, verbatim: bool) -> Answer | None:
+        """A stored answer in the form the client asked for; None where a stream would lose something. ``verbatim``:
+        the events of a stream are stored, for clients that ask for a stream."""
+        if verbatim:
+            events = payload if request.canonical.include_usage else without_usage(payload)
+            return Answer(200, [http.EVENTS], events)
+        if request.canonical.stream:
+            return self._as_stream(request, payload)
+        return Answer(200, [http.JSON], payload)
 
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
         """A kept answer as a stream; None where a stream would lose something."""

@@ -286,17 +286,14 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
 
 
 def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:
+    route = ROUTES[deployment.endpoint]
     stream = body.get("stream")
     options = body.get("stream_options")
     model = body.get("model")
-    if stream is not None and not isinstance(stream, bool):
-        raise Unkeyable("stream is no boolean")
-    route = ROUTES[deployment.endpoint]
+    _check_types(body)
     asked = options if isinstance(options, dict) else {"unknown": options is not None}
     if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
-    if model is not None and not isinstance(model, str):
-        raise Unkeyable("model is no string")
     kept_out = _NOT_IN_KEY - route.repeated
     keyed = {name: value for name, value in _said(body).items() if name not in kept_out}
     keyed.update(content.beside)
@@ -310,13 +307,25 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         prompt=content.prompt,
         stream=bool(stream),
         include_usage=not route.converts or bool(asked.get("include_usage")),
-        sampled=bool(route.fixed_by)
-        and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
+        sampled=_is_sampled(body, route),
         steadied=False,
         _body=body,
         _content=content,
         _deployment=deployment,
     )
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("stream"), bool | None):
+        raise Unkeyable("stream is no boolean")
+    if not isinstance(body.get("model"), str | None):
+        raise Unkeyable("model is no string")
+
+
+def _is_sampled(body: Mapping[str, Any], route: Route) -> bool:
+    """Whether the answer is drawn at random: no field of those that fix it has a value that does."""
+    fixed_by = route.fixed_by
+    return bool(fixed_by) and not any(_fixes(name, body.get(name)) for name in fixed_by)
 
 
 def _fixes(name: str, value: object) -> bool:

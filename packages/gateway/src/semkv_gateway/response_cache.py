@@ -94,22 +94,23 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
         ConfigError: the text has another form.
     """
     form = re.fullmatch(
-        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)",
+        r"(?P<name>prompt|model|tag):(?P<pattern>.+?)=(?P<ttl>\w+(?:\.\d+)?)"
+        r"(?P<options>(?:,(?:stale=[\w.]+|jitter=[\d.]+))*)",
         text,
         re.DOTALL,
     )
     if form is None:
         raise ConfigError(key, text, _FORM)
-    name, pattern, ttl, options = form.groups()
     try:
-        lifetime = Lifetime(_seconds(ttl))
-        for option in options.split(",")[1:]:
-            word, _, value = option.partition("=")
+        lifetime = Lifetime(_seconds(form["ttl"]))
+        for option in form["options"].split(",")[1:]:
+            word = option.partition("=")[0]
+            value = option.partition("=")[2]
             if word == "stale":
                 lifetime = replace(lifetime, stale_s=_seconds(value))
             else:
                 lifetime = replace(lifetime, jitter=float(value))
-        return LifetimeRule(name, pattern, lifetime)
+        return LifetimeRule(form["name"], form["pattern"], lifetime)
     except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
@@ -345,7 +346,8 @@ class ResponseCache:
 
     def _write(self, response: StoredResponse, since: str) -> str:
         """To memory, then to the store. Returns why not, or an empty string."""
-        own, _, shared = since.partition(" ")
+        own = since.partition(" ")[0]
+        shared = since.partition(" ")[2]
         in_memory = self._memory.put(response, own or self._memory.cursor)
         if self._store is None:
             return "" if in_memory else "invalidated or too large"

@@ -284,10 +284,7 @@ class BlockStore:
         Raises:
             ValueError: the rows differ in length, are no bytes, or are not as many as the keys.
         """
-        if len({len(row) for row in rows}) > 1 or any(
-            row.ndim != 1 or row.dtype.itemsize != 1 for row in rows
-        ):
-            raise ValueError("rows of different lengths, or not of bytes")
+        _check_rows(rows)
         given = dict(zip(keys, rows, strict=True))
         if not given or self._read_only or time.monotonic() < self._write_after:
             return None
@@ -307,7 +304,15 @@ class BlockStore:
             about | {"owner": owner, "writer": self.writer}, list(new), list(new.values())
         )
         nbytes = len(head) + len(new) * len(rows[0])
-        entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
+        entry = NewFile(
+            file,
+            nbytes,
+            time.time(),
+            namespace=namespace,
+            keys=tuple(new),
+            owner=owner,
+            writer=self.writer,
+        )
         since = self.last_purge() if since is None else since
         if not self._reserve(entry):
             return None
@@ -429,3 +434,9 @@ class BlockStore:
         """Nothing more is asked or written."""
         self._closed = True
         self._index.close()
+
+
+def _check_rows(rows: Sequence[Bytes]) -> None:
+    of_bytes = all(row.ndim == 1 and row.dtype.itemsize == 1 for row in rows)
+    if not of_bytes or len({len(row) for row in rows}) > 1:
+        raise ValueError("rows of different lengths, or not of bytes")

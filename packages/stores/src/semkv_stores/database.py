@@ -377,14 +377,9 @@ class Database:
 
     def _is_new(self, db: sqlite3.Connection) -> bool:
         """Whether nothing is in the file. Raises where it is another program's, or of another format version."""
-        version, application, tables = (
-            db.execute(statement).fetchone()[0]
-            for statement in (
-                "PRAGMA user_version",
-                "PRAGMA application_id",
-                "SELECT COUNT(*) FROM sqlite_master",
-            )
-        )
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        tables = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if not tables and not version and not application:
             return True
         if version == self._schema.version and application == _APPLICATION:

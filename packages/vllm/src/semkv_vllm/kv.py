@@ -520,7 +520,12 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
     return KVShared(
-        settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate
+        settings,
+        store,
+        layout,
+        facts=lambda: facts | identity.hash_facts(config),
+        model=model,
+        gate=gate,
     )
 
 

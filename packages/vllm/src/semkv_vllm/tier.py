@@ -234,8 +234,15 @@ class SemKVTier(SecondaryTierManager):
             return False
         transfer = _Transfer(job, self._namespace(job.req_context))
         for (file, owner), part in files.items():
-            places, keys, chunks = map(list, zip(*sorted(part), strict=True))
-            self._hand_over(transfer, keys, chunks=chunks, file=file, owner=owner, places=places)
+            part.sort()
+            self._hand_over(
+                transfer,
+                [key for _, key, _ in part],
+                chunks=[chunk for _, _, chunk in part],
+                file=file,
+                owner=owner,
+                places=[place for place, _, _ in part],
+            )
         return transfer.parts > 0
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
