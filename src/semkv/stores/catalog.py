@@ -349,8 +349,8 @@ class Catalog:
     ) -> Removed:
         """Delete the entries that meet every criterion given, or with ``dry_run`` only name what would go.
 
-        Whoever shares the file hears of it (`purge`), and whoever shares entries with it (`removals`). ``before``, in
-        seconds since the epoch, is a criterion of those recorded before that time.
+        Processes that share the file notice it by `purge`, and caches that share entries with it by `removals`.
+        ``before`` is a time in seconds since the epoch: entries that were recorded before it meet the criterion.
 
         Raises:
             ValueError: no criterion was given.

@@ -1,6 +1,6 @@
 """Making, inspecting, checking and emptying a cache directory.
 
-Works beside running engines and gateways: every step is one that they would do themselves, and they hear of what was
+Works beside running engines and gateways: every step is one that they would do themselves, and they notice what was
 deleted. A directory belongs to semkv when it has a database of ours or a store of blocks. Only files of the forms that
 semkv writes are deleted, so files that a user put there stay.
 """
@@ -583,8 +583,8 @@ def purge_directory(root: Path) -> None:
 
 
 def _begin_anew(file: Path, schema: Schema) -> list[str]:
-    """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
-    everything for purged. Returns what is left, for people."""
+    """Delete a database with everything that only it names, and begin another. Processes that have it open go on with
+    the new one, and treat everything as purged. Returns a line for what could not be deleted."""
     try:
         Database(file, schema=schema, anew=True).close()
     except StoreError as error:

@@ -1,8 +1,8 @@
-"""What a cache records and removes, for the caches of other directories, and theirs for it.
+"""Sharing of entries and removals between caches that have directories of their own.
 
-A thread sends what was recorded here to a log, and brings what others sent into the catalog, from where it goes the way
-of all entries: every process of the directory indexes it. Of the processes of a directory one at a time reads the log.
-How far it is read lies in the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
+A thread sends this directory's new entries and removals to a log, and writes those of others into the catalog, where
+every process of the directory finds them. One process of a directory at a time reads the log, and notes its place in
+the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
 
 Gateways that share a directory need no log: they read the catalog's rows.
 """

@@ -463,13 +463,16 @@ class Gateway:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
-            request.leave()  # there is no such form of it, so who wants this form asks once for all others who do
+            # The answer has no such form. One request asks for this form, for all clients that want it.
+            request.leave()
             form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
             request.reader = self.flights.join(form)
             if request.reader is None:
                 self._start(request, lookup, form=form)
             answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused, or its answer is its own
+        if (
+            answer is None
+        ):  # the other client's key was refused, or its answer may go to no other client
             request.leave()
             self._start(request, lookup, shared=False)
             answer = await self._upstream_answer(request)

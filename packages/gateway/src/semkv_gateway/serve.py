@@ -68,9 +68,9 @@ _TURNED_AWAY = (
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, on connections, and on the time in which clients read. A wish for another protocol, as Java's
-    client has, costs a request nothing.
+    """uvicorn's protocol with bounds on the number of connections, on the bytes of a request's head, on the time in
+    which the head must come (httptools would wait without end), and on the time in which a client must read. A request
+    that asks for another protocol, as Java's client does, is answered as if it did not ask.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
@@ -427,5 +427,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)  # it cannot any more
+    shutil.rmtree(
+        os.environ[FOLDER], ignore_errors=True
+    )  # the parent, which would do it, has ended
     os.kill(os.getpid(), signal.SIGTERM)

@@ -372,7 +372,7 @@ class BlockStore:
         self.drop([file])
 
     def purge(self, owner: str) -> int:
-        """Delete the files of a tenant; how many went. Running engines hear of it by `purges_after`."""
+        """Delete the files of a tenant; how many went. Running engines notice it by `purges_after`."""
         gone = self._ask(
             lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
         )

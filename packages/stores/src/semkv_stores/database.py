@@ -72,8 +72,8 @@ class Schema:
         first: one of the tables. A file of the same version that lacks it, since another part of semkv began the file,
             gets the tables when it is opened. Empty: no other part writes such files.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
-            deleted then, and one of an earlier version. None: the first is put aside, the second refused.
+        discard: deletes the files of the folder that only this database names, before a new one is begun. A damaged
+            database is deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
     tables: str
@@ -100,7 +100,8 @@ class Database:
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
-        anew: delete the file that is there, and begin another. Processes that have it open hear of it and go on.
+        anew: delete the file that is there, and begin another. Processes that have it open notice it, and go on with
+            the new one.
 
     Attributes:
         lock: held while the connection is used; reentrant.
@@ -448,8 +449,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_useless(error: BaseException) -> bool:
-    """Whether a file is of no use any more: SQLite finds a fault in it, in words that may be no text, for which
-    neither the disk nor another process nor the caller is to blame."""
+    """Whether a file is damaged beyond use: SQLite finds a fault in it that neither the disk nor another process nor
+    the caller has caused. (The message of such a fault may be no valid text.)"""
     found = isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)) and not isinstance(
         error, sqlite3.ProgrammingError
     )
