@@ -136,7 +136,7 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        # What looks texts up waits no longer than the limit; checks, which nobody waits for, take their time.
+        # Lookups wait for the encoder up to the limit. Checks run in the background, without a limit.
         self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
         looking = self._timed or plain
         hook = build_hook(config, looking, hook) if on and config.embedding_layers else JoinedHook()

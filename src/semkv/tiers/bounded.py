@@ -265,7 +265,7 @@ class Bounded(Decider):
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""
-        # One that was fitted on a tier says nothing of a part of a match.
+        # A calibration that was fitted on whole matches does not hold for a part of a prompt.
         calibration = self._calibration if score.tier in self._tiers and match.whole else None
         return (
             cautious(score.cosine)

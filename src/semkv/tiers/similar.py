@@ -143,7 +143,7 @@ class SimilarTier:
     def refresh(self) -> None:
         """Index what was written since the last time, by this process or another; damaged vectors are counted."""
         with self._refreshing:
-            self._behind = True  # the catalog says only once that others wrote: where this fails it is done again
+            self._behind = True  # the catalog reports others' writes once: where this fails, the next lookup reads them
             if self._seen_file != (
                 opened := self._catalog.database.opened
             ):  # a new file numbers its rows anew

@@ -42,7 +42,7 @@ from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_o
 log = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
-# bytes of a body whose canonical form is kept, and of how many of the latest it is
+# The canonical forms of the latest bodies are kept: of how many bytes at most, and of how many bodies.
 _SMALL = 4096
 _KNOWN = 1024
 _CHECKS = 4  # unchanged requests run for checking at once
@@ -723,7 +723,7 @@ class Gateway:
         if payload is not None and flight.stored and report.plan.substituted:
             self._check_soon(
                 request, report, payload
-            )  # of a donor's prompt, whose answer was not there anymore
+            )  # the donor's prompt ran again, since its answer was gone
 
     def _refresh(self, request: GatewayRequest, lookup: Lookup, *, stream: bool) -> None:
         """Fetch a fresh answer in place of a stale one, in its form: what is on its way already goes on for it."""

@@ -27,14 +27,14 @@ from semkv_gateway.routes import (
 )
 from semkv_stores.digests import digest
 
-# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
-# two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
+# Known not to change the answer. `cache_salt` is not among them: a client that sets it wants to share with no other.
+# Where the two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
 _NOT_IN_KEY = frozenset(
     "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
     " prompt_cache_key prompt_cache_retention".split()
 )
-# Where null says what absence says. Not among them: `max_tokens` (a completion without it has 16 tokens) and
-# `top_logprobs` (with null vLLM gives none).
+# Where null means the same as leaving the field out. Not among them: `max_tokens` (a completion without it has 16
+# tokens) and `top_logprobs` (with null vLLM gives none).
 _NULL_IS_ABSENT = frozenset(
     "model temperature top_p top_k min_p seed n stop max_completion_tokens presence_penalty frequency_penalty"
     " repetition_penalty logit_bias logprobs tools response_format structured_outputs documents"
@@ -336,7 +336,7 @@ def _fixes(name: str, value: object) -> bool:
 
 
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body that say more than their absence does."""
+    """The fields of a body, without those that mean the same as leaving them out."""
     said = {
         name: _number(value)
         for name, value in body.items()

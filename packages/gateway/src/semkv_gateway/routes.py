@@ -41,7 +41,7 @@ _ECHOED = frozenset(
 _EMPTY: tuple[object, ...] = (
     [],
     {},
-)  # say of an echoed field or of `tool_calls` what its absence says
+)  # mean the same as leaving an echoed field or `tool_calls` out
 # Content parts whose whole meaning is in the request: type -> the fields they have.
 _VERBATIM = {
     "text": frozenset(("type", "text")),
@@ -56,7 +56,7 @@ _MEDIA = {
     "audio_url": frozenset(("url",)),
     "video_url": frozenset(("url",)),
 }
-HINT = "cache_control"  # says what a provider should keep, and nothing of the answer
+HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
 # Fields that may stand for something which the server holds or fetches.
 _REFERENCE = re.compile(
     r"(?i:(?:^|[_-])(?:id|ids|uuid|ref|refs|uri|uris|url|urls|path|file|files)$)|[a-z](?:I[dD]s?|Ur[il]s?|UR[IL]s?)$"

@@ -1,4 +1,4 @@
-"""Tenants: who asks, what they may ask of the cache, and labels (tags) of answers.
+"""Tenants: which client asks, what it may ask of the cache, and labels (tags) of answers.
 
 Labels come from rules, which look only at prompt and model, and from a header of a trusted proxy. The header's labels
 are part of a request's key: a label removes everything that was ever served under it.

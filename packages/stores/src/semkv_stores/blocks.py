@@ -124,7 +124,7 @@ class BlockStore:
             self._index = Database(
                 file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only
             )
-            self._ask(lambda db: None, None)  # which says what keeps it from being opened
+            self._ask(lambda db: None, None)  # which logs why it cannot be opened
             if self.on and self._read_only:
                 log.warning(
                     "semkv: %s cannot be written (%s); stored blocks are still read",
@@ -223,7 +223,7 @@ class BlockStore:
         self.counters["read_blocks"] += sum(good)
         if self.writable and time.monotonic() - self._flushed_at > _FLUSH_S:
             self._flushed_at = time.monotonic()
-            self._ask(lambda db: None, None, write_s=0.0)  # with it goes what was used
+            self._ask(lambda db: None, None, write_s=0.0)  # writes the notes of use with it
         return good
 
     def layout(self, ref: BlockRef) -> tuple[str, int] | None:
@@ -363,7 +363,7 @@ class BlockStore:
         files = list(files)
         if self._ask(lambda db: block_index.delete(db, self.root, files), False, write_s=BUSY_S):
             return
-        for file in files:  # without an index nothing else says that they are useless
+        for file in files:  # without an index they are named nowhere else
             block_file.unlink(self.root, file)
 
     def reject(self, file: str) -> None:

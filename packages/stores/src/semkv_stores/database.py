@@ -320,7 +320,7 @@ class Database:
             except (
                 sqlite3.DatabaseError,
                 UnicodeDecodeError,
-            ) as error:  # the latter of what SQLite says is wrong
+            ) as error:  # the latter is raised where SQLite's message is no text
                 is_of_no_use = (
                     is_useless(error) or _code(error) == _WRONG_SQL
                 )  # the latter of a damaged table's text
@@ -342,7 +342,7 @@ class Database:
         writable = self._replace or (
             os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
         )
-        # Without a log nobody has the file open, and SQLite would leave one behind to read it.
+        # Without a log no process has the file open, and SQLite would make one just to read, and leave it.
         read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
         db = sqlite3.connect(

@@ -339,7 +339,7 @@ class SemECConnector(ECConnectorBase):
             if self._blocks is not None:
                 self._blocks.counters["errors"] += 1
             log.warning(
-                "semkv: an encoder output is computed or not stored, by a fault of semkv's",
+                "semkv: a fault in semkv: an encoder output is computed again, or not stored",
                 exc_info=True,
             )
             return otherwise

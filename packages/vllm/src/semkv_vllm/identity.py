@@ -270,7 +270,9 @@ def may_have_changed(engine: str) -> bool:
         if (follower := FOLLOWERS.get(engine)) is not None:
             follower.reset()
     except Exception:
-        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+        log.warning(
+            "semkv: a connector could not be called after a change of weights", exc_info=True
+        )
         return False
     return True
 

@@ -24,7 +24,7 @@ _QUIET_S = 60.0  # between two log lines of faults at one place
 _LEAST = 4  # measurements before a pace counts
 _WEIGHT = 0.2  # of the newest measurement
 _RETRY = 32  # refusals after which one load is done all the same, to measure again
-_BIG_STEP = 256  # tokens from which on a step's time says something of the pace
+_BIG_STEP = 256  # steps of fewer tokens are too short to measure the pace
 
 
 @dataclass(frozen=True, slots=True)
