@@ -137,6 +137,19 @@ def test_paths_exist(page: str) -> None:
     ] == []
 
 
+def test_each_step_of_a_request_names_what_its_file_has() -> None:
+    rows = re.findall(r"^\| `(\S+\.py)` \| (.+) \|$", PAGES["one-request.md"], re.MULTILINE)
+    assert len(rows) > 30
+    for path, text in rows:
+        source = (ROOT / path).read_text("utf-8")
+        for name in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text):
+            if name != "cache_salt":
+                last = name.rpartition(".")[2]
+                assert re.search(
+                    rf"(?:def|class) {last}\b|^ *{last}\b.*[:=]", source, re.MULTILINE
+                ), f"{path} has no {name}"
+
+
 @cache
 def flags(command: str) -> set[str]:
     """The flags that a command's help shows; none where there is no such command."""

@@ -136,7 +136,7 @@ class SemanticCache:
         self.config = config
         on = config.mode is not CacheMode.OFF
         plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
-        # What looks texts up waits no longer than the limit; checks, which nobody waits for, take their time.
+        # Lookups wait for the encoder up to the limit. Checks run in the background, without a limit.
         self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
         looking = self._timed or plain
         hook = build_hook(config, looking, hook) if on and config.embedding_layers else JoinedHook()
@@ -156,16 +156,21 @@ class SemanticCache:
         self._checking = Checking(
             config.checked_share,
             self._decider,
-            same_answer or (same_text if encoder is None else SameMeaning(encoder)),
-            lambda entry_id: self.invalidate(entry_id=entry_id),
-            self._catalog,
-            hook.fingerprint if encoder is None else encoder.fingerprint,
-            self._tally,
+            same=same_answer or (same_text if encoder is None else SameMeaning(encoder)),
+            remove=lambda entry_id: self.invalidate(entry_id=entry_id),
+            catalog=self._catalog,
+            fingerprint=hook.fingerprint if encoder is None else encoder.fingerprint,
+            tally=self._tally,
         )
         encoder = None if encoder is None else looking
         judge = looking if config.embedding_hook.startswith("prompt") else encoder
         self._planner = Planner(
-            config, self.media, self._decider, self._checking, self._tally, judge
+            config,
+            self.media,
+            self._decider,
+            checking=self._checking,
+            tally=self._tally,
+            encoder=judge,
         )
         self.pending = PendingTier(
             config,
@@ -174,22 +179,34 @@ class SemanticCache:
             checking=self._checking,
             tally=self._tally,
         )
-        least = self._planner.least
         self._similar = SimilarTier(
-            config, self._catalog, hook.fingerprint, encoder, least, self._tally, index
+            config,
+            self._catalog,
+            hook.fingerprint,
+            encoder=encoder,
+            least=self._planner.least,
+            tally=self._tally,
+            index=index,
         )
         self._matching = Matching(
-            config, self._catalog, hook, encoder, self._planner, self._similar, self._tally, tiers
+            config,
+            self._catalog,
+            hook,
+            encoder=encoder,
+            planner=self._planner,
+            similar=self._similar,
+            tally=self._tally,
+            tiers=tiers,
         )
         self._sharing = None
         if log is not None:
             self._sharing = Sharing(
                 log,
                 self._catalog,
-                self._matching.shared_record,
-                self._add,
-                self._forget,
-                self._tally,
+                to_record=self._matching.shared_record,
+                add=self._add,
+                removed=self._forget,
+                tally=self._tally,
             )
 
     def __enter__(self) -> SemanticCache:
@@ -263,12 +280,12 @@ class SemanticCache:
             request,
             sent,
             found.statuses,
-            found.vectors,
-            seconds,
-            answer,
-            proposed,
-            hit_id,
-            found.near,
+            embeddings=found.vectors,
+            lookup_s=seconds,
+            donor_response=answer,
+            proposed=proposed,
+            hit_id=hit_id,
+            near=found.near,
         )
 
     # -- recording ----------------------------------------------------------------------------------------------

@@ -52,46 +52,50 @@ class Environment:
     def __call__(
         self, app: App, commands: tuple[str, ...], arguments: "ArgumentCollection"
     ) -> None:
+        # Without the negative names: a variable SEMKV_NO_SALT=0 would be hard to read.
         flags = {
             name.removeprefix("--"): argument
             for argument in arguments
             for name in argument.names
-            if argument.parse
-            and name.startswith("--")
-            and name not in argument.negatives  # NO_SALT=0 were a riddle
+            if argument.parse and name.startswith("--") and name not in argument.negatives
         }
         own = flags.pop("config", None)
+        self._give_variables(flags)
+        key = "SEMKV_CONFIG"
+        file = self._variables.get(key, "")
+        if own and own.tokens:
+            key = "--config"
+            file = own.tokens[-1].value
+        if file:
+            _give_file(flags, key, file)
+
+    def _give_variables(self, flags: Mapping[str, "Argument"]) -> None:
         known = {
             f"SEMKV_{flag.replace('-', '_').upper()}": argument for flag, argument in flags.items()
         }
         for name, text in self._variables.items():
-            if (
-                not name.startswith("SEMKV_")
-                or not text.strip()
-                or _KUBERNETES.fullmatch(f"{name}={text}")
-            ):
+            is_ours = name.startswith("SEMKV_") and not _KUBERNETES.fullmatch(f"{name}={text}")
+            if not is_ours or not text.strip():
                 continue
-            if name not in known:
-                if name in _OTHERS:
-                    continue
+            if name in known:
+                several = get_origin(known[name].hint) is tuple
+                words = [word.strip() for word in (text.split(",") if several else [text])]
+                _give(known[name], filter(None, words), name, "environment")
+            elif name not in _OTHERS:
                 raise ConfigError("environment", name, {*known, *_OTHERS})
-            words = text.split(",") if get_origin(known[name].hint) is tuple else [text]
-            _give(
-                known[name], [word.strip() for word in words if word.strip()], name, "environment"
-            )
-        key = "SEMKV_CONFIG"
-        file = self._variables.get("SEMKV_CONFIG", "")
-        if own and own.tokens:
-            key, file = "--config", own.tokens[-1].value
-        try:
-            given = read_toml(Path(file).expanduser()) if file else {}
-        except (DatasetError, RuntimeError) as error:  # or there is no home directory
-            raise ConfigError(key, file, f"a TOML file that can be read ({error})") from None
-        for key, value in given.items():
-            if key not in flags:
-                raise ConfigError(file, key, flags)
-            several = isinstance(value, list) and get_origin(flags[key].hint) is tuple
-            _give(flags[key], map(str, value if several else [value]), f"{file}: {key}", file)
+
+
+def _give_file(flags: Mapping[str, "Argument"], key: str, file: str) -> None:
+    """Give flags what a TOML file has; ``key`` is the flag or variable that names the file."""
+    try:
+        given = read_toml(Path(file).expanduser())
+    except (DatasetError, RuntimeError) as error:  # or there is no home directory
+        raise ConfigError(key, file, f"a TOML file that can be read ({error})") from None
+    for name, value in given.items():
+        if name not in flags:
+            raise ConfigError(file, name, flags)
+        several = isinstance(value, list) and get_origin(flags[name].hint) is tuple
+        _give(flags[name], map(str, value if several else [value]), f"{file}: {name}", file)
 
 
 def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str) -> None:

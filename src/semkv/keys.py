@@ -239,8 +239,8 @@ def with_media(segments: Sequence[Segment], media: Sequence[str]) -> tuple[Segme
 
 
 def has_chunk_text(request: Request, segments: Sequence[Segment]) -> bool:
-    """Whether a request's chunk text is that of a prompt that was computed for it: it may speak of a context in whose
-    place a donor's stands."""
+    """Whether a request's chunk text also fits the prompt that was computed for it. It may quote the request's own
+    context, in whose place the donor's stands in that prompt."""
     own = [segment for segment in request.segments if isinstance(segment, TextSegment)]
     computed = [segment for segment in segments if isinstance(segment, TextSegment)]
     return own == computed or request.chunk_text == request.question

@@ -11,8 +11,8 @@ logger = logging.getLogger("semkv")
 
 
 class Every(threading.Thread):
-    """Calls a method every so many seconds, until it is stopped or nobody has the method's object any more. What the
-    method raises is logged."""
+    """Calls a method every so many seconds, until it is stopped or the method's object is no longer referenced. What
+    the method raises is logged."""
 
     def __init__(self, seconds: float, method: Callable[[], object], name: str) -> None:
         super().__init__(name=name, daemon=True)

@@ -31,7 +31,8 @@ def load(key: str, path: str, *arguments: Any) -> Any:
     Raises:
         ConfigError: it cannot be imported, or raises when it is called.
     """
-    module, _, name = path.partition(":")
+    module = path.partition(":")[0]
+    name = path.partition(":")[2]
     try:
         factory = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # the user's own code is run

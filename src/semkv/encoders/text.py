@@ -204,10 +204,8 @@ class ShortBert:
         heads = int(self._bert.config.num_attention_heads)
         states = self._bert.embeddings(input_ids=ids, token_type_ids=kinds)
         for parts, joined, norm, up, down, last in self._layers:
-            query, key, value = (
-                part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts
-            )
-            seen = attend(query, key, value).transpose(1, 2).reshape(1, count, -1)
+            split = [part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts]
+            seen = attend(*split).transpose(1, 2).reshape(1, count, -1)
             states = norm(joined(seen) + states)
             states = last(down(up(states, "gelu", "none")) + states)
         return states

@@ -349,8 +349,8 @@ class Catalog:
     ) -> Removed:
         """Delete the entries that meet every criterion given, or with ``dry_run`` only name what would go.
 
-        Whoever shares the file hears of it (`purge`), and whoever shares entries with it (`removals`). ``before``, in
-        seconds since the epoch, is a criterion of those recorded before that time.
+        Processes that share the file notice it by `purge`, and caches that share entries with it by `removals`.
+        ``before`` is a time in seconds since the epoch: entries that were recorded before it meet the criterion.
 
         Raises:
             ValueError: no criterion was given.
@@ -523,19 +523,36 @@ class Catalog:
 
 
 def _entry(
-    name: str, tenant: str, model: str, segments: str, chunk: str, response: bytes, *columns: Any
+    name: str,
+    tenant: str,
+    model: str,
+    segments: str,
+    chunk: str,
+    response: bytes,
+    metadata: str,
+    tags: str,
+    created: Any,
+    last_hit: Any,
+    hits: Any,
 ) -> Entry:
     """An entry of the columns of `_ENTRIES`. Its id is a digest of all that it is found by.
 
     Raises:
         CorruptValue: that is another's, or something cannot be read.
     """
-    metadata, tags, created, last_hit, hits = columns
     try:
         entry = Entry(
-            name, Namespace(tenant, model), load_segments(segments), chunk, response.decode(), {},
-            tuple(sorted(json.loads(tags))), float(created), float(last_hit), int(hits), dict(json.loads(metadata)),
-        )  # fmt: skip
+            name,
+            Namespace(tenant, model),
+            load_segments(segments),
+            chunk_text=chunk,
+            response=response.decode(),
+            tags=tuple(sorted(json.loads(tags))),
+            created=float(created),
+            last_hit=float(last_hit),
+            hits=int(hits),
+            metadata=dict(json.loads(metadata)),
+        )
         keyed = Keyed(entry.namespace, entry.segments)
         if entry_of(Request("", entry.namespace, entry.segments, chunk), keyed).entry_id != name:
             raise ValueError("its text is not what its id says")

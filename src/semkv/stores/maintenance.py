@@ -1,6 +1,6 @@
 """Making, inspecting, checking and emptying a cache directory.
 
-Works beside running engines and gateways: every step is one that they would do themselves, and they hear of what was
+Works beside running engines and gateways: every step is one that they would do themselves, and they notice what was
 deleted. A directory belongs to semkv when it has a database of ours or a store of blocks. Only files of the forms that
 semkv writes are deleted, so files that a user put there stay.
 """
@@ -304,7 +304,7 @@ def inspect(
     for name, root in _block_stores(cache_dir):
         with _noting(found, name, root / INDEX), _index(root) as db:
             ages = block_index.ages(db, owners)
-            stores += [StoreUse(name, namespace, *counts) for namespace, counts in ages.items()]
+            stores += [StoreUse(name, namespace, *use) for namespace, use in ages.items()]
     entries, theirs = list[NamespaceUse](), set[str]()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
@@ -315,15 +315,28 @@ def inspect(
             theirs |= catalog.media(tenant)
         for store in beside:
             stores += store.usage(tenants)
-    if images := [
-        status for image, status in _images(cache_dir) if tenants is None or image.name in theirs
-    ]:
-        times = [status.st_mtime for status in images]
-        nbytes = sum(status.st_size for status in images)
-        stores.append(StoreUse("media", "", len(images), 0, nbytes, min(times), max(times)))
+    stores += _images_use(cache_dir, None if tenants is None else theirs)
     whose = None if tenants is None else tuple(tenants)
     unread = (*found.damaged, *found.unread)
     return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
+
+
+def _images_use(cache_dir: Path, names: set[str] | None) -> list[StoreUse]:
+    """The images of some names, or all."""
+    found = [status for image, status in _images(cache_dir) if names is None or image.name in names]
+    if not found:
+        return []
+    times = [status.st_mtime for status in found]
+    use = StoreUse(
+        "media",
+        namespace="",
+        items=len(found),
+        blocks=0,
+        nbytes=sum(status.st_size for status in found),
+        oldest=min(times),
+        used=max(times),
+    )
+    return [use]
 
 
 Watched = Callable[[Iterable[Any], str], Iterable[Any]]
@@ -570,8 +583,8 @@ def purge_directory(root: Path) -> None:
 
 
 def _begin_anew(file: Path, schema: Schema) -> list[str]:
-    """Delete a database, with what only that knows of, and begin another: who has it open goes on with that, and takes
-    everything for purged. Returns what is left, for people."""
+    """Delete a database with everything that only it names, and begin another. Processes that have it open go on with
+    the new one, and treat everything as purged. Returns a line for what could not be deleted."""
     try:
         Database(file, schema=schema, anew=True).close()
     except StoreError as error:

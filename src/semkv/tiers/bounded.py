@@ -92,19 +92,16 @@ _COUNTS = (
     "wrong_lately",
 )  # of an arm, which are kept across restarts
 
+# Kinds of doubt, in the order of a `Match.wording`.
+_WORDINGS = ("other words", "other forms", "order")
+
 
 def _kind(match: Match) -> str:
     """What there is to doubt in a match that no guard objects to: traps come in clusters of one kind."""
-    unmatched, unshared, reordered = match.wording or (0.0, 0.0, 0.0)
-    return (
-        "order"
-        if reordered
-        else "other words"
-        if unmatched
-        else "other forms"
-        if unshared
-        else "same words"
-    )
+    differing = dict(zip(_WORDINGS, match.wording or (), strict=False))
+    if differing.get("order"):
+        return "order"
+    return next((kind for kind in _WORDINGS if differing.get(kind)), "same words")
 
 
 def band(risk: float) -> int:
@@ -268,7 +265,7 @@ class Bounded(Decider):
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""
-        # One that was fitted on a tier says nothing of a part of a match.
+        # A calibration that was fitted on whole matches does not hold for a part of a prompt.
         calibration = self._calibration if score.tier in self._tiers and match.whole else None
         return (
             cautious(score.cosine)
@@ -316,8 +313,10 @@ class Bounded(Decider):
             (requests,) = _counts([state["requests"]], 1)
             arms: dict[ArmKey, Arm] = {}
             for row in state["arms"]:
-                tier, kind, whole = row["key"]
-                arms[str(tier), str(kind), bool(whole)] = Arm(
+                key = row["key"]
+                if len(key) != 3:
+                    raise ValueError(f"the key {key!r} of an arm")
+                arms[str(key[0]), str(key[1]), bool(key[2])] = Arm(
                     *(_counts(row[name], BANDS) for name in _COUNTS)
                 )
         except (KeyError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""What a cache records and removes, for the caches of other directories, and theirs for it.
+"""Sharing of entries and removals between caches that have directories of their own.
 
-A thread sends what was recorded here to a log, and brings what others sent into the catalog, from where it goes the way
-of all entries: every process of the directory indexes it. Of the processes of a directory one at a time reads the log.
-How far it is read lies in the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
+A thread sends this directory's new entries and removals to a log, and writes those of others into the catalog, where
+every process of the directory finds them. One process of a directory at a time reads the log, and notes its place in
+the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
 
 Gateways that share a directory need no log: they read the catalog's rows.
 """
@@ -252,15 +252,14 @@ def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
         body: Mapping[str, Any] = json.loads(text)
         if body["format"] != FORMAT:
             raise ValueError("of another format")
-        words = [body[name] for name in ("id", "tenant", "model", "chunk_text", "response")]
+        words = {name: body[name] for name in ("id", "tenant", "model", "chunk_text", "response")}
         segments = load_segments(body["segments"])
         tags = tuple(body["tags"])
         created = float(body["created"])
         texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
         images = [s for s in segments if isinstance(s, MediaSegment)]
-        "".join(
-            [*words, *texts, *(s.name for s in images), *tags]
-        ).encode()  # texts, and no half of a character
+        names = [image.name for image in images]
+        "".join([*words.values(), *texts, *names, *tags]).encode()  # refuses half of a character
         if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", s.media_id) for s in images):
             raise ValueError("no segments, or no digest of an image")
         if not math.isfinite(created):
@@ -269,11 +268,17 @@ def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
             str(layer): base64.b64decode(text, validate=True)
             for layer, text in body["vectors"].items()
         }
-        entry_id, tenant, model, chunk_text, response = words
-        return Entry(
-            entry_id, Namespace(tenant, model), segments, chunk_text, response, tags=tags,
-            created=min(created, time.time()), metadata=dict(body["metadata"]),
-        ), vectors  # fmt: skip
+        entry = Entry(
+            words["id"],
+            Namespace(words["tenant"], words["model"]),
+            segments,
+            chunk_text=words["chunk_text"],
+            response=words["response"],
+            tags=tags,
+            created=min(created, time.time()),
+            metadata=dict(body["metadata"]),
+        )
+        return entry, vectors
 
 
 def read_criteria(data: bytes) -> Criteria:

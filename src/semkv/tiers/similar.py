@@ -95,7 +95,15 @@ class SimilarTier:
 
         def layer(name: str, key: str, dim: int, threshold: float, partition: str) -> Layer:
             made = VectorIndex(dim) if index is None else plug.require("index", index(dim), Index)
-            return Layer(name, key, dim, threshold, partition, made, tally)
+            return Layer(
+                name,
+                key,
+                dim,
+                threshold=threshold,
+                partition=partition,
+                index=made,
+                tally=tally,
+            )
 
         self.layers: dict[str, Layer] = {}
         # The prompt layer is searched first; the others are asked whether they agree.
@@ -135,7 +143,7 @@ class SimilarTier:
     def refresh(self) -> None:
         """Index what was written since the last time, by this process or another; damaged vectors are counted."""
         with self._refreshing:
-            self._behind = True  # the catalog says only once that others wrote: where this fails it is done again
+            self._behind = True  # the catalog reports others' writes once: where this fails, the next lookup reads them
             if self._seen_file != (
                 opened := self._catalog.database.opened
             ):  # a new file numbers its rows anew

@@ -7,8 +7,8 @@ from itertools import islice
 
 
 class Unencoded:
-    """Entries without a vector, by partition. Whoever changes or lists it holds the lock of the indexes; whether a
-    partition is in it anybody may ask."""
+    """Entries without a vector, by partition. Callers that change or list it hold the lock of the indexes. Whether a
+    partition is in it may be asked without the lock."""
 
     def __init__(self) -> None:
         self._by_partition: dict[str, dict[str, None]] = {}  # the oldest first

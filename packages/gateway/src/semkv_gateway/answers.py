@@ -194,14 +194,7 @@ def _item_fault(item: Body) -> str:
     if kind == "reasoning":
         return ""
     if kind == "message":
-        parts = item.get("content")
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            return UNKNOWN
-        return (
-            ""
-            if any(_is_text(part.get("text")) or _is_text(part.get("refusal")) for part in parts)
-            else EMPTY
-        )
+        return _parts_fault(item.get("content"))
     if kind == "function_call":
         return (
             "" if _is_text(item.get("name")) and is_json_object(item.get("arguments")) else BROKEN
@@ -211,6 +204,13 @@ def _item_fault(item: Body) -> str:
     return UNKNOWN
 
 
+def _parts_fault(parts: object) -> str:
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return UNKNOWN
+    said = any(_is_text(part.get("text")) or _is_text(part.get("refusal")) for part in parts)
+    return "" if said else EMPTY
+
+
 def message(answer: Any, _: Body) -> str:
     """``/v1/messages``."""
     if not isinstance(answer, dict):
@@ -218,7 +218,10 @@ def message(answer: Any, _: Body) -> str:
     reason = answer.get("stop_reason")
     if answer.get("type") != "message" or not isinstance(reason, str) or reason not in _ENDED:
         return UNFINISHED
-    blocks = answer.get("content")
+    return _blocks_fault(answer.get("content"), reason)
+
+
+def _blocks_fault(blocks: object, reason: str) -> str:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         return UNKNOWN
     calls = [block for block in blocks if block.get("type") == "tool_use"]

@@ -160,7 +160,7 @@ class App:
             seen.outcome = vanished.outcome or seen.outcome
         except asyncio.CancelledError:
             if not self.gateway.stopping.is_set():
-                raise  # else the server has given up on it, which its log says
+                raise  # otherwise the server cancelled it at its stop, and has logged that
         finally:
             outcome = seen.outcome
             # Names of no model, and keys that are refused, would fill the tables.

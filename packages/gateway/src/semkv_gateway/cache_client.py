@@ -86,7 +86,7 @@ class Running:
     """A lookup, and how many wait for it."""
 
     task: asyncio.Task[Lookup]
-    over: asyncio.Future[None]  # nobody waits for it anymore
+    over: asyncio.Future[None]  # done when no request waits for the lookup
     readers: int = 0
 
     async def result(self) -> Lookup:
@@ -161,7 +161,7 @@ class CacheClient:
             return Lookup(canonical, await self.stored(*canonical.keys))
         running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
         found = await self._shared(running, canonical)
-        # From here on with what this request has besides the key, such as its ``request_id``.
+        # The lookup may be another request's: from here on it has this request's own fields, such as ``request_id``.
         report = found.report
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)

@@ -115,12 +115,13 @@ def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = 
 
 def _outcome(said: str) -> str:
     """`_KEPT`, `_THERE`, or why an answer was not kept, read from its header ``X-Semkv``."""
-    kind, _, reason = said.partition(" reason=")
-    if kind.startswith("hit"):
+    kind = said.partition(" ")[0]
+    reason = said.partition(" reason=")[2]
+    if kind == "hit":
         return _THERE
     if reason:
         return reason
-    return _KEPT if kind.startswith(("miss", "joined")) else "no semkv gateway"
+    return _KEPT if kind in ("miss", "joined") else "no semkv gateway"
 
 
 def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,8 +3,8 @@
 The log is two streams in Redis, and a name:
 
     {semkv:<name>}:entries    what was recorded, and what was removed, in order: the latest 8,192, of one day
-    {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for who was away for longer
-    {semkv:<name>}:begun      names the log: another name tells who read it before that it was emptied
+    {semkv:<name>}:removals   the latest 1,000 removals again, under the same ids, for readers that were away
+    {semkv:<name>}:begun      a name of the log: a reader that finds another name knows that the log was emptied
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class RedisEntryLog(EntryLog):
 
     def read(self, cursor: str) -> LogBatch:
         """What comes after a cursor; an empty one asks for all that there is. At most `_BATCH` entries at once."""
-        name, _, place = cursor.rpartition(" ")
+        name = cursor.rpartition(" ")[0]
+        place = cursor.rpartition(" ")[2]
         with asking():
             begun = self._name()
             emptied = bool(name) and name != begun

@@ -43,7 +43,7 @@ from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_o
 log = logging.getLogger(__name__)
 
 _LARGE = 64 * 1024  # bytes of a body that is parsed in a thread
-# bytes of a body whose canonical form is kept, and of how many of the latest it is
+# The canonical forms of the latest bodies are kept: of how many bytes at most, and of how many bodies.
 _SMALL = 4096
 _KNOWN = 1024
 _CHECKS = 4  # unchanged requests run for checking at once
@@ -421,15 +421,7 @@ class Gateway:
             return None
         payload = found.response.payload
         verbatim = found.response.key != lookup.canonical.key
-        if verbatim:
-            events = payload if request.canonical.include_usage else without_usage(payload)
-            answer: Answer | None = Answer(200, [http.EVENTS], events)
-        else:
-            answer = (
-                self._as_stream(request, payload)
-                if request.canonical.stream
-                else Answer(200, [http.JSON], payload)
-            )
+        answer = self._in_form(request, payload, verbatim=verbatim)
         if answer is None:
             return None
         if found.stale and request.shared:
@@ -453,6 +445,16 @@ class Gateway:
         )
         return answer
 
+    def _in_form(self, request: GatewayRequest, payload: bytes, *, verbatim: bool) -> Answer | None:
+        """A stored answer in the form the client asked for; None where a stream would lose something. ``verbatim``:
+        the events of a stream are stored, for clients that ask for a stream."""
+        if verbatim:
+            events = payload if request.canonical.include_usage else without_usage(payload)
+            return Answer(200, [http.EVENTS], events)
+        if request.canonical.stream:
+            return self._as_stream(request, payload)
+        return Answer(200, [http.JSON], payload)
+
     def _as_stream(self, request: GatewayRequest, payload: bytes) -> Answer | None:
         """A kept answer as a stream; None where a stream would lose something."""
         if not request.canonical.route.converts:
@@ -468,13 +470,16 @@ class Gateway:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
-            request.leave()  # there is no such form of it, so who wants this form asks once for all others who do
+            # The answer has no such form. One request asks for this form, for all clients that want it.
+            request.leave()
             form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
             request.reader = self.flights.join(form)
             if request.reader is None:
                 self._start(request, lookup, form=form)
             answer = await self._upstream_answer(request)
-        if answer is None:  # another's key was refused, or its answer is its own
+        if (
+            answer is None
+        ):  # the other client's key was refused, or its answer may go to no other client
             request.leave()
             self._start(request, lookup, shared=False)
             answer = await self._upstream_answer(request)
@@ -725,7 +730,7 @@ class Gateway:
         if payload is not None and flight.stored and report.plan.substituted:
             self._check_soon(
                 request, report, payload
-            )  # of a donor's prompt, whose answer was not there anymore
+            )  # the donor's prompt ran again, since its answer was gone
 
     def _refresh(self, request: GatewayRequest, lookup: Lookup, *, stream: bool) -> None:
         """Fetch a fresh answer in place of a stale one, in its form: what is on its way already goes on for it."""

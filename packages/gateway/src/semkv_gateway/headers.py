@@ -3,7 +3,7 @@
 A header that is not known to be harmless may hold a credential, whatever it is called. `Separation` sorts what a
 request came with:
 
-who asks       everything that is neither harmless nor part of the answer: a tenant for each value
+the client     everything that is neither harmless nor part of the answer: a tenant for each value
 what is asked  headers that choose among answers, and the query: part of the key within a tenant
 nothing        harmless headers, each listed in `HARMLESS` under the reason
 """
@@ -55,7 +55,7 @@ HARMLESS: dict[str, str] = {
     "They are meant for the gateway, which reads them itself.": """
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
-"""Headers that neither say who asks nor change the answer, by the reason."""
+"""Headers that neither identify the client nor change the answer, by the reason."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -79,8 +79,9 @@ CREDENTIALS = frozenset(
     x-user-email x-user-id x-webauth-user
     """.split()
 )
-"""Headers that say who asks and nothing else. They need no place here to separate: by this list ``--ignore-header``
-refuses them, and they count for nothing where another word names the tenant (``--single-tenant``, a trusted proxy)."""
+"""Headers that identify the client and do nothing else. They need no place here to separate: by this list ``--ignore-
+header`` refuses them, and they count for nothing where another word names the tenant (``--single-tenant``, a
+trusted proxy)."""
 
 CHOOSES = frozenset(
     b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
@@ -99,8 +100,8 @@ _FAMILIES = tuple(HARMLESS_FAMILIES)
 class Sorted:
     """What a request's headers and query say, in one order."""
 
-    credentials: Headers  # known to say who asks, and nothing else
-    unknown: Headers  # may say who asks, or change the answer
+    credentials: Headers  # known to identify the client, and to do nothing else
+    unknown: Headers  # may identify the client, or change the answer
     chooses: Headers  # change the answer; the query is here under a name that no header has
 
 
@@ -123,7 +124,10 @@ class Separation:
             if name in CREDENTIALS:
                 found.credentials.append((name, value))
             elif name in CHOOSES and name not in self._harmless:
-                if (name, value) != (b"accept-language", b"*"):  # it says what no such header says
+                if (name, value) != (
+                    b"accept-language",
+                    b"*",
+                ):  # a value with the meaning of no header
                     found.chooses.append((name, value))
             elif not self._is_harmless(name):
                 found.unknown.append((name, value))

@@ -29,14 +29,14 @@ from semkv_gateway.routes import (
 )
 from semkv_stores.digests import digest
 
-# Known not to change the answer. `cache_salt` is not among them: who sets it wants to share with nobody else. Where the
-# two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
+# Known not to change the answer. `cache_salt` is not among them: a client that sets it wants to share with no other.
+# Where the two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
 _NOT_IN_KEY = frozenset(
     "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
     " prompt_cache_key prompt_cache_retention".split()
 )
-# Where null says what absence says. Not among them: `max_tokens` (a completion without it has 16 tokens) and
-# `top_logprobs` (with null vLLM gives none).
+# Where null means the same as leaving the field out. Not among them: `max_tokens` (a completion without it has 16
+# tokens) and `top_logprobs` (with null vLLM gives none).
 _NULL_IS_ABSENT = frozenset(
     "model temperature top_p top_k min_p seed n stop max_completion_tokens presence_penalty frequency_penalty"
     " repetition_penalty logit_bias logprobs tools response_format structured_outputs documents"
@@ -298,17 +298,14 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
 
 
 def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:
+    route = ROUTES[deployment.endpoint]
     stream = body.get("stream")
     options = body.get("stream_options")
     model = body.get("model")
-    if stream is not None and not isinstance(stream, bool):
-        raise Unkeyable("stream is no boolean")
-    route = ROUTES[deployment.endpoint]
+    _check_types(body)
     asked = options if isinstance(options, dict) else {"unknown": options is not None}
     if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
-    if model is not None and not isinstance(model, str):
-        raise Unkeyable("model is no string")
     kept_out = _NOT_IN_KEY - route.repeated
     keyed = {name: value for name, value in _said(body).items() if name not in kept_out}
     keyed.update(content.beside)
@@ -322,13 +319,25 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         prompt=content.prompt,
         stream=bool(stream),
         include_usage=not route.converts or bool(asked.get("include_usage")),
-        sampled=bool(route.fixed_by)
-        and not any(_fixes(name, body.get(name)) for name in route.fixed_by),
+        sampled=_is_sampled(body, route),
         steadied=False,
         _body=body,
         _content=content,
         _deployment=deployment,
     )
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("stream"), bool | None):
+        raise Unkeyable("stream is no boolean")
+    if not isinstance(body.get("model"), str | None):
+        raise Unkeyable("model is no string")
+
+
+def _is_sampled(body: Mapping[str, Any], route: Route) -> bool:
+    """Whether the answer is drawn at random: no field of those that fix it has a value that does."""
+    fixed_by = route.fixed_by
+    return bool(fixed_by) and not any(_fixes(name, body.get(name)) for name in fixed_by)
 
 
 def _fixes(name: str, value: object) -> bool:
@@ -339,7 +348,7 @@ def _fixes(name: str, value: object) -> bool:
 
 
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a body that say more than their absence does."""
+    """The fields of a body, without those that mean the same as leaving them out."""
     said = {
         name: _number(value)
         for name, value in body.items()

@@ -37,7 +37,7 @@ class Lifetime:
     Attributes:
         ttl_s: seconds until it is stale; infinity for ever; 0: it is not kept at all.
         stale_s: seconds after that in which it is still served while a fresh one is fetched.
-        jitter: share of ``ttl_s``, of which up to all is taken off at random, so that what came together does not go
+        jitter: share of ``ttl_s``. A random part of it is taken off, so that answers stored together do not expire
             together.
     """
 
@@ -99,22 +99,23 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
         ConfigError: the text has another form.
     """
     form = re.fullmatch(
-        r"(prompt|model|tag):(.+?)=(\w+(?:\.\d+)?)((?:,(?:stale=[\w.]+|jitter=[\d.]+))*)",
+        r"(?P<name>prompt|model|tag):(?P<pattern>.+?)=(?P<ttl>\w+(?:\.\d+)?)"
+        r"(?P<options>(?:,(?:stale=[\w.]+|jitter=[\d.]+))*)",
         text,
         re.DOTALL,
     )
     if form is None:
         raise ConfigError(key, text, _FORM)
-    name, pattern, ttl, options = form.groups()
     try:
-        lifetime = Lifetime(_seconds(ttl))
-        for option in options.split(",")[1:]:
-            word, _, value = option.partition("=")
+        lifetime = Lifetime(_seconds(form["ttl"]))
+        for option in form["options"].split(",")[1:]:
+            word = option.partition("=")[0]
+            value = option.partition("=")[2]
             if word == "stale":
                 lifetime = replace(lifetime, stale_s=_seconds(value))
             else:
                 lifetime = replace(lifetime, jitter=float(value))
-        return LifetimeRule(name, pattern, lifetime)
+        return LifetimeRule(form["name"], form["pattern"], lifetime)
     except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
@@ -162,15 +163,16 @@ class ResponseCache:
     """Answers in memory, bounded in bytes, in front of a store. Any thread may call any method.
 
     No method but `invalidate` raises because of the store: a fault is counted and becomes a miss. A thread
-    follows the invalidations that others log in the store: memory applies one after ``poll_s`` seconds, and is not
-    served once the store has not been heard of for ``unheard_s``: another replica may reach it, and invalidate there.
+    follows the invalidations that others log in the store: memory applies one after ``poll_s`` seconds. Once the
+    store has not answered for ``unheard_s``, nothing is served from memory: another replica may reach the store and
+    invalidate answers there.
 
     Args:
         store: behind the memory; None for memory alone.
         max_bytes: bound on what memory holds, overhead included.
         lifetime: of answers that no rule picks; of several rules the first decides.
         poll_s: seconds between two looks for invalidations.
-        unheard_s: how long memory is served without news of the store.
+        unheard_s: how long memory is served while the store does not answer.
         pause_s: how long a store is left alone after a fault.
         clock: seconds since the epoch.
     """
@@ -234,14 +236,14 @@ class ResponseCache:
 
     @property
     def store_up(self) -> bool:
-        """Whether the store was heard of in the last few seconds; True without one. Never blocks."""
+        """Whether the store answered in the last few seconds; True without one. Never blocks."""
         return self._store is None or (
             bool(self._cursor) and time.monotonic() - self._heard <= _AWAY * self._poll_s
         )
 
     @property
     def store_state(self) -> str:
-        """``up``; ``away`` where the store is not heard of; else why it takes nothing new, such as ``full``. Never
+        """``up``; ``away`` where the store does not answer; else why it takes nothing new, such as ``full``. Never
         blocks."""
         return (self._write_fault or "up") if self.store_up else "away"
 
@@ -350,17 +352,17 @@ class ResponseCache:
 
     def _write(self, response: StoredResponse, since: str) -> str:
         """To memory, then to the store. Returns why not, or an empty string."""
-        own, _, shared = since.partition(" ")
+        own = since.partition(" ")[0]
+        shared = since.partition(" ")[2]
         in_memory = self._memory.put(response, own or self._memory.cursor)
         if self._store is None:
             return "" if in_memory else "invalidated or too large"
-        known = (
-            bool(shared) or not since
-        )  # else it was begun before the store was first heard of: memory alone
+        # Otherwise the request began before the store first answered, and only memory keeps the answer.
+        known = bool(shared) or not since
         put = self._put(response, shared) if known else None
         if (
             put is False
-        ):  # perhaps another replica has invalidated it, which memory does not know yet
+        ):  # perhaps another replica has invalidated it, and memory has not read that yet
             self._memory.invalidate(Selector(key=response.key))
         elif put is None and in_memory:
             self._note_unwritten(response.key, shared if known else None)

@@ -41,7 +41,7 @@ _ECHOED = frozenset(
 _EMPTY: tuple[object, ...] = (
     [],
     {},
-)  # say of an echoed field or of `tool_calls` what its absence says
+)  # mean the same as leaving an echoed field or `tool_calls` out
 # Content parts whose whole meaning is in the request: type -> the fields they have.
 _VERBATIM = {
     "text": frozenset(("type", "text")),
@@ -56,7 +56,7 @@ _MEDIA = {
     "audio_url": frozenset(("url",)),
     "video_url": frozenset(("url",)),
 }
-HINT = "cache_control"  # says what a provider should keep, and nothing of the answer
+HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
 # Fields that may stand for something which the server holds or fetches.
 _REFERENCE = re.compile(
     r"(?i:(?:^|[_-])(?:id|ids|uuid|ref|refs|uri|uris|url|urls|path|file|files)$)|[a-z](?:I[dD]s?|Ur[il]s?|UR[IL]s?)$"
@@ -64,6 +64,7 @@ _REFERENCE = re.compile(
 _SCHEME = re.compile(r"\s*(?!data:)[a-z][a-z0-9+.-]*:\S", re.IGNORECASE)
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
+_DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?:;[^,]*)?;base64,")
 _BILLING = "x-anthropic-billing-header:"
 _BILLED = re.compile(
     rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+"
@@ -216,10 +217,10 @@ def read_messages(messages: object) -> Content:
         "messages",
         messages,
         keyed,
-        tuple(reader.slots),
-        tuple(segments),
-        reader.media,
-        reader.prompt,
+        slots=tuple(reader.slots),
+        segments=tuple(segments),
+        media=reader.media,
+        prompt=reader.prompt,
     )
 
 
@@ -418,19 +419,18 @@ def _lone_text(parts: list[Any]) -> Any:
 
 def _unbilled(text: str) -> str:
     """A system text with a line by which an agent's requests are billed made the same for all requests."""
-    first, end, rest = text.partition("\n")
-    return f"{_BILLING}{end}{rest}" if _BILLED.fullmatch(first) else text
+    first = text.partition("\n")[0]
+    return _BILLING + text[len(first) :] if _BILLED.fullmatch(first) else text
 
 
 def _of_data_url(url: str) -> tuple[str, bytes]:
     """Media type and bytes, as vLLM reads a data URL: parameters between them say nothing."""
     if url[:5].lower() != "data:":
         raise Unkeyable("media that is not in the request")
-    spec, comma, data = url[5:].partition(",")
-    media, _, encoding = spec.rpartition(";")
-    if not comma or encoding != "base64" or ";" not in spec:
+    form = _DATA_URL.match(url)
+    if form is None:
         raise Unkeyable("media that is no base64")
-    return media.partition(";")[0], _decoded(data)
+    return form["media"], _decoded(url[form.end() :])
 
 
 def _decoded(text: str) -> bytes:

@@ -96,9 +96,9 @@ class Salts:
     def _note(self) -> None:
         if not self.refused:
             log.warning(
-                "the upstream refuses cache_salt, so requests go to it without one. Its prefix cache is then shared:"
-                " by the time that an answer takes, a tenant can tell what others have asked. Stored answers stay"
-                " apart. --no-salt says that this is known"
+                "the upstream refuses cache_salt, so requests go to it without one. Tenants then share its prefix"
+                " cache: the time that an answer takes can reveal what another tenant has asked. Stored answers stay"
+                " separate. --no-salt leaves the field out and this warning away"
             )
         self.on = False
         self.refused = True

@@ -68,9 +68,9 @@ _TURNED_AWAY = (
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds: on the bytes of a request's head and the time it takes, for which httptools would
-    wait without end, on connections, and on the time in which clients read. A wish for another protocol, as Java's
-    client has, costs a request nothing.
+    """uvicorn's protocol with bounds on the number of connections, on the bytes of a request's head, on the time in
+    which the head must come (httptools would wait without end), and on the time in which a client must read. A request
+    that asks for another protocol, as Java's client does, is answered as if it did not ask.
 
     Attributes:
         most: connections; beyond them only operators' routes are answered, and after `_SPARE` more nothing is.
@@ -302,7 +302,7 @@ def _config(app: Any, drain_timeout: float, **more: Any) -> uvicorn.Config:
         ws="none",
         access_log=False,
         log_config=None,
-        proxy_headers=False,  # the client's address decides whose tenant header is believed
+        proxy_headers=False,  # a tenant header is believed by the client's own address
         server_header=False,
         date_header=False,
         backlog=4096,
@@ -316,7 +316,7 @@ def _config(app: Any, drain_timeout: float, **more: Any) -> uvicorn.Config:
 
 def _load(settings: ServerSettings, drain_timeout: float, workers: int = 1) -> App:
     """The application with all that it needs in memory."""
-    # transformers imports torch's compiler, which imports triton, which lists what it leaks when the process ends.
+    # transformers imports torch's compiler, which imports triton, which prints what it leaks when the process ends.
     # Nothing is compiled here.
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
     Protocol.most = raise_file_limit()
@@ -361,7 +361,7 @@ class Workers(Multiprocess):
         for one that died before it answered."""
         for at, process in enumerate(self.processes):
             if process.exitcode is None and self._hangs(process.pid):
-                log.error("worker %s gives no sign of life and is killed", process.pid)
+                log.error("worker %s does not respond and is killed", process.pid)
                 process.kill()
                 process.join()
             if process.exitcode is None or self.should_exit.is_set():
@@ -379,7 +379,7 @@ class Workers(Multiprocess):
             self.processes[at].start()
 
     def _hangs(self, pid: int | None) -> bool:
-        """Whether a worker that has given signs of life gives none any more. Clocks may jump, so looks are counted."""
+        """Whether a worker that answered before has stopped to answer. Clocks may jump, so tries are counted."""
         try:
             latest = _beat_file(pid).stat().st_mtime_ns
         except OSError:  # it is starting
@@ -427,5 +427,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)  # it cannot any more
+    shutil.rmtree(
+        os.environ[FOLDER], ignore_errors=True
+    )  # the parent, which would do it, has ended
     os.kill(os.getpid(), signal.SIGTERM)

@@ -34,7 +34,7 @@ _TOP = (
 _ASIDE = (
     "metrics",  # vLLM: times of the request
     "obfuscation",  # OpenAI: padding against who counts bytes
-    "provider",  # OpenRouter: who has computed it
+    "provider",  # OpenRouter: the provider that computed it
     "time_info",  # Cerebras: times of the request
     "timings",  # llama.cpp: times of the request
     "x_groq",  # Groq: id and usage of the request
@@ -518,7 +518,7 @@ def read_answer(payload: bytes) -> Any:
 
 
 def usage_of(payload: bytes) -> dict[str, int]:
-    """The tokens that an answer speaks of, as ``input_tokens`` and ``output_tokens``; without what it does not say."""
+    """The counts of tokens that an answer reports, as ``input_tokens`` and ``output_tokens``."""
     try:
         usage = read_answer(payload)["usage"]
         named = {

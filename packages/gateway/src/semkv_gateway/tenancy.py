@@ -1,4 +1,4 @@
-"""Tenants: who asks, what they may ask of the cache, and labels (tags) of answers.
+"""Tenants: which client asks, what it may ask of the cache, and labels (tags) of answers.
 
 Labels come from rules, which look only at prompt and model, and from a header of a trusted proxy. The header's labels
 are part of a request's key: a label removes everything that was ever served under it.
@@ -68,11 +68,11 @@ class Client:
 class Tenants:
     """Tells tenants apart.
 
-    By default a tenant is whoever sends the same in every header that is not known to be harmless (``Authorization``,
-    ``X-API-Key``, ``Cookie`` and whatever else may be a credential), so two keys never share an answer. Where another
-    word names the tenant, known credentials count for nothing, and headers that nobody has reviewed are part of the
-    key. That word is ``single``, or the name that a trusted proxy gives. A name that comes from any other client means
-    that somebody relies on it, so such a request is not cached.
+    By default, requests belong to one tenant if they have the same value in every header that is not known to be
+    harmless (``Authorization``, ``X-API-Key``, ``Cookie`` and all others that may be credentials), so two keys never
+    share an answer. With ``single``, or where a trusted proxy names the tenant, known credentials do not separate
+    tenants, and headers that nobody has reviewed are part of the key. A request of any other client that names a tenant
+    is not cached, since that client relies on a name that is not trusted.
     """
 
     def __init__(
@@ -140,10 +140,10 @@ class Tenants:
     def may_read(self, client: Client) -> bool | None:
         """Whether cached answers may be given before the upstream has seen these credentials.
 
-        Where tenants are told apart by their credentials, anyone who finds an answer has been let in before, and may
-        read until the upstream refuses a request of theirs: None where another gateway, or this one before it was
-        started, may know of that. The store is then asked by one request; for others what was known holds meanwhile.
-        Where all are one tenant, credentials count once the upstream has accepted them, and for five minutes.
+        Where credentials separate tenants, a client that finds an answer was accepted before, and may read until the
+        upstream refuses one of its requests. None: another gateway may have noted a refusal in the store, or this one
+        before its last start. Then one request asks the store, and the earlier result holds for the others meanwhile.
+        Where all clients are one tenant, credentials count for five minutes after the upstream has accepted them.
         """
         if not self._single and client.name in self._refused:
             return False

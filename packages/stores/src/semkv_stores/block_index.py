@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from semkv_stores.block_file import INDEX, discard_blocks, make_store, unlink
 from semkv_stores.database import Schema
@@ -149,11 +149,11 @@ def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[
     asked = {"keys": b"".join(space + key for key in keys), "count": len(keys), "size": size}
     (answer,) = db.execute(_FIND, asked).fetchone()
     for line in filter(None, (answer or "").split(";")):
-        number, created, owner, *places = line.split(" ")
-        file = _id(int(number))
-        written = int(created) / 1e6
-        tag = _text(bytes.fromhex(owner))
-        for at, row in zip(places[::2], places[1::2], strict=True):
+        words = line.split(" ")
+        file = _id(int(words[0]))
+        written = int(words[1]) / 1e6
+        tag = _text(bytes.fromhex(words[2]))
+        for at, row in zip(words[3::2], words[4::2], strict=True):
             found[int(at)] = BlockRef(file, int(row), written, tag)
     return found
 
@@ -186,8 +186,8 @@ def file_ids(
 
 def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
     """Files, blocks and bytes, with what is being written."""
-    files, blocks, nbytes = db.execute(f"SELECT {_TOTALS} FROM files").fetchone()  # noqa: S608 (our own words)
-    return files, blocks, nbytes
+    counted = db.execute(f"SELECT {_TOTALS} FROM files").fetchone()  # noqa: S608 (our own words)
+    return cast("tuple[int, int, int]", counted)
 
 
 def ages(
@@ -215,9 +215,9 @@ def reserve(
     """
     if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
         return None
-    _, blocks, nbytes = totals(db)
-    over_bytes = nbytes + new.nbytes - max_bytes if max_bytes else 0
-    over_blocks = blocks + len(new.keys) - max_blocks if max_blocks else 0
+    stored = totals(db)
+    over_blocks = stored[1] + len(new.keys) - max_blocks if max_blocks else 0
+    over_bytes = stored[2] + new.nbytes - max_bytes if max_bytes else 0
     gone = _victims(db, over_bytes, over_blocks, _us(new.created - PENDING_S))
     if gone is None:
         return None
@@ -271,11 +271,12 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
                 break
         else:
             return None
-        number, nbytes, blocks = head
-        gone.append((_id(number), blocks))
+        nbytes = head[1]
+        blocks = head[2]
+        gone.append((_id(head[0]), blocks))
         held[which] -= nbytes
-        over_bytes = over_bytes - nbytes
-        over_blocks = over_blocks - blocks
+        over_bytes -= nbytes
+        over_blocks -= blocks
     return gone
 
 

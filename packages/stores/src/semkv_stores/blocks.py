@@ -124,7 +124,7 @@ class BlockStore:
             self._index = Database(
                 file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only
             )
-            self._ask(lambda db: None, None)  # which says what keeps it from being opened
+            self._ask(lambda db: None, None)  # which logs why it cannot be opened
             if self.on and self._read_only:
                 log.warning(
                     "semkv: %s cannot be written (%s); stored blocks are still read",
@@ -223,7 +223,7 @@ class BlockStore:
         self.counters["read_blocks"] += sum(good)
         if self.writable and time.monotonic() - self._flushed_at > _FLUSH_S:
             self._flushed_at = time.monotonic()
-            self._ask(lambda db: None, None, write_s=0.0)  # with it goes what was used
+            self._ask(lambda db: None, None, write_s=0.0)  # writes the notes of use with it
         return good
 
     def layout(self, ref: BlockRef) -> tuple[str, int] | None:
@@ -284,10 +284,7 @@ class BlockStore:
         Raises:
             ValueError: the rows differ in length, are no bytes, or are not as many as the keys.
         """
-        if len({len(row) for row in rows}) > 1 or any(
-            row.ndim != 1 or row.dtype.itemsize != 1 for row in rows
-        ):
-            raise ValueError("rows of different lengths, or not of bytes")
+        _check_rows(rows)
         given = dict(zip(keys, rows, strict=True))
         if not given or self._read_only or time.monotonic() < self._write_after:
             return None
@@ -307,7 +304,15 @@ class BlockStore:
             about | {"owner": owner, "writer": self.writer}, list(new), list(new.values())
         )
         nbytes = len(head) + len(new) * len(rows[0])
-        entry = NewFile(file, nbytes, time.time(), namespace, tuple(new), owner, self.writer)
+        entry = NewFile(
+            file,
+            nbytes,
+            time.time(),
+            namespace=namespace,
+            keys=tuple(new),
+            owner=owner,
+            writer=self.writer,
+        )
         since = self.last_purge() if since is None else since
         if not self._reserve(entry):
             return None
@@ -358,7 +363,7 @@ class BlockStore:
         files = list(files)
         if self._ask(lambda db: block_index.delete(db, self.root, files), False, write_s=BUSY_S):
             return
-        for file in files:  # without an index nothing else says that they are useless
+        for file in files:  # without an index they are named nowhere else
             block_file.unlink(self.root, file)
 
     def reject(self, file: str) -> None:
@@ -367,7 +372,7 @@ class BlockStore:
         self.drop([file])
 
     def purge(self, owner: str) -> int:
-        """Delete the files of a tenant; how many went. Running engines hear of it by `purges_after`."""
+        """Delete the files of a tenant; how many went. Running engines notice it by `purges_after`."""
         gone = self._ask(
             lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
         )
@@ -429,3 +434,9 @@ class BlockStore:
         """Nothing more is asked or written."""
         self._closed = True
         self._index.close()
+
+
+def _check_rows(rows: Sequence[Bytes]) -> None:
+    of_bytes = all(row.ndim == 1 and row.dtype.itemsize == 1 for row in rows)
+    if not of_bytes or len({len(row) for row in rows}) > 1:
+        raise ValueError("rows of different lengths, or not of bytes")

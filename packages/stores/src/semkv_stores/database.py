@@ -72,8 +72,8 @@ class Schema:
         first: one of the tables. A file of the same version that lacks it, since another part of semkv began the file,
             gets the tables when it is opened. Empty: no other part writes such files.
         prepare: makes its folder, also where that was deleted meanwhile, but none above it then.
-        discard: deletes what only this file knows of, in its folder, before a new file is begun. A damaged file is
-            deleted then, and one of an earlier version. None: the first is put aside, the second refused.
+        discard: deletes the files of the folder that only this database names, before a new one is begun. A damaged
+            database is deleted then, and one of an earlier version. None: the first is put aside, the second refused.
     """
 
     tables: str
@@ -100,7 +100,8 @@ class Database:
         raises_store_error: in place of SQLite's errors.
         replace: put aside, begin and delete files. Without it one that is missing, damaged or of another format is
             refused, and one that this user cannot write is read.
-        anew: delete the file that is there, and begin another. Processes that have it open hear of it and go on.
+        anew: delete the file that is there, and begin another. Processes that have it open notice it, and go on with
+            the new one.
 
     Attributes:
         lock: held while the connection is used; reentrant.
@@ -319,7 +320,7 @@ class Database:
             except (
                 sqlite3.DatabaseError,
                 UnicodeDecodeError,
-            ) as error:  # the latter of what SQLite says is wrong
+            ) as error:  # the latter is raised where SQLite's message is no text
                 is_of_no_use = (
                     is_useless(error) or _code(error) == _WRONG_SQL
                 )  # the latter of a damaged table's text
@@ -341,7 +342,7 @@ class Database:
         writable = self._replace or (
             os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
         )
-        # Without a log nobody has the file open, and SQLite would leave one behind to read it.
+        # Without a log no process has the file open, and SQLite would make one just to read, and leave it.
         read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
         uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
         db = sqlite3.connect(
@@ -377,14 +378,9 @@ class Database:
 
     def _is_new(self, db: sqlite3.Connection) -> bool:
         """Whether nothing is in the file. Raises where it is another program's, or of another format version."""
-        version, application, tables = (
-            db.execute(statement).fetchone()[0]
-            for statement in (
-                "PRAGMA user_version",
-                "PRAGMA application_id",
-                "SELECT COUNT(*) FROM sqlite_master",
-            )
-        )
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        tables = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
         if not tables and not version and not application:
             return True
         if version == self._schema.version and application == _APPLICATION:
@@ -453,8 +449,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_useless(error: BaseException) -> bool:
-    """Whether a file is of no use any more: SQLite finds a fault in it, in words that may be no text, for which
-    neither the disk nor another process nor the caller is to blame."""
+    """Whether a file is damaged beyond use: SQLite finds a fault in it that neither the disk nor another process nor
+    the caller has caused. (The message of such a fault may be no valid text.)"""
     found = isinstance(error, (sqlite3.DatabaseError, UnicodeDecodeError)) and not isinstance(
         error, sqlite3.ProgrammingError
     )

@@ -94,7 +94,7 @@ class KVSettings:
             vLLM's name, which a client may choose (``uuid``). Set it where every client may be trusted not to give one
             name to two items. All other items go by their content, whatever they are called.
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
-            entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others do not hear of resets, so
+            entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others are not called at a reset, so
             they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
             cached. What comes from them is checked (`semkv_vllm.seals`).
         unchecked_tiers: use what comes from the other tiers as it comes, also from vLLM without this connector. Then a

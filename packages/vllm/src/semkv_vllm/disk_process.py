@@ -249,7 +249,9 @@ class DiskProcess:
             self._reads.wait_again()
             self._writes.wait_again()
             return
-        log.warning("semkv: the process for the disk has ended; what it had to read is computed")
+        log.warning(
+            "semkv: the disk process has ended; the blocks that it was to read are computed"
+        )
         self._process = None
         self._connection.close()
 

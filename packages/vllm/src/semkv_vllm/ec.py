@@ -300,6 +300,7 @@ class SemECConnector(ECConnectorBase):
             ECSettings, vllm_config.ec_transfer_config.ec_connector_extra_config
         )
         self._reports = settings.report_loads
+        self._config = vllm_config
         engine = identity.engine_name(vllm_config, vllm_config.ec_transfer_config.engine_id)
         self._blocks: BlockStore | None = None
         try:
@@ -319,7 +320,7 @@ class SemECConnector(ECConnectorBase):
 
     def _scheduler(self, blocks: BlockStore, settings: ECSettings) -> ECScheduler | None:
         """The half that decides; None where what shapes the outputs is not known."""
-        config = self._vllm_config
+        config = self._config
         try:
             namespace = identity.namespace_digest(identity.model_facts(config, settings.cache_dir))
         except UnknownError as reason:
@@ -338,7 +339,7 @@ class SemECConnector(ECConnectorBase):
             if self._blocks is not None:
                 self._blocks.counters["errors"] += 1
             log.warning(
-                "semkv: an encoder output is computed or not stored, by a fault of semkv's",
+                "semkv: a fault in semkv: an encoder output is computed again, or not stored",
                 exc_info=True,
             )
             return otherwise
@@ -391,5 +392,5 @@ class SemECConnector(ECConnectorBase):
         if self.worker_half is not None:
             self.worker_half.close()
         elif self.scheduler_half is not None:
-            identity.FOLLOWERS.pop(str(self._vllm_config.instance_id), None)
+            identity.FOLLOWERS.pop(str(self._config.instance_id), None)
             self.scheduler_half.close()

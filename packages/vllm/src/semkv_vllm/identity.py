@@ -1,8 +1,8 @@
 """The namespace of a model in the stores: a digest of everything that shapes its KV blocks and encoder outputs.
 
-A reset is vLLM's word for weights that may be others from now on; then an engine goes on under a namespace of its own.
-vLLM tells the KV connector only, which passes the word on to the encoder-cache connector of the same engine
-(`FOLLOWERS`): both have their scheduler halves in one thread.
+vLLM calls for a reset when the weights may have changed. From then on an engine has a namespace of its own. vLLM calls
+only the KV connector, which calls the encoder-cache connector of the same engine (`FOLLOWERS`): both have their
+scheduler halves in one thread.
 """
 
 from __future__ import annotations
@@ -270,7 +270,9 @@ def may_have_changed(engine: str) -> bool:
         if (follower := FOLLOWERS.get(engine)) is not None:
             follower.reset()
     except Exception:
-        log.warning("semkv: a connector could not be told of other weights", exc_info=True)
+        log.warning(
+            "semkv: a connector could not be called after a change of weights", exc_info=True
+        )
         return False
     return True
 

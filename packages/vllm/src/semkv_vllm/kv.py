@@ -448,7 +448,7 @@ class SemKVConnector(OffloadingConnector):
             return told
         shared.old = OldWeights(self._live, manager, self._tokens_per_block)
         log.warning(
-            "semkv: requests were running during a reset: of %d no KV is stored",
+            "semkv: requests were running during a reset: KV of %d of them is not stored",
             len(shared.old.requests),
         )
         return False
@@ -462,7 +462,7 @@ class SemKVConnector(OffloadingConnector):
         let_go(self._engine)
         if (store := self.shared.store) is not None:
             self.shared.store = None
-            if self.shared.renamed:  # nobody else has these names
+            if self.shared.renamed:  # no other engine uses these names
                 store.disown(*self.shared.used())
             store.close()
 
@@ -520,7 +520,12 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
     return KVShared(
-        settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate
+        settings,
+        store,
+        layout,
+        facts=lambda: facts | identity.hash_facts(config),
+        model=model,
+        gate=gate,
     )
 
 

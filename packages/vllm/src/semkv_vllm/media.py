@@ -137,7 +137,7 @@ class ByContent:
         for feature in self._request.mm_features[self._passed :]:
             if feature.mm_position.offset >= end:
                 return
-            # What is not known is like nothing else.
+            # An unknown value gets a digest that no other has.
             content = self._media.admit(self._request, feature) or uuid.uuid4().hex
             self._chain = hashlib.sha256(self._chain + content.encode()).digest()
             self._passed += 1

@@ -1,8 +1,9 @@
 """After a reset beside running requests: which blocks of vLLM's own cache may hold what old weights computed.
 
-A reset is vLLM's word for weights that may be others from now on. Where requests run at that moment, vLLM keeps their
-blocks, and the blocks of ended requests stay in its prefix cache: what a later request computes may rest on them. Such
-KV has the right hashes and must not be stored. So from a reset on, until nothing of it is left, these are told apart:
+vLLM calls for a reset when the weights may have changed. Where requests run at that moment, vLLM keeps their blocks,
+and the blocks of ended requests stay in its prefix cache: what a later request computes may rest on them. Such KV has
+the right hashes and must not be stored. So from a reset on, until nothing from before it is left, old and new are
+distinguished:
 
 - **Blocks.** At the reset every block is old. A block that is handed to a request to be written becomes as the request
   is: old for an old one, new for a new one. vLLM writes a block only through the request that it was handed to.

@@ -6,7 +6,7 @@ that page is a checksum of the block, bound to the block's key and to the namesp
 tier may read the row, and travels with it: another engine, and the same one after a restart, finds it where it finds
 the block. What comes back without the right seal is a miss.
 
-A seal finds damage, exchanged blocks and blocks of other models. It does not stop a peer that means harm: whoever can
+A seal finds damage, exchanged blocks and blocks of other models. It does not stop a malicious peer: a process that can
 write a block can write its seal.
 """
 

@@ -24,7 +24,7 @@ _QUIET_S = 60.0  # between two log lines of faults at one place
 _LEAST = 4  # measurements before a pace counts
 _WEIGHT = 0.2  # of the newest measurement
 _RETRY = 32  # refusals after which one load is done all the same, to measure again
-_BIG_STEP = 256  # tokens from which on a step's time says something of the pace
+_BIG_STEP = 256  # steps of fewer tokens are too short to measure the pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class KVShared:
         gate: whether a load from disk is worth it; None where that is not asked.
         counters: of this process, its store's too, and of the disk process; see `semkv_vllm.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
-        stamp: another object after each purge and reset; what was found in the index before does not count any more.
-        heard: the last purge that host memory knows of.
+        stamp: another object after each purge and reset; what was found in the index before no longer counts.
+        heard: the last purge that host memory has applied.
         storing: False while nothing may be stored.
         loading: False while nothing may be loaded, after a reset that failed.
         old: what may rest on weights from before a reset; None where nothing does.

@@ -41,7 +41,7 @@ FILE_BYTES = 64 << 20
 _QUEUE_SHARE = 4  # of host memory a quarter may wait for the disk; what comes on top is not written, and counted
 _MOST = 512  # keys asked for at once, and blocks of one file
 _HUNG_S = 600.0  # how long a file is left alone after a read of it was given up
-# with KV events: once a second the index is asked for a thirtieth of what was told
+# With KV events: once a second a thirtieth of the reported blocks is looked up in the index.
 _LOOK_S = 1.0
 _LOOKS = 30
 
@@ -110,7 +110,7 @@ class SemKVTier(SecondaryTierManager):
         self._parts: dict[int, _Part] = {}  # by the number of the disk's job
         self._hung = dict[
             str, float
-        ]()  # files whose reads were given up, until when they are left alone
+        ]()  # files whose reads were given up, and until when they are not read again
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
@@ -234,8 +234,15 @@ class SemKVTier(SecondaryTierManager):
             return False
         transfer = _Transfer(job, self._namespace(job.req_context))
         for (file, owner), part in files.items():
-            places, keys, chunks = map(list, zip(*sorted(part), strict=True))
-            self._hand_over(transfer, keys, chunks=chunks, file=file, owner=owner, places=places)
+            part.sort()
+            self._hand_over(
+                transfer,
+                [key for _, key, _ in part],
+                chunks=[chunk for _, _, chunk in part],
+                file=file,
+                owner=owner,
+                places=[place for place, _, _ in part],
+            )
         return transfer.parts > 0
 
     def get_finished_jobs(self) -> Iterable[JobResult]:

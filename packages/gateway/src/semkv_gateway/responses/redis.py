@@ -116,7 +116,9 @@ class RedisStore(ResponseStore):
         self._log = f"{root}:log"
         self._refusals = f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
-        self._put, self._delete, self._note = map(self._db.register_script, (_PUT, _DELETE, _NOTE))
+        self._put = self._db.register_script(_PUT)
+        self._delete = self._db.register_script(_DELETE)
+        self._note = self._db.register_script(_NOTE)
 
     def get(self, key: str) -> StoredResponse | None:
         with asking():
