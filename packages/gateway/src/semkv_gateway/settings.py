@@ -90,6 +90,7 @@ class ServerSettings(LookupConfig):
         sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
         sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (as asked, not kept); may be repeated.
         stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
+        known_fields: A field of request bodies that names nothing which the server holds; may be repeated.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
@@ -116,6 +117,7 @@ class ServerSettings(LookupConfig):
     sampled: Annotated[bool, DRAWN] = False
     sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
+    known_fields: Annotated[tuple[str, ...], Parameter(name="--known-field"), DRAWN] = ()
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
     ] = ()
