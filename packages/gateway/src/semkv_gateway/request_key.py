@@ -78,9 +78,9 @@ _WHOLE: dict[str, str] = {
         dry_allowed_length dry_penalty_last_n dry_sequence_breakers stop_regex no_stop_trim""",
     "They say what of an answer is shown.": """
         include echo usage prompt_logprobs return_token_ids return_prompt_text return_token_offsets return_mm_kwargs
-        mm_payload enable_response_messages routed_experts_prompt_start return_documents top_n dimensions encoding_format
-        embed_dtype embedding_type embedding_types endianness use_activation output_dimension output_dtype normalized
-        n_probs post_sampling_probs return_tokens timings_per_token""",
+        mm_payload enable_response_messages routed_experts_prompt_start return_documents top_n dimensions
+        encoding_format embed_dtype embedding_type embedding_types endianness use_activation output_dimension
+        output_dtype normalized n_probs post_sampling_probs return_tokens timings_per_token""",
     "They choose among models and machines, as `model` does.": """
         adapter_id user_id service_tier provider models route transforms inference_geo speed""",
     "They are hints for a server's cache of prompts.": """

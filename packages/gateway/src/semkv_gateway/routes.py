@@ -8,8 +8,8 @@ routes are kept as they came, streams event by event and apart from whole answer
 
 A field that is not known here may name what the server holds, whatever it is called: such a request passes. An answer
 that a client sends back is the exception: what stands beside its text is in the key as it came, and the request is
-exact-only. Left out of a key is what is known to say nothing: null, empty lists of what a client sends back, and hints for a
-provider's prompt cache. The body that goes upstream has all of it.
+exact-only. Left out of a key is what is known to say nothing: null, empty lists of what a client sends back, and hints
+for a provider's prompt cache. The body that goes upstream has all of it.
 """
 
 from __future__ import annotations
