@@ -120,15 +120,9 @@ def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
 
 
 def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
-    body = {
-        "model": "m",
-        "prompt": "x",
-        "messages": [{"role": "user", "content": "x"}],
-        "temperature": 0,
-    }
     ways: list[dict[str, Any]] = [{}, {"tenant": "u"}, {"version": "2"}, {"secret": b"other"}]
-    ways += [{"endpoint": COMPLETIONS}, {"tenant": "", "version": "t"}]
-    assert len({canonical(body, **way).key for way in ways}) == len(ways)
+    ways += [{"endpoint": "/v1/messages"}, {"tenant": "", "version": "t"}]
+    assert len({canonical(chat(), **way).key for way in ways}) == len(ways)
 
 
 def test_media_are_keyed_by_their_bytes() -> None:
@@ -399,6 +393,8 @@ FIELDS: list[dict[str, Any]] = [
     {"kv_transfer_params": {"a": 1}},
     {"previous_response_id": "r"},
     {"thread": {"id": "t"}},
+    {"prompt": {"id": "p"}},
+    {"background": True},
     {"data_sources": [{"parameters": {"endpoint": "https://search.example"}}]},
     *(
         {"a_field_of_next_year": value}

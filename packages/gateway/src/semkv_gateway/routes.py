@@ -478,6 +478,7 @@ def _named(
 
 def _read_chat(body: Mapping[str, Any]) -> Content:
     """The messages of a chat."""
+    _refuse_state(body, "background", "prompt")
     _check_tools(body.get("tools"), (None, "function", "custom"))
     return read_messages(body.get("messages"))
 
