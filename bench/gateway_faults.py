@@ -1,6 +1,6 @@
 """When things die under load, is an answer lost that a client had in full, or one wrong?
 
-    python bench/gateway_faults.py --rounds 20 --out bench/results/cpu/gateway_faults.json
+    python bench/gateway_faults.py --rounds 4 --minutes 20 --out bench/results/cpu/gateway_faults.json
 
 Clients ask new questions and repeat answered ones, half of them streamed; the upstream's answer is the question, so
 every answer can be checked. Then a fault strikes. When it is over, every answer that a client had in full is asked for
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -307,10 +308,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=20, help="of each part but the streams")
+    parser.add_argument("--minutes", type=float, default=0, help="repeat all parts until then")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     before, rows = machine("uvicorn", "aiohttp", "redis"), []
-    for part in args.parts:
+    until = time.monotonic() + 60 * args.minutes
+    cycle = itertools.cycle(args.parts)
+    for part in itertools.chain(args.parts, iter(lambda: _next_part(cycle, until), "")):
         with tempfile.TemporaryDirectory() as folder:
             for row in PARTS[part](Path(folder), Upstream(), args.rounds):
                 rows.append(row)
@@ -322,6 +326,11 @@ def main() -> None:
         f"{len(rows)} rounds: {sum(row.get('asked again', 0) for row in rows):,} answers, {lost} lost, {wrong} wrong"
     )
     sys.exit(bool(lost or wrong))
+
+
+def _next_part(cycle: Iterator[str], until: float) -> str:
+    """The part that runs next; empty once the time is over."""
+    return next(cycle) if time.monotonic() < until else ""
 
 
 if __name__ == "__main__":

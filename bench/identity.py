@@ -43,12 +43,11 @@ from common import folder_bytes, options_of, run_child, write_json
 from models import (
     COMMON,
     FAMILIES,
-    LOAD_FORMAT,
     SHAPE,
     draw_picture,
-    register_loader,
     write_family,
     write_shape,
+    write_weights,
 )
 
 from semkv.config import get_preset
@@ -102,20 +101,11 @@ class Runner:
         from semkv_vllm import register
 
         register()  # installed, vLLM finds the connectors by itself
-        register_loader()
         self.spec = spec
         self.text = spec["name"] in FAMILIES
         cpu = current_platform.is_cpu()
         model = Path(spec["model"])
-        if spec["made"] and not (model / "config.json").exists():
-            model.mkdir(exist_ok=True)
-            if self.text:
-                write_family(spec["name"], model)
-            else:
-                write_shape(model)
         arguments: dict[str, Any] = {"enforce_eager": cpu or self.text}
-        if spec["made"]:
-            arguments["load_format"] = LOAD_FORMAT
         if spec["cache_dir"]:
             extra = {"cache_dir": spec["cache_dir"], "report_loads": True}
             arguments["kv_transfer_config"] = KVTransferConfig(
@@ -130,9 +120,12 @@ class Runner:
                 )
         if self.text:
             arguments |= {
-                "model_loader_extra_config": {"bound": BOUND}, "max_model_len": 4096, "max_num_seqs": 4,
-                "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 28, "seed": 0,
-            }  # fmt: skip
+                "max_model_len": 4096,
+                "max_num_seqs": 4,
+                "skip_tokenizer_init": True,
+                "kv_cache_memory_bytes": 1 << 28,
+                "seed": 0,
+            }
             arguments |= {"block_size": 32} if cpu else {"gpu_memory_utilization": 0.05}
         else:
             positions = json.loads((model / "config.json").read_text()).get("text_config", {})
@@ -377,6 +370,8 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
         spec["model"] = (
             f"{folder}/model" if made else name if Path(name).is_dir() else get_preset(name).model
         )
+        if made:  # before the engines start: of younger weights they keep nothing on disk
+            write_model(name, Path(spec["model"]))
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `flush` goes to the ranks' processes
@@ -397,6 +392,16 @@ def run_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     report |= judge(passes, exact=name not in FAMILIES)
     report["distinct_answers"] = len({tuple(answer["tokens"]) for answer in passes.get("cold", [])})
     return report | {"settings": spec, "seconds": round(time.monotonic() - start)}
+
+
+def write_model(name: str, directory: Path) -> None:
+    directory.mkdir()
+    if name in FAMILIES:
+        write_family(name, directory)
+        write_weights(directory, BOUND)
+    else:
+        write_shape(directory)
+        write_weights(directory)
 
 
 def show(report: Mapping[str, Any]) -> None:
@@ -441,7 +446,5 @@ def main() -> int:
     return int(any(report["wrong"] or "error" in report for report in reports))
 
 
-if __name__ == "__mp_main__":  # the process of a rank
-    register_loader()
 if __name__ == "__main__":
     sys.exit(main())

@@ -127,13 +127,23 @@ def draw_picture(seed: int, width: int, height: int) -> Any:
 
 # ------------------------------------------------------------------ weights
 
-LOAD_FORMAT = "dummy_drawn"  # our connectors tell weights of a format called dummy apart by configuration and seed
+
+def write_weights(directory: Path, bound: float = 0.04) -> None:
+    """Weights by `draw_weights` as transformers writes them, for the configuration that is in a directory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(directory)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.bfloat16)
+    draw_weights(model, bound)
+    model.save_pretrained(directory)
 
 
-def draw_weights(model: Any, bound: float = 0.04) -> None:
+def draw_weights(model: Any, bound: float) -> None:
     """A usual initialization: matrices uniform within 0.04 (standard deviation 0.023), biases within half of that.
 
-    Norms are 1, the ``A`` of a state space model -1: its states decay.
+    Norms are 1, the ``A`` of a state space model -1 (its logarithm is kept): its states decay.
 
     Every tensor has the seed of its name. vLLM's own dummy weights will not do: norms are about zero, tensors of one
     shape are equal, and all is so small that no answer depends on the KV cache.
@@ -147,21 +157,4 @@ def draw_weights(model: Any, bound: float = 0.04) -> None:
             if parameter.ndim >= 2 or name.endswith("bias"):
                 parameter.uniform_(-within, within, generator=generator)
             else:
-                parameter.fill_(-1.0 if name.endswith(".A") else 1.0)
-
-
-def register_loader() -> None:
-    """Have vLLM know `LOAD_FORMAT`."""
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    class DrawnLoader(BaseModelLoader):  # type: ignore[misc]
-        """Weights by `draw_weights`, before vLLM packs them for its kernels."""
-
-        def download_model(self, model_config: Any) -> None:
-            return
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            draw_weights(model, **(self.load_config.model_loader_extra_config or {}))
-
-    register_model_loader(LOAD_FORMAT)(DrawnLoader)
+                parameter.fill_(0.0 if name.endswith("A_log") else 1.0)

@@ -79,7 +79,7 @@ CHANGES: dict[str, Any] = {
         ),
         False,
     ),
-    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "a_field_of_next_year"), 5),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens"), 5),
     **dict.fromkeys(("chat_template", "reasoning_effort", "cache_salt", "tool_choice"), "low"),
     "stop_token_ids": [1],
     "logit_bias": {"1": 2.0},
@@ -120,15 +120,9 @@ def test_what_leaves_the_answer_alone_is_not_in_the_key() -> None:
 
 
 def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
-    body = {
-        "model": "m",
-        "prompt": "x",
-        "messages": [{"role": "user", "content": "x"}],
-        "temperature": 0,
-    }
     ways: list[dict[str, Any]] = [{}, {"tenant": "u"}, {"version": "2"}, {"secret": b"other"}]
-    ways += [{"endpoint": COMPLETIONS}, {"tenant": "", "version": "t"}]
-    assert len({canonical(body, **way).key for way in ways}) == len(ways)
+    ways += [{"endpoint": "/v1/messages"}, {"tenant": "", "version": "t"}]
+    assert len({canonical(chat(), **way).key for way in ways}) == len(ways)
 
 
 def test_media_are_keyed_by_their_bytes() -> None:
@@ -246,6 +240,34 @@ def unknown_to_us(message: dict[str, Any]) -> bool:
     )
 
 
+LABELLED = {"id": "msg_1", "createdAt": "2026-11-28T05:00:00Z"}
+
+
+def test_labels_of_a_message_are_in_the_key_and_in_no_near_repeat() -> None:
+    plain = canonical(chat({"role": "user", "content": "What?"}))
+    labelled = canonical(chat({"role": "user", "content": "What?", **LABELLED}))
+    assert labelled.key != plain.key
+    assert labelled.request is None
+    sized = canonical(chat({"role": "user", "content": [{**picture(image(1)), "max_pixels": 99}]}))
+    assert sized.key != canonical(chat({"role": "user", "content": [picture(image(1))]})).key
+    assert sized.request is None
+
+
+def test_an_operator_names_a_field_that_is_in_the_request_whole() -> None:
+    known = {"known_fields": frozenset(("tone",))}
+    plain, one, other = (
+        canonical(chat(**more), **known) for more in ({}, {"tone": 1}, {"tone": 2})
+    )
+    assert len({plain.key, one.key, other.key}) == 3
+    assert canonical(chat()).key == plain.key
+    with pytest.raises(Unkeyable):
+        canonical(chat(tone=1, mood=1), **known)
+    with pytest.raises(Unkeyable):
+        canonical(
+            chat(kv_transfer_params={"a": 1}), known_fields=frozenset(("kv_transfer_params",))
+        )
+
+
 def test_a_hint_is_one_only_where_it_stands_as_one() -> None:
     """In a schema it is the name of a value, and vLLM shows all of a tool to the model."""
     schema = {"type": "object", "properties": {"cache_control": EPHEMERAL}}
@@ -331,6 +353,9 @@ PARTS: list[Any] = [
     {"type": "text", "text": "x", "file_id": "f"},
     {"type": "text", "text": "x", "source": {"link": "s3://bucket/key"}},
     {"type": "text", "text": "x", "more": [{"url": "a"}]},
+    {"type": "text", "text": "x", "corpus": "handbook"},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav", "voice": 7}},
+    {**picture(b"x"), "album": 7},
 ]
 MESSAGES: list[Any] = [
     1,
@@ -344,16 +369,22 @@ MESSAGES: list[Any] = [
     {"role": "user", "content": "x", "file_ids": [17]},
     {"role": "user", "content": "x", "container": {"id": "c"}},
     {"role": "user", "content": "x", "look": "gs://bucket/key"},
-    {"role": "user", "content": "x", "look": "mailbox:7"},
+    *(
+        {"role": role, "content": "x", name: value}
+        for role in ("user", "system", "tool", "wizard")
+        for name, value in {"memory": "hr", "recall": True, "shelf": 7, "mood": []}.items()
+    ),
+    {"role": "user", "id": "msg_1"},
+    {"role": "assistant", "content": "", "thread": "t"},
     *({"role": "user", "content": [part]} for part in PARTS),
 ]
 FIELDS: list[dict[str, Any]] = [
     {"temperature": float("nan")},
-    {"extra": float("inf")},
-    {"extra": 10**5000},
-    {"extra": "\ud800"},
-    {"extra": NESTED},
-    {"extra": {1, 2}},
+    {"logit_bias": float("inf")},
+    {"logit_bias": 10**5000},
+    {"logit_bias": "\ud800"},
+    {"logit_bias": NESTED},
+    {"logit_bias": {1, 2}},
     {"stream": "yes"},
     {"stream": 1},
     {"stream_options": []},
@@ -362,7 +393,17 @@ FIELDS: list[dict[str, Any]] = [
     {"kv_transfer_params": {"a": 1}},
     {"previous_response_id": "r"},
     {"thread": {"id": "t"}},
+    {"prompt": {"id": "p"}},
+    {"background": True},
     {"data_sources": [{"parameters": {"endpoint": "https://search.example"}}]},
+    *(
+        {"a_field_of_next_year": value}
+        for value in (5, 0, "x", "", True, False, [], {}, ["x"], {"mode": "on"})
+    ),
+    {"enable_search": True},
+    {"search_parameters": {"mode": "on"}},
+    {"use_memory": "project"},
+    {"plugins": [{"kind": "web"}]},
     {"web_search_options": {}},
     {"tools": [{"type": "web_search"}]},
     {"messages": []},
@@ -425,7 +466,7 @@ def test_what_is_nested_as_deeply_as_has_a_key_raises_nothing() -> None:
     with contextlib.suppress(Unkeyable):
         while True:
             nested = [nested]
-            deeper(50, canonical(chat(extra=nested)))
+            deeper(50, canonical(chat(tools=nested)))
 
 
 def test_which_requests_are_drawn_at_random() -> None:

@@ -241,13 +241,44 @@ def test_a_store_that_is_down_is_left_alone_counted_and_taken_up_again() -> None
     for number in range(100):
         assert cache.lookup(str(number)) is None
         assert cache.keep(Asked(f"x{number}"), GOOD)  # memory has it
-    assert store.asked == 2  # one read, one write
+    assert store.asked == 1  # what cannot be read is not written to
     assert cache.peek("x5") is not None
     assert cache.counts()["fault:store get"] == 1
     store.broken, cache._pause_s = False, 0.0
     cache._quiet_until = dict.fromkeys(cache._quiet_until, 1.0)  # the pause is over
+    assert cache.lookup("y") is None
     assert cache.keep(Asked("y"), GOOD)
     assert store.get("y") is not None
+    cache.close()
+
+
+def test_an_answer_that_is_computed_after_an_invalidation_elsewhere_is_kept() -> None:
+    """Nothing is waited for: what finds no answer hears of the invalidations before it is computed."""
+    store = MemoryStore()
+    cache = ResponseCache(store, poll_s=600.0)
+    begun_before = cache.begin()
+    store.invalidate(Selector())  # by another gateway
+    assert cache.lookup("a") is None
+    assert not cache.keep(Asked("b"), GOOD, since=begun_before)
+    assert cache.keep(Asked(), GOOD, since=cache.begin())
+    assert cache.lookup("a") is not None
+    cache.close()
+
+
+def test_a_store_that_lost_its_log_while_it_could_not_be_read_refuses_nothing_new() -> None:
+    store = Broken()
+    cache = ResponseCache(store, poll_s=600.0, pause_s=600.0)
+    since = cache.begin()
+    store.broken = True
+    assert cache.lookup("a") is None
+    store.broken = False
+    for number in range(1001):  # more than its log holds
+        store.invalidate(Selector(key=f"x{number}"))
+    assert cache.keep(Asked(), GOOD, since=since), "memory has it until the store is heard of again"
+    assert cache.peek("a") is not None
+    cache._quiet_until[False] = 1.0  # the pause is over
+    cache._tend()
+    assert cache.lookup("a") is None
     cache.close()
 
 

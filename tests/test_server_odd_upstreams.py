@@ -182,6 +182,10 @@ FOR_STREAMS = {
     "parts of a text": [piece(content=[{"type": "text", "text": "x"}]), *HELLO],
     "text after the end": [*HELLO[:3], chunk("x"), USAGE, DONE],
     "another kind of object": [chunk("x", object="chat.completion.extra"), *HELLO],
+    "two answers": [chunk("x", id="one"), chunk("y", id="other"), *HELLO],
+    "two models": [chunk("x", model="one"), chunk("y", model="other"), *HELLO],
+    "a call of the client's own kind": [piece({"index": 0, "id": "a", "type": "custom", "custom": {
+        "name": "look", "input": "ab"}}), piece({"index": 0, "custom": {"input": "cd"}}), *CALLED],
     "a name that goes on": [piece(call("a", "re", "", index=0)), piece(call("a", "ad", "{}", index=0)), *CALLED],
     "no id": [piece(call(None, "read", "{}", index=0)), *CALLED],
     "one id twice": [piece(call("a", "read", "{}", index=0), call("a", "read", "{}", index=1)), *CALLED],

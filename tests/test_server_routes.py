@@ -146,6 +146,7 @@ def test_an_answer_in_the_form_that_was_not_asked_for(tmp_path: Path, path: str)
 
 ITEM = {"role": "user", "content": [{"type": "input_text", "text": "a"}]}
 UNKNOWN, ELSEWHERE = "content part of unknown form", "media that is not in the request"
+NOT_KNOWN = "field that is not known"
 
 
 def user(kind: str, **fields: Any) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def user(kind: str, **fields: Any) -> dict[str, Any]:
 PASSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"store": True}, "store"),
     (RESPONSES, {"store": None}, "store"),
-    (RESPONSES, {"previous_response_id": "resp_1"}, "stateful"),
-    (RESPONSES, {"conversation": {"id": "conv_1"}}, "stateful"),
+    (RESPONSES, {"previous_response_id": "resp_1"}, NOT_KNOWN),
+    (RESPONSES, {"conversation": {"id": "conv_1"}}, NOT_KNOWN),
     (RESPONSES, {"background": True}, "stateful"),
     (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "stateful"),
     (
@@ -169,14 +170,19 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, UNKNOWN),
     (RESPONSES, {"input": [{"type": "web_search_call", "id": "1"}, ITEM]}, UNKNOWN),
     (RESPONSES, {"input": [{"id": "msg_1"}, ITEM]}, UNKNOWN),
-    (RESPONSES, {"input": [user("input_file", file_id="f")]}, "stateful"),
+    (RESPONSES, {"input": [user("input_file", file_id="f")]}, ELSEWHERE),
+    (RESPONSES, {"input": [user("input_file", file_data="https://a.example/x.pdf")]}, "no base64"),
+    (RESPONSES, {"input": [{"type": "message", "role": "assistant", "id": "msg_1"}]}, "message"),
+    (RESPONSES, {"input": [{**ITEM, "shelf": 7}]}, NOT_KNOWN),
+    (MESSAGES, {"messages": [{"role": "user", "content": "a", "memory": "hr"}]}, NOT_KNOWN),
+    *((path, {"search": True}, NOT_KNOWN) for path in NEW),
     (RESPONSES, {"input": [user("input_image", file_id="f")]}, ELSEWHERE),
-    (RESPONSES, {"input": [user("input_text", text="a", file_id="f")]}, "stateful"),
+    (RESPONSES, {"input": [user("input_text", text="a", file_id="f")]}, NOT_KNOWN),
     (RESPONSES, {"input": [user("input_image", image_url="https://a.example/x.png")]}, ELSEWHERE),
     (RESPONSES, {"input": []}, "no prompt"),
     (RESPONSES, {"input": None}, "no prompt"),
-    (MESSAGES, {"container": "c"}, "stateful"),
-    (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://example.org"}]}, "stateful"),
+    (MESSAGES, {"container": "c"}, NOT_KNOWN),
+    (MESSAGES, {"mcp_servers": [{"type": "url", "url": "https://example.org"}]}, NOT_KNOWN),
     (
         MESSAGES,
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -185,7 +191,7 @@ PASSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"system": [{"type": "file"}]}, UNKNOWN),
     (MESSAGES, {"system": {"type": "text"}}, UNKNOWN),
     (MESSAGES, {"messages": "a"}, "no messages"),
-    (MESSAGES, {"messages": [user("text", text="a", source={"file_id": "f"})]}, "stateful"),
+    (MESSAGES, {"messages": [user("text", text="a", source={"file_id": "f"})]}, NOT_KNOWN),
     (
         MESSAGES,
         {"messages": [user("image", source={"type": "url", "url": "https://a.example/x"})]},
@@ -224,6 +230,8 @@ def key(path: str, body: dict[str, Any]) -> str:
 def test_what_is_not_known_of_an_item_is_in_the_key() -> None:
     text = {"type": "text", "text": "a"}
     block = {"role": "user", "content": [text]}
+    said = {"role": "assistant", "content": [text]}
+    reply = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
     hinted = {
         "role": "user",
         "content": [{**text, "cache_control": {"type": "ephemeral"}, "citations": None}],
@@ -245,7 +253,7 @@ def test_what_is_not_known_of_an_item_is_in_the_key() -> None:
         RESPONSES, body_for(RESPONSES, input=[ITEM])
     )
     moods = [key(path, body_for(path, **{name: [{**message, "mood": mood}]})) for mood in ("happy", "sad")
-             for path, name, message in ((MESSAGES, "messages", block), (RESPONSES, "input", ITEM))]  # fmt: skip
+             for path, name, message in ((MESSAGES, "messages", said), (RESPONSES, "input", reply))]  # fmt: skip
     assert len({*moods}) == 4
 
 
@@ -275,16 +283,19 @@ def test_the_block_that_vllm_takes_out_of_a_system_prompt_separates_nothing(path
 
 @pytest.mark.parametrize(
     ("path", "more", "why"),
-    [(RESPONSES, {"store": True}, "store"), (MESSAGES, {"container": "c"}, "stateful")],
+    [(RESPONSES, {"store": True}, "store"), (MESSAGES, {"container": "c"}, NOT_KNOWN)],
     ids=str,
 )
 @STREAM
 def test_it_says_why_and_goes_on_as_it_came(
     pair: Pair, path: str, more: dict[str, Any], why: str, stream: bool
 ) -> None:
-    body = body_for(path, "stateful", stream=stream, big=12345678901234567890, small=1e-7, **more)
+    numbers = {"big": 12345678901234567890, "small": 1e-7}
+    body = body_for(path, "stateful", stream=stream, vllm_xargs=numbers, **more)
     answers = [post(pair, path, body) for _ in range(2)]
-    assert [answer.headers["x-semkv"] for answer in answers] == [f"pass reason={why}"] * 2
+    assert [answer.headers["x-semkv"] for answer in answers] == [
+        f"pass reason={why.replace(' ', '_')}"
+    ] * 2
     assert answers[0].content != answers[1].content
     assert {k: v for k, v in pair.upstream.calls[-1].items() if k != "cache_salt"} == body
 
@@ -298,7 +309,7 @@ def test_what_changes_the_answer_is_in_the_key(path: str) -> None:
         {"tools": [{"type": "custom", "name": "look"}]},
         {"top_p": 0.5},
         {"cache_salt": "mine"},
-        {"something_new": 1},
+        {"chat_template": "x"},
     ]
     repeated = ("user", "safety_identifier", "metadata", "prompt_cache_key")  # by a response
     ways += [{name: "x"} for name in repeated if path == RESPONSES]

@@ -691,6 +691,7 @@ class Gateway:
             version=settings.data_version,
             tags=tags,
             headers=client.headers,
+            known_fields=frozenset(settings.known_fields),
             stateless=settings.stateless_responses,
         )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)

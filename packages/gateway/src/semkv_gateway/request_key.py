@@ -19,11 +19,11 @@ from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 from semkv_gateway.routes import (
     HINT,
     ROUTES,
+    UNKNOWN,
     Content,
     Route,
     Unkeyable,
     is_hint,
-    stands_for_another,
     texts_in,
     tool_names,
 )
@@ -55,14 +55,42 @@ _SAMPLING = frozenset(
 _SHOWS_PROMPT = tuple(
     "echo prompt_logprobs return_token_ids return_prompt_text suffix continue_final_message".split()
 )
-# Of which it is known that all they say is in the request. Another field may name what the server holds.
-_WHOLE = frozenset(
-    "model messages prompt input query queries documents items text_1 text_2 data_1 data_2 system instructions suffix"
-    " tools tool_choice functions function_call response_format structured_outputs output_config output_format text"
-    " reasoning thinking prediction chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs"
-    " cache_salt stop_sequences include return_token_ids guided_json guided_choice guided_regex guided_grammar"
-    " logits_processors adapter_id user_id".split()
-)
+# Of which it is known that all they say is in the request, by the reason. Any other field may name what the server
+# holds, so a request that has one passes, unless an operator says that it is harmless.
+_WHOLE: dict[str, str] = {
+    "They are what is asked.": """
+        model messages prompt input query queries documents items text_1 text_2 data_1 data_2 system instructions
+        suffix previous_input_messages instruction task input_type""",
+    "They say what the model may call, and which form its answer has.": """
+        tools tool_choice functions function_call parallel_tool_calls max_tool_calls response_format
+        structured_outputs output_config output_format text modalities verbosity guided_json guided_choice guided_regex
+        guided_grammar json_schema grammar regex ebnf""",
+    "They say how the model thinks.": """
+        reasoning reasoning_effort include_reasoning separate_reasoning stream_reasoning reasoning_format
+        reasoning_budget thinking thinking_budget thinking_token_budget enable_thinking think prompt_mode prediction
+        context_management""",
+    "They say how a prompt is made of what is asked.": """
+        chat_template chat_template_kwargs add_generation_prompt continue_final_message add_special_tokens
+        truncate_prompt_tokens truncation truncation_side padding mm_processor_kwargs media_io_kwargs cache_salt
+        cache_control safe_prompt max_tokens_per_doc max_tokens_per_query""",
+    "They say how an answer is drawn, and when it ends.": """
+        max_output_tokens stop_sequences logits_processors vllm_xargs random_seed do_sample typical_p typical top_a
+        top_n_sigma tfs tfs_z mirostat mirostat_tau mirostat_eta repeat_penalty repeat_last_n penalize_nl n_predict
+        min_keep samplers dynatemp_range dynatemp_exponent xtc_probability xtc_threshold dry_multiplier dry_base
+        dry_allowed_length dry_penalty_last_n dry_sequence_breakers stop_regex no_stop_trim""",
+    "They say what of an answer is shown.": """
+        include echo usage prompt_logprobs return_token_ids return_prompt_text return_token_offsets return_mm_kwargs
+        mm_payload enable_response_messages routed_experts_prompt_start return_documents top_n dimensions
+        encoding_format embed_dtype embedding_type embedding_types endianness use_activation output_dimension
+        output_dtype normalized n_probs post_sampling_probs return_tokens timings_per_token""",
+    "They choose among models and machines, as `model` does.": """
+        adapter_id user_id service_tier provider models route transforms inference_geo speed""",
+    "They are hints for a server's cache of prompts.": """
+        prompt_cache_options cache_prompt""",
+    "What they ask a server to do is refused by the route that knows them.": """
+        background""",
+}
+_KNOWN = frozenset(name for names in _WHOLE.values() for name in names.split())
 # Leave open how an answer is drawn. A request with any other field may have chosen that, so it gets no temperature.
 # Not among them: `thinking`, with which Anthropic's models take no temperature, and what may reach a sampler.
 _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
@@ -97,6 +125,7 @@ class Deployment:
         version: of model and data; a change makes every stored answer unreachable.
         tags: labels that came with it; answers are not shared with requests that have others.
         headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Client`.
+        known_fields: of which the operator says that all they say is in the request.
         stateless: the upstream keeps no response of `/v1/responses`, whatever a request leaves open.
     """
 
@@ -106,6 +135,7 @@ class Deployment:
     version: str = ""
     tags: tuple[str, ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
+    known_fields: frozenset[str] = frozenset()
     stateless: bool = False
 
     def key(self, body: str) -> str:
@@ -284,9 +314,9 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
-        unknown = body.keys() - _WHOLE - _SAMPLING - _NOT_IN_KEY
-        if any(stands_for_another(name, body[name]) for name in unknown):
-            raise Unkeyable("stateful")
+        unknown = body.keys() - _KNOWN - _SAMPLING - _NOT_IN_KEY - deployment.known_fields
+        if any(body[name] is not None for name in unknown):
+            raise Unkeyable(UNKNOWN)
         route = ROUTES[deployment.endpoint]
         content = route.read(body)
         store = body.get("store")

@@ -256,6 +256,8 @@ class ResponseCache:
             if found is not None and not found.stale:
                 return found
             stale = stale or found
+        # An answer that is computed now is refused for every invalidation after the last that was heard of.
+        self.follow()
         if stale is None:
             self._tally.add("miss")
         return stale
@@ -477,9 +479,13 @@ class ResponseCache:
         return result
 
     def _may_ask(self, writes: bool) -> bool:
-        """False for a while after a fault; then one caller tries, and the others once the store answers."""
+        """False for a while after a fault; then one caller tries, and the others once the store answers. A store that
+        cannot be read is not written to: whether an answer may be kept depends on its invalidations."""
         with self._pausing:
-            now, until = time.monotonic(), self._quiet_until[writes]
+            now = time.monotonic()
+            if writes and self._quiet_until[False]:
+                return False
+            until = self._quiet_until[writes]
             if until and now >= until:
                 self._quiet_until[writes] = now + self._pause_s  # the others wait for this one
             return now >= until

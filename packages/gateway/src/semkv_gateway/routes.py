@@ -6,9 +6,10 @@ share an entry. Their texts may be matched by similarity: a slot is a place in t
 All else (roles, names, tool calls, other parts) is the template, which donor and request share. The answers of other
 routes are kept as they came, streams event by event and apart from whole answers, and only for byte-equal content.
 
-What a request holds beside the forms that are known here is in the key as it came, and such a request is exact-only.
-Left out of a key is what is known to say nothing: null, empty lists of what a client sends back, and hints for a
-provider's prompt cache. The body that goes upstream has all of it.
+A field that is not known here may name what the server holds, whatever it is called: such a request passes. An answer
+that a client sends back is the exception: what stands beside its text is in the key as it came, and the request is
+exact-only. Left out of a key is what is known to say nothing: null, empty lists of what a client sends back, and hints
+for a provider's prompt cache. The body that goes upstream has all of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "functio
 _MESSAGE = frozenset(
     "role content name tool_calls tool_call_id function_call refusal reasoning reasoning_content".split()
 )
+# Labels, and numbers that say how a picture is read: all of it is in the request, which is exact-only with them.
+_LABELS = frozenset("id created created_at createdAt timestamp weight".split())
+_SIZES = frozenset(
+    "min_pixels max_pixels total_pixels resized_height resized_width fps nframes".split()
+)
 # What clients send back of an answer, as the server gave it, and labels; they may hold links that nobody follows.
 _ECHOED = frozenset(
     "annotations citations metadata provider_specific_fields reasoning_details thinking_blocks".split()
@@ -52,16 +58,12 @@ _VERBATIM = {
     "tool_reference": frozenset(("type", "name")),
 }
 _MEDIA = {
-    "image_url": frozenset(("url", "detail")),
+    "image_url": frozenset(("url", "detail", "format")),
     "audio_url": frozenset(("url",)),
     "video_url": frozenset(("url",)),
 }
+UNKNOWN = "field that is not known"
 HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
-# Fields that may stand for something which the server holds or fetches.
-_REFERENCE = re.compile(
-    r"(?i:(?:^|[_-])(?:id|ids|uuid|ref|refs|uri|uris|url|urls|path|file|files)$)|[a-z](?:I[dD]s?|Ur[il]s?|UR[IL]s?)$"
-)
-_SCHEME = re.compile(r"\s*(?!data:)[a-z][a-z0-9+.-]*:\S", re.IGNORECASE)
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?:;[^,]*)?;base64,")
@@ -92,6 +94,10 @@ _RESPONSES = {
     "reasoning": frozenset(("type", "id", "summary", "content", "encrypted_content", "status")),
     "reasoning_text": frozenset(("type", "text")),
 }
+# Items and parts that only an answer has, which a client sends back.
+_ANSWERED = frozenset(
+    "function_call custom_tool_call reasoning tool_use thinking redacted_thinking".split()
+)
 _MESSAGES = {
     "message": frozenset(("role", "content")),
     "text": frozenset(("type", "text", "citations", "cache_control")),
@@ -257,8 +263,10 @@ class _Reader:
         unknown = said.keys() - _MESSAGE - _ECHOED
         if role not in _ROLES or unknown:
             self.inline = False
-        is_here = "content" in said or "tool_calls" in said
-        _refuse_references(said, unknown - {"id"} if is_here else unknown)
+        is_here = bool(said.get("content") or said.get("tool_calls"))
+        is_answer = is_here and role == "assistant"
+        if not is_answer:
+            _refuse(unknown - _LABELS if is_here else unknown)
         content = said.get("content")
         if isinstance(content, str):
             self._text((i, None), role, content)
@@ -287,14 +295,18 @@ class _Reader:
             raise Unkeyable("content part of unknown form")
         said = _saying(part)
         if kind in _VERBATIM:
-            self._note(said, said.keys() - _VERBATIM[kind])
+            unknown = said.keys() - _VERBATIM[kind]
+            if unknown:
+                self.inline = False
+            if role != "assistant":
+                _refuse(unknown)
             return self._text_part(slot, role, said) if kind == "text" else said
         read = self._source if kind in _MEDIA else _HELD.get(kind)
         if read is None:
             raise Unkeyable("content part of unknown form")
         rest = {name: value for name, value in said.items() if name not in ("type", "uuid", kind)}
-        self._note(rest, rest.keys())
-        if kind != "image_url":
+        _refuse(rest.keys() - _SIZES)
+        if rest or kind != "image_url":
             self.inline = False
         return {**rest, "type": kind, kind: read(slot, kind, part.get(kind))}
 
@@ -305,12 +317,6 @@ class _Reader:
         self._text(slot, role, text)
         return {**said, "text": _unbilled(text) if role == "system" else text}
 
-    def _note(self, said: Mapping[str, Any], unknown: Set[str]) -> None:
-        """A request with fields that are not known here is exact-only."""
-        if unknown:
-            self.inline = False
-        _refuse_references(said, unknown)
-
     def _source(self, slot: Slot, kind: str, source: object) -> dict[str, Any]:
         """The keyed form of what stands behind a URL."""
         if source is None:
@@ -319,12 +325,9 @@ class _Reader:
             source = {"url": source}
         if not isinstance(source, dict) or not isinstance(source.get("url"), str):
             raise Unkeyable("content part of unknown form")
-        said = _saying(source)
-        unknown = said.keys() - _MEDIA[kind]
-        self._note(said, unknown)
-        keyed = {name: said[name] for name in said.keys() - unknown - {"url"}} | _more(
-            said, unknown
-        )
+        keyed = _saying(source)
+        _refuse(keyed.keys() - _MEDIA[kind])
+        del keyed["url"]
         media_type, data = _of_data_url(source["url"])
         name = media_id(data)
         if kind != "image_url":  # the media type says how these are read
@@ -337,14 +340,12 @@ class _Reader:
 
 def _audio(_slot: Slot, _kind: str, source: object) -> dict[str, Any]:
     said = _with_data(source, "data", "format")
-    more = _more(said, said.keys() - {"data", "format"})
-    return {"format": said.get("format"), "sha256": media_id(_decoded(said["data"])), **more}
+    return {"format": said.get("format"), "sha256": media_id(_decoded(said["data"]))}
 
 
 def _file(_slot: Slot, _kind: str, source: object) -> dict[str, Any]:
     said = _with_data(source, "file_data", "filename")
-    if _is_link(said["file_data"]):
-        raise Unkeyable("media that is not in the request")
+    _held(said["file_data"])
     return said
 
 
@@ -356,7 +357,7 @@ def _with_data(source: object, data: str, more: str) -> dict[str, Any]:
     if not isinstance(source, dict) or not isinstance(source.get(data), str):
         raise Unkeyable("content part of unknown form")
     said = _saying(source)
-    _refuse_references(said, said.keys() - {data, more})
+    _refuse(said.keys() - {data, more})
     return said
 
 
@@ -379,35 +380,10 @@ def is_hint(value: object) -> bool:
     return isinstance(value, dict) and value.get("type") == "ephemeral"
 
 
-def _refuse_references(said: Mapping[str, Any], unknown: Iterable[str]) -> None:
-    """Of fields that are not known here none may stand for something that is not in the request."""
-    if any(stands_for_another(name, said[name]) for name in unknown if name not in _ECHOED):
-        raise Unkeyable("stateful")
-
-
-def stands_for_another(name: str, value: object) -> bool:
-    """Whether a field may stand for something that the server holds or fetches: a link, or a name of something.
-
-    >>> stands_for_another("mood", "happy"), stands_for_another("audio", {"id": "audio_1"})
-    (False, True)
-    """
-    if isinstance(value, Mapping):
-        return any(stands_for_another(inner, item) for inner, item in value.items())
-    if isinstance(value, list):
-        return any(stands_for_another(name, item) for item in value)
-    if isinstance(value, str):
-        return bool(value) and (_REFERENCE.search(name) is not None or _is_link(value))
-    return isinstance(value, int) and not isinstance(value, bool) and bool(_REFERENCE.search(name))
-
-
-def _is_link(text: str) -> bool:
-    return "://" in text or _SCHEME.match(text) is not None
-
-
-def _more(said: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Unknown fields under a name of their own, so that none takes a known one's place."""
-    found = {name: said[name] for name in names}
-    return {"more": found} if found else {}
+def _refuse(unknown: Set[str]) -> None:
+    """Of fields that are not known here nobody knows whether all of it is in the request."""
+    if unknown:
+        raise Unkeyable(UNKNOWN)
 
 
 def _lone_text(parts: list[Any]) -> Any:
@@ -438,6 +414,11 @@ def _decoded(text: str) -> bytes:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError):
         raise Unkeyable("media that is no base64") from None
+
+
+def _held(data: str) -> bytes:
+    """The bytes of a file that a data URL holds, or that stand there without one."""
+    return _of_data_url(data)[1] if data[:5].lower() == "data:" else _decoded(data)
 
 
 def _data_url(data: bytes) -> str:
@@ -497,21 +478,20 @@ def _named(
 
 def _read_chat(body: Mapping[str, Any]) -> Content:
     """The messages of a chat."""
-    _refuse_state(body, "web_search_options")
+    _refuse_state(body, "background", "prompt")
     _check_tools(body.get("tools"), (None, "function", "custom"))
     return read_messages(body.get("messages"))
 
 
 def _read_responses(body: Mapping[str, Any]) -> Content:
     """The input of a response that depends on nothing that the server keeps."""
-    _refuse_state(body, "previous_response_id", "conversation", "background", "prompt")
+    _refuse_state(body, "background", "prompt")
     _check_tools(body.get("tools"), ("function", "custom"))
     return _verbatim("input", body.get("input"), _RESPONSES)
 
 
 def _read_anthropic(body: Mapping[str, Any]) -> Content:
     """The messages of a request to Anthropic's API. Raises as `_read_responses` does."""
-    _refuse_state(body, "container", "mcp_servers")
     tools = body.get("tools")
     _check_tools(tools, (None, "custom"))
     beside: dict[str, Any] = {}
@@ -614,25 +594,36 @@ def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> 
     return Content(name, value, keyed, prompt="\n".join(texts))
 
 
-def _keyed(parts: object, forms: Mapping[str, frozenset[str]]) -> list[dict[str, Any]]:
-    """The keyed form of items and their parts: each is of a known type, and holds all that it stands for."""
+def _keyed(
+    parts: object, forms: Mapping[str, frozenset[str]], *, answered: bool = False
+) -> list[dict[str, Any]]:
+    """The keyed form of items and their parts: each is of a known type, and holds all that it stands for. ``answered``:
+    they are of an answer."""
     if not isinstance(parts, list):
         raise Unkeyable("content part of unknown form")
-    return [_keyed_item(part, forms) for part in parts]
+    return [_keyed_item(part, forms, answered=answered) for part in parts]
 
 
-def _keyed_item(part: object, forms: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+def _keyed_item(
+    part: object, forms: Mapping[str, frozenset[str]], *, answered: bool
+) -> dict[str, Any]:
     kind = _kind_of(part)
     if not isinstance(part, dict) or kind not in forms:
         raise Unkeyable("content part of unknown form")
     if kind in ("image", "document", "input_image") and not _is_there(part):
         raise Unkeyable("media that is not in the request")
+    if kind == "input_file":
+        _file_of(part)
     said = _saying(part)
-    _refuse_references(said, said.keys() - forms[kind])
+    if kind == "message" and "content" not in said:
+        raise Unkeyable("message of unknown form")
+    answered = answered or kind in _ANSWERED or said.get("role") == "assistant"
+    if not answered:
+        _refuse(said.keys() - forms[kind])
     for name in ("content", "output"):
         inner = said.get(name)
         if not isinstance(inner, str | None):
-            said[name] = _keyed(inner, forms)
+            said[name] = _keyed(inner, forms, answered=answered)
     if kind == "message" and isinstance(said.get("content"), list):
         said["content"] = _lone_text(said["content"])
     return said
@@ -646,6 +637,13 @@ def _kind_of(part: object) -> str:
     kind = part.get("type", "message")
     is_message = kind == "message" and isinstance(part.get("role"), str)
     return kind if isinstance(kind, str) and (is_message or kind != "message") else ""
+
+
+def _file_of(part: Mapping[str, Any]) -> None:
+    """Refuse a file whose bytes are not in the request."""
+    if not isinstance(part.get("file_data"), str):
+        raise Unkeyable("media that is not in the request")
+    _held(part["file_data"])
 
 
 def _is_there(part: Mapping[str, Any]) -> bool:

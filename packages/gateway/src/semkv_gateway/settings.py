@@ -93,6 +93,7 @@ class ServerSettings(LookupConfig):
             repeated.
         near_rules: Near-repeats of some: `tenant:3fa9c1d2=off` or `model:*-coder=0.97`; may be repeated.
         stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
+        known_fields: A field of request bodies that names nothing which the server holds; may be repeated.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
@@ -121,6 +122,7 @@ class ServerSettings(LookupConfig):
     skip_rules: Annotated[tuple[str, ...], Parameter(name="--skip-rule"), DRAWN] = ()
     near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), NEAR] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
+    known_fields: Annotated[tuple[str, ...], Parameter(name="--known-field"), DRAWN] = ()
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
     ] = ()

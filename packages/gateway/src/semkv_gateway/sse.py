@@ -332,14 +332,21 @@ class Assembler:
         if chunk.get("object") not in (None, "", *_CHUNKS):
             raise _NotUnderstood
         for name in _TOP:
-            if chunk.get(name) is not None:
-                self._top.setdefault(name, chunk[name])
+            if chunk.get(name) not in (None, ""):
+                self._take_top(name, chunk[name])
         self._usage = chunk.get("usage") or self._usage
         for choice in chunk.get("choices") or ():
             index = choice["index"]
             if type(index) is not int:
                 raise _NotUnderstood
             self._choices.setdefault(index, _Choice()).add(choice)
+
+    def _take_top(self, name: str, value: Any) -> None:
+        """Note what a chunk says at its top. Of two answers in one stream no whole one can be made."""
+        if name == "created":  # some servers give each chunk a time of its own
+            self._top.setdefault(name, value)
+        else:
+            _check_same(self._top, name, value)
 
     def whole(self) -> bytes | None:
         """The whole answer; None where the stream is for streams only. To be called after the last event."""
@@ -414,6 +421,8 @@ class _SeenChoice:
         self.says = self.says or any(map(says_something, said))
         for call in delta.get("tool_calls") or ():
             self.calls += 1
+            if isinstance(call.get("custom"), dict):  # its input is any text
+                continue
             function = call["function"]
             arguments = function.get("arguments") or ""
             text = json.dumps(arguments) if isinstance(arguments, dict) else arguments
