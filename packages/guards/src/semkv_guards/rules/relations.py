@@ -80,6 +80,57 @@ def relation(pair: Pair) -> str | None:
     return "relation" if not pair.akin(x, y) and pair.neighbours(x, y) else None
 
 
+@rule(
+    reasons=("relation",),
+    tables=("ways",),
+    vetoes=(
+        (
+            "Can I switch from another provider to you?",
+            "Can I switch from you to another provider?",
+        ),
+        (
+            "How do I move from another plan to yours?",
+            "How do I move from your plan to another?",
+        ),
+    ),
+    allows=(
+        (
+            "Can I switch from another provider to you?",
+            "Can I switch to you from another provider?",
+        ),
+    ),
+)
+def exchanged_ends(pair: Pair) -> str | None:
+    """Start and end of a way are exchanged: "from another provider to you", "from you to another provider"."""
+    ends = [_ends(text) for text in (pair.a, pair.b)]
+    if any(len(found) != 2 for found in ends):
+        return None
+    (first, second), (other_first, other_second) = (
+        [found[way] for way in sorted(found)] for found in ends
+    )
+    crossed = [first & other_second, second & other_first]
+    kept = (first & other_first) | (second & other_second)
+    return "relation" if all(same - kept for same in crossed) else None
+
+
+def _ends(text: Text) -> dict[str, set[str]]:
+    """By the way that it goes, what is named behind the word for it: up to the next preposition or sign."""
+    language = text.language
+    if language.ways.keys().isdisjoint(text.words):
+        return {}
+    found: dict[str, set[str]] = {}
+    way = ""
+    for token in text.tokens:
+        if token.word in language.ways:
+            way = language.ways[token.word]
+        elif token.word in STOPS or token.word in language.relations:
+            way = ""
+        elif way:
+            person = language.persons.get(token.word)
+            found.setdefault(way, set()).add(person or token.stem)
+    return found
+
+
 def _ways(text: Text, only: Tokens) -> dict[str, str]:
     """Which way it goes from what, by the words for it that one text alone has; "" is the end of a clause."""
     ways = text.language.ways
