@@ -1,10 +1,11 @@
 """Write the word list by which the guards tell a slip of the keyboard from a word.
 
-    python bench/spelling.py --common FILE... --rare FILE... --vocabulary FILE
+    python bench/spelling.py --common FILE... --usual FILE... --rare FILE... --vocabulary FILE
 
-Debian's packages wamerican-small and wbritish-small have the files for ``--common`` (in /usr/share/dict),
-wamerican-huge and wbritish-huge those for ``--rare``. ``--vocabulary`` is that of the packaged sentence encoder
-(vocab.txt), which has names and brands. Of the rare words only those are kept that one slip makes of a common one.
+Debian's packages wamerican-small and wbritish-small have the files for ``--common`` (in /usr/share/dict), wamerican
+and wbritish those for ``--usual``, wamerican-huge and wbritish-huge those for ``--rare``. ``--vocabulary`` is that of
+the packaged sentence encoder (vocab.txt), which has names and brands: a usual word that it has is common, too. Of the
+rare words only those are kept that one slip makes of a common one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ _HEAD = """# English words: a word that is in neither table, and one slip away f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("common", "rare", "vocabulary"):
+    for name in ("common", "usual", "rare", "vocabulary"):
         parser.add_argument(f"--{name}", nargs="+", type=Path, required=True)
     given = parser.parse_args()
-    common = {word for word in _words(given.common, names=False) if len(word) >= SHORTEST}
-    known = _words([*given.rare, *given.vocabulary], names=True) - common
+    vocabulary = _words(given.vocabulary, names=True)
+    common = _words(given.common, names=False) | (_words(given.usual, names=False) & vocabulary)
+    common = {word for word in common if len(word) >= SHORTEST}
+    known = (_words([*given.usual, *given.rare], names=True) | vocabulary) - common
     rare = {slip for word in common for slip in slips(word)} & known
     tables = (
         f'{name} = """\n{_filled(found)}"""\n'

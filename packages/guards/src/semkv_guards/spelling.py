@@ -20,6 +20,7 @@ WORDS = Path(__file__).parent / "words" / "spelling" / "en.toml"
 SHORTEST = 5
 """Letters of a word that may have been meant."""
 _LONG = 8  # of one that lost its first letter
+_EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _MOST = 4  # slips in a text; one with more is no slip
 _WORD = re.compile(r"(?<![^\s(\"'])[A-Za-z]?[a-z]{3,}(?![^\s.,;:?!)\"'])")
@@ -39,7 +40,7 @@ def alike(a: str, b: str) -> tuple[str, str]:
     >>> alike("What is the captial of France?", "Which city is the capital of France?")
     ('What is the capital of France?', 'Which city is the capital of France?')
     """
-    if a == b:
+    if not any(map(_meant, _differing(a, b))):
         return a, b
     first = _plain_words(a)
     second = _plain_words(b)
@@ -55,47 +56,55 @@ def alike(a: str, b: str) -> tuple[str, str]:
 
 def slips(word: str) -> Iterator[str]:
     """What one slip makes of a word: a letter dropped, doubled, or two exchanged. The last letter is never dropped, and
-    of shorter words the first and the last letter stay, since what is left is too often a name or another word."""
-    is_long = len(word) > SHORTEST
+    of shorter words neither is the first, since what is left is too often a name or another word."""
     for i in range(len(word)):
         is_inside = 0 < i < len(word) - 1
-        if (is_inside and is_long) or (i == 0 and len(word) >= _LONG):
+        if (is_inside and len(word) > SHORTEST) or (i == 0 and len(word) >= _LONG):
             yield word[:i] + word[i + 1 :]
         if is_inside:
             yield word[:i] + word[i] + word[i:]
-        if i < len(word) - 1 and (is_long or 0 < i < len(word) - 2):
+        if i < len(word) - 1:
             yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+
+
+def _differing(a: str, b: str) -> Iterator[str]:
+    """The words that one text alone has, in small letters and without the signs around them."""
+    for chunk in set(a.split()).symmetric_difference(b.split()):
+        word = chunk.strip(_EDGES).lower()
+        if len(word) >= SHORTEST and word.isalpha() and word.isascii():
+            yield word
 
 
 def _slips(own: frozenset[str], other: frozenset[str]) -> Iterator[tuple[str, str]]:
     """The words of one text that are slips, with the words of the other that were meant."""
     for word in own:
-        meant = _meant(word)
-        if meant in other:
+        for meant in sorted(_meant(word) & other)[:1]:
             yield word, meant
 
 
 @lru_cache(maxsize=4096)
-def _meant(word: str) -> str:
-    """The one common word that one slip makes this of; empty where it is a word, or may be several."""
+def _meant(word: str) -> frozenset[str]:
+    """The common words of which one slip makes this, all of them forms of one; none where it is a word itself, or may
+    be one of several."""
     known = _spelling()
+    nothing: frozenset[str] = frozenset()
     if len(word) < SHORTEST or word in known.common or word in known.rare or word in _lookalikes():
-        return ""
-    near = {each for each in _one_letter_apart(word) if each in known.common}
-    found = [each for each in near if word in slips(each)]
-    return found[0] if len(near) == len(found) == 1 else ""
+        return nothing
+    near = _near(word) & known.common
+    found = frozenset(each for each in near if word in slips(each))
+    stems = {language.stem(each) for language in languages()[:1] for each in found}
+    return found if len(stems) == 1 and found.isdisjoint(_lookalikes()) else nothing
 
 
-def _one_letter_apart(word: str) -> Iterator[str]:
-    """The words of which a slip makes this, and others that are as near: one letter more or less, or two exchanged."""
+def _near(word: str) -> frozenset[str]:
+    """The words of which a slip may make this: one letter more or less, or two exchanged."""
+    found = set()
     for i in range(len(word) + 1):
-        for letter in _ALPHABET:
-            yield word[:i] + letter + word[i:]
-        yield word[:i] + word[i + 1 :]
-        yield word[:i] + word[i : i + 2][::-1] + word[i + 2 :]
+        found |= {word[:i] + letter + word[i:] for letter in _ALPHABET}
+        found |= {word[:i] + word[i + 1 :], word[:i] + word[i : i + 2][::-1] + word[i + 2 :]}
+    return frozenset(found)
 
 
-@lru_cache(maxsize=256)
 def _plain_words(text: str) -> frozenset[str]:
     """The words in small letters that are no names: those of a sentence's start have a capital."""
     return frozenset(

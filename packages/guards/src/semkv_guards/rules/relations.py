@@ -8,6 +8,8 @@ from semkv_guards.pairs import Pair, Tokens
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
+_BOTH_ENDS = frozenset(("from", "for"))  # the senses of words for ways
+
 
 @rule(
     reasons=("relation",),
@@ -103,11 +105,10 @@ def relation(pair: Pair) -> str | None:
 def exchanged_ends(pair: Pair) -> str | None:
     """Start and end of a way are exchanged: "from another provider to you", "from you to another provider"."""
     ends = [_ends(text) for text in (pair.a, pair.b)]
-    if any(len(found) != 2 for found in ends):
+    if any(found.keys() != _BOTH_ENDS for found in ends):
         return None
-    (first, second), (other_first, other_second) = (
-        [found[way] for way in sorted(found)] for found in ends
-    )
+    first, other_first = (found["from"] for found in ends)
+    second, other_second = (found["for"] for found in ends)
     crossed = [first & other_second, second & other_first]
     kept = (first & other_first) | (second & other_second)
     return "relation" if all(same - kept for same in crossed) else None
@@ -116,9 +117,9 @@ def exchanged_ends(pair: Pair) -> str | None:
 def _ends(text: Text) -> dict[str, set[str]]:
     """By the way that it goes, what is named behind the word for it: up to the next preposition or sign."""
     language = text.language
-    if language.ways.keys().isdisjoint(text.words):
-        return {}
     found: dict[str, set[str]] = {}
+    if len({language.ways[word] for word in text.words & language.ways.keys()}) < len(_BOTH_ENDS):
+        return found
     way = ""
     for token in text.tokens:
         if token.word in language.ways:
