@@ -63,18 +63,17 @@ class Layer:
         with self._tally.boundary("index"):
             self.index.remove(list(known))
 
-    def search(self, partition: str, vector: Vector, most: int) -> list[Neighbour]:
-        """The nearest above the threshold, best first."""
+    def search(
+        self, partition: str, vector: Vector, most: int, least: float | None = None
+    ) -> list[Neighbour]:
+        """The nearest above the threshold, or another ``least`` cosine; best first."""
+        least = self.threshold if least is None else least
         with self._tally.boundary("index"):
             found = [
                 Neighbour(n.item, as_cosine(n.score))
                 for n in self.index.search(partition, vector, most)
             ]
-            own = [
-                n
-                for n in found
-                if n.score >= self.threshold and self.items.get(n.item) == partition
-            ]
+            own = [n for n in found if n.score >= least and self.items.get(n.item) == partition]
             return sorted(own, key=lambda n: -n.score)[:most]
         return []
 

@@ -29,7 +29,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import Checking
 from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.similar import VISION, SimilarTier, unit_vectors
+from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
     CacheMode,
@@ -45,7 +45,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import misspelled, no_veto, unread, veto, wording
+from semkv_guards import misspelled, no_veto, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -199,13 +199,9 @@ class Planner:
             for place in one.places
             if not misspelled(*place)
         ]
-        return min((self._cosine(*place) for place in places), default=1.0)
-
-    def _cosine(self, mine: str, theirs: str) -> float:
-        if self._encoder is None:
-            return -1.0
-        first, second = vectors_of(self._encoder, [mine, theirs])
-        return -1.0 if first is None or second is None else as_cosine(float(first @ second))
+        return min(
+            (cosine_of(self._encoder, *spelling.alike(*place)) for place in places), default=1.0
+        )
 
     def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
         """What checks found, then the policy."""
@@ -383,6 +379,7 @@ class Matching:
             if vector is not None:
                 found.vectors[SEMANTIC] = vector
                 yield from self._similar.by_chunk_text(keyed, vector)
+                yield from self._similar.by_spelling(keyed, text, vector)
             else:
                 found.statuses[SEMANTIC] = Status.SKIP
 

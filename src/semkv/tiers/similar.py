@@ -28,7 +28,7 @@ from semkv.encoders import wrong_dimension
 from semkv.encoders.text import at_unit_length, stands_for, vectors_of
 from semkv.encoders.timed import EncoderLateError
 from semkv.errors import CorruptValue
-from semkv.index import Index, Neighbour, Row, VectorIndex
+from semkv.index import Index, Neighbour, Row, VectorIndex, as_cosine
 from semkv.keys import Keyed, with_media
 from semkv.periodic import Every
 from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
@@ -36,6 +36,7 @@ from semkv.tiers.layer import Layer
 from semkv.tiers.tier import SEMANTIC, Candidate, status_of
 from semkv.tiers.unencoded import Unencoded
 from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score
+from semkv_guards import spelling
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
@@ -45,6 +46,8 @@ VISION = "vision"
 # of a layer, and of L1: the next ones are asked when the policy refuses the best
 _NEIGHBOURS = 8
 _QUESTIONS = 4
+_MISSPELLED = 0.5  # least cosine of a text with a slip to the same text without it
+_RESPELLED = 2  # pairs of texts that a lookup encodes anew, with slips put right
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
 _FOLLOW_S = 1.0  # between two looks for purges
@@ -313,6 +316,29 @@ class SimilarTier:
             keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS
         )
 
+    def by_spelling(self, keyed: Keyed, text: str, vector: Vector) -> Iterator[Candidate]:
+        """L1: entries whose chunk text is similar once what is misspelled in either is put right.
+
+        An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold.
+        """
+        slot = keyed.question_slot(with_media=self._within_media)
+        layer = self.layers[SEMANTIC]
+        left = _RESPELLED
+        for neighbour in layer.search(slot, vector, _QUESTIONS, _MISSPELLED):
+            is_misspelled = neighbour.score < layer.threshold and left > 0
+            donor = self._entry(neighbour.item) if is_misspelled else None
+            if donor is None:
+                continue
+            pair = spelling.alike(text, donor.chunk_text)
+            if pair == (text, donor.chunk_text):
+                continue
+            left -= 1
+            score = cosine_of(self._encoder, *pair)
+            if score >= layer.threshold:
+                run = len(donor.segments)
+                agreed = (SEMANTIC,)
+                yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)
+
     def by_layers(
         self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]
     ) -> Iterator[Candidate]:
@@ -436,6 +462,14 @@ class SimilarTier:
             self._tally.add("index out of step")
             self.remove([entry_id])
         return donor
+
+
+def cosine_of(encoder: TextEncoder | None, mine: str, theirs: str) -> float:
+    """The cosine of two texts; -1, the least, where a vector would not stand for all of one."""
+    if encoder is None:
+        return -1.0
+    first, second = vectors_of(encoder, [mine, theirs])
+    return -1.0 if first is None or second is None else as_cosine(float(first @ second))
 
 
 def unit_vectors(

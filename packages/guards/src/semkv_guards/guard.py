@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from semkv_guards import spelling
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise, retyped
 from semkv_guards.language import Language, languages
 from semkv_guards.pairs import Pair
@@ -103,7 +104,7 @@ def _veto_by_words(a: str, b: str, language: Language | None, *, alike: bool) ->
     # `len('a  b')`, the indents of a program
     if alike and a.split() == b.split() and LITERAL.search(a):
         return "code"
-    pair = pair_of(a, b, language)
+    pair = pair_of(*spelling.alike(a, b), language)
     case_is_style = pair.a.cased is None or pair.b.cased is None
     found = objection(pair, RULES_OF_CODE if alike and case_is_style else RULES)
     return found.reason if found else None

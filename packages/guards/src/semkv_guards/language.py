@@ -143,6 +143,10 @@ class Language:
 
     fillers: Words
     attributes: Words
+    harmless_before: Words
+    harmless_behind: Words
+    harmless_phrases: Words
+    manner: Endings
     adverbs: Words
     synonyms: Entries
     phrases: Phrases
@@ -189,6 +193,7 @@ class Language:
     hearer: Words
     third: Words
     thirds: Words
+    somebody: Words
     owners: Words
     questions: Senses
     how: str
@@ -206,6 +211,8 @@ class Language:
     pivots: Words
     focusing: Words
     lessening: Words
+    free: str
+    infinitive: str
     by: str
     passive: Words
 
@@ -275,6 +282,9 @@ class Language:
         self.movable = self.stop_stems | self.groupings | self.stems(self.adverbs)
         """Stems of words that may stand anywhere."""
         self.mention_stems = self.stems((*self.mentions, *self.sayings))
+        self.harmless_before_stems = self.stems(self.harmless_before)
+        self.harmless_behind_stems = self.stems(self.harmless_behind)
+        self.harmless_phrase_stems = self.stems(self.harmless_phrases)
         self.relation_stems = self.stems(self.relations)
         self.symmetric_stems = self.stems(self.symmetric)
         self.joint_stems = self.stems(self.joints)

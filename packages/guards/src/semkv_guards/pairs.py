@@ -73,6 +73,12 @@ class Pair:
         )
 
     @cached_property
+    def auxiliaries_differ(self) -> bool:
+        """Whether one text has an auxiliary that the other has not."""
+        auxiliaries = self.language.auxiliaries
+        return any(t.stem in auxiliaries for only in self.only for t in only)
+
+    @cached_property
     def views(self) -> tuple[View, View]:
         """The pair from each side."""
         only_a, only_b = self.only

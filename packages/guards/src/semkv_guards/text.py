@@ -96,6 +96,8 @@ class Text:
         self.language = language
         self._case_is_style = (plain.isupper() or plain.istitle()) and one_style(plain)
         self._titled = self._case_is_style or _titled(pieces)
+        self.is_small = plain.islower()
+        """Whether it has no capital at all, which is a way of typing."""
         self._start = True  # of a sentence
         self._capitals: list[int] = []  # places of function words that are written like names
         self.code: set[str] = set()

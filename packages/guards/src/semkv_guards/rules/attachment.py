@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from semkv_guards.language import Language, Token
 from semkv_guards.pairs import Pair, Tokens, triples
 from semkv_guards.rules.rule import rule
-from semkv_guards.text import STOPS, Text
+from semkv_guards.text import END, STOPS, Text
 
 _NEAR = 4  # words after a side among which is what it is the side of
 _CLAUSE = 16  # words that an "only" may be about
@@ -81,6 +81,46 @@ def owned_thing(pair: Pair) -> str | None:
     return "person" if _go_with_others(pair, _owned) else None
 
 
+@rule(
+    reasons=("person",),
+    tables=("owns", "persons"),
+    vetoes=(
+        (
+            "Is my password visible to my colleague?",
+            "Is my colleague's password visible to me?",
+        ),
+        ("Can I sell my car to my son?", "Can I sell my son's car?"),
+    ),
+    allows=(
+        (
+            "What do I get my wife for her birthday?",
+            "What do I get for my wife's birthday?",
+        ),
+    ),
+)
+def other_owner(pair: Pair) -> str | None:
+    """A thing belongs to the speaker or the like in one text, and to somebody who is named in the other."""
+    for view in pair.views:
+        owned = _owned(view.text)
+        if owned and pair.language.owns not in view.other.words and _is_mine(owned, view.other):
+            return "person"
+    return None
+
+
+def _is_mine(owned: Partners, text: Text) -> bool:
+    """Whether a text says "my" and the like of what somebody owns in the other; "her" may be the owner's."""
+    language = text.language
+    persons = language.persons
+    for possessive, thing in itertools.pairwise(text.tokens):
+        if possessive.word not in language.articles or possessive.word not in persons:
+            continue
+        is_third = persons[possessive.word] in language.third
+        owners = {owner for owner, things in owned.items() if thing.stem in things}
+        if owners and not (is_third and owners <= text.stems.keys()):
+            return True
+    return False
+
+
 def _go_with_others(pair: Pair, partners_in: Callable[[Text], Partners]) -> bool:
     """Whether a word goes with another of the words that both texts have."""
     if pair.converse:
@@ -103,8 +143,9 @@ def _described(text: Text) -> Partners:
     """By color, size or the like its noun: "a green ball and a ring"."""
     language = text.language
     found: dict[str, set[str]] = {}
-    for token, noun in itertools.pairwise(text.without_articles):
-        if token.word not in language.grouped:
+    for before, token, noun in triples((END, *text.without_articles)):
+        is_last_of_several = before.word in language.symmetric and noun.word in STOPS
+        if token.word not in language.grouped or is_last_of_several:  # "large and red?"
             continue
         if noun.stem not in language.stop_stems and noun.stem not in language.groupings:
             found[token.word] = {noun.stem}

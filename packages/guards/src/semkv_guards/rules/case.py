@@ -46,7 +46,10 @@ def capital_at_start(pair: Pair) -> str | None:
         ("Is NO toxic?", "Is No toxic?"),
         ("What is a CAT scan?", "What is a cat scan?"),
     ),
-    allows=(("What is the TCP port?", "What is the tcp port?"),),
+    allows=(
+        ("What is the TCP port?", "What is the tcp port?"),
+        ("What does NASA stand for?", "what does nasa stand for?"),
+    ),
 )
 def capitals(pair: Pair) -> str | None:
     """A word has other capitals, beyond the case of typing.
@@ -132,6 +135,8 @@ class _Case:
         if not written.isascii() and len(written) == 1:  # "Ω" and "ω"
             return True
         if written.isupper() and len(written) > 1:
+            if other.is_small and their not in language.function:
+                return False
             return not language.vowels or not set(their).isdisjoint(language.vowels)
         return their in language.twofold and bool(other.cased or other.starts)
 

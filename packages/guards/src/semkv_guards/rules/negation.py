@@ -11,12 +11,17 @@ from semkv_guards.text import END, Text
 
 @rule(
     reasons=("negation",),
-    tables=("negations", "denials"),
+    tables=("negations", "denials", "free"),
     vetoes=(
         ("Is there a car?", "Is there no car?"),
         ("Login works", "Login fails"),
+        ("Which breads contain gluten?", "Which breads are gluten free?"),
     ),
-    allows=(("Is it nontoxic?", "Is it non-toxic?"),),
+    allows=(
+        ("Is it nontoxic?", "Is it non-toxic?"),
+        ("Is there bread without gluten?", "Is there bread free of gluten?"),
+        ("Is parking free?", "Is parking free of charge?"),
+    ),
 )
 def negation(pair: Pair) -> str | None:
     """One text denies what the other says, or denies it with a verb: "fail"."""
@@ -37,10 +42,28 @@ def negation(pair: Pair) -> str | None:
 def _denials(text: Text, other: Text) -> int:
     """How often a text denies; a "non-toxic" that is "nontoxic" in the other does not."""
     negations = text.language.negations
+    found = _freedoms(text, other) if text.language.free in text.words else 0
     if negations.isdisjoint(text.words):
-        return 0
+        return found
     pairs = itertools.pairwise((*text.tokens, END))
-    return sum(x.word in negations and x.word + y.word not in other.words for x, y in pairs)
+    return found + sum(x.word in negations and x.word + y.word not in other.words for x, y in pairs)
+
+
+def _freedoms(text: Text, other: Text) -> int:
+    """How often a text says that a thing is without something that the other names: "gluten free bread"."""
+    language = text.language
+    found = 0
+    tokens = (END, END, END, *text.tokens, END)
+    for i, token in enumerate(tokens):
+        lacked = tokens[i - 1]
+        if (
+            token.word != language.free
+            or lacked.stem not in other.stems.keys() - language.stop_stems
+        ):
+            continue
+        is_said = language.is_auxiliary(tokens[i - 2]) and language.may_be_content(tokens[i - 3])
+        found += is_said or language.may_be_content(tokens[i + 1])
+    return found
 
 
 @rule(

@@ -10,6 +10,7 @@ from semkv_guards.rules import (
     code,
     dates,
     forms,
+    modifiers,
     negation,
     numbers,
     opposites,
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     attachment.related_thing,
     attachment.focused_word,
     attachment.owned_thing,
+    attachment.other_owner,
     opposites.presence,
     opposites.opposite_words,
     opposites.lessened_comparison,
@@ -73,12 +75,15 @@ RULES: tuple[Rule, ...] = (
     word_order.word_order,
     relations.particle,
     relations.other_way,
+    relations.exchanged_ends,
     relations.relation,
     words.too_many_words,
     words.name,
     words.substitution,
     words.substituted_phrase,
     words.unknown_language,
+    modifiers.added_modifier,
+    modifiers.added_phrase,
 )
 
 REASONS = (

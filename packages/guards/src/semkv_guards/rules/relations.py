@@ -8,6 +8,8 @@ from semkv_guards.pairs import Pair, Tokens
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
+_BOTH_ENDS = frozenset(("from", "for"))  # the senses of words for ways
+
 
 @rule(
     reasons=("relation",),
@@ -78,6 +80,56 @@ def relation(pair: Pair) -> str | None:
     if not are_relations and not (is_choice and stems <= language.symmetric_stems):
         return None
     return "relation" if not pair.akin(x, y) and pair.neighbours(x, y) else None
+
+
+@rule(
+    reasons=("relation",),
+    tables=("ways",),
+    vetoes=(
+        (
+            "Can I switch from another provider to you?",
+            "Can I switch from you to another provider?",
+        ),
+        (
+            "How do I move from another plan to yours?",
+            "How do I move from your plan to another?",
+        ),
+    ),
+    allows=(
+        (
+            "Can I switch from another provider to you?",
+            "Can I switch to you from another provider?",
+        ),
+    ),
+)
+def exchanged_ends(pair: Pair) -> str | None:
+    """Start and end of a way are exchanged: "from another provider to you", "from you to another provider"."""
+    ends = [_ends(text) for text in (pair.a, pair.b)]
+    if any(found.keys() != _BOTH_ENDS for found in ends):
+        return None
+    first, other_first = (found["from"] for found in ends)
+    second, other_second = (found["for"] for found in ends)
+    crossed = [first & other_second, second & other_first]
+    kept = (first & other_first) | (second & other_second)
+    return "relation" if all(same - kept for same in crossed) else None
+
+
+def _ends(text: Text) -> dict[str, set[str]]:
+    """By the way that it goes, what is named behind the word for it: up to the next preposition or sign."""
+    language = text.language
+    found: dict[str, set[str]] = {}
+    if len({language.ways[word] for word in text.words & language.ways.keys()}) < len(_BOTH_ENDS):
+        return found
+    way = ""
+    for token in text.tokens:
+        if token.word in language.ways:
+            way = language.ways[token.word]
+        elif token.word in STOPS or token.word in language.relations:
+            way = ""
+        elif way:
+            person = language.persons.get(token.word)
+            found.setdefault(way, set()).add(person or token.stem)
+    return found
 
 
 def _ways(text: Text, only: Tokens) -> dict[str, str]:

@@ -91,6 +91,10 @@ def _add_deed(found: Deeds, text: Text, place: int | None) -> None:
         found.suffers.add(verb.stem)
         return
     after, beyond = [*tokens[place + 1 : place + 3], END, END][:2]
+    is_passive = verb.word in language.passive and language.is_past(after)
+    if is_passive and not language.may_be_content(beyond):  # "I get paid"
+        found.suffers.add(after.stem)
+        return
     found.acts.setdefault(verb.stem, after.stem)
     if beyond is not END and after.word.endswith(language.gerund):
         found.acts.setdefault(after.stem, "")
@@ -116,6 +120,8 @@ def _subject_before(verb: int, text: Text) -> str:
     language = text.language
     near = text.without_articles[max(0, verb - _VERB) : verb]
     for token in reversed(near):
+        if token.word in language.somebody:
+            return token.stem
         may_part = language.is_auxiliary(token) or token.word in language.negations
         if not may_part and token.word not in language.between:
             return token.stem if language.may_be_content(token) else ""
