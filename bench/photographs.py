@@ -135,10 +135,18 @@ def changes(image: Picture, rng: Random) -> Iterator[tuple[str, Picture, Picture
 
     yield "a thing more", image, _disc(image, place(), side // 2, (200, 40, 40))
     at = place()
-    yield "another color", _disc(image, at, side, (40, 150, 70)), _disc(image, at, side, (40, 90, 200))
+    yield (
+        "another color",
+        _disc(image, at, side, (40, 150, 70)),
+        _disc(image, at, side, (40, 90, 200)),
+    )
     at = place()
     far = at[0] + side, at[1]
-    yield "moved", _disc(image, at, side // 2, (235, 210, 50)), _disc(image, far, side // 2, (235, 210, 50))
+    yield (
+        "moved",
+        _disc(image, at, side // 2, (235, 210, 50)),
+        _disc(image, far, side // 2, (235, 210, 50)),
+    )
     at = place()
     yield "another digit", _sign(image, at, "37", side), _sign(image, at, "31", side)
     at = place()
@@ -227,10 +235,16 @@ def show(found: dict[str, Any], judges: Sequence[str]) -> None:
         print(f"{group} that are taken for the same")
         sums = dict.fromkeys(("all", *judges), 0)
         for what, rows in found[group].items():
-            print(f"  {what:30s}", *(f"{judge} {len(rows[judge])}" for judge in judges), f"of {len(rows['all'])}")
+            print(
+                f"  {what:30s}",
+                *(f"{judge} {len(rows[judge])}" for judge in judges),
+                f"of {len(rows['all'])}",
+            )
             for key in sums:
                 sums[key] += len(rows[key])
-        print(f"  {'sum':30s}", *(f"{judge} {sums[judge]}" for judge in judges), f"of {sums['all']}")
+        print(
+            f"  {'sum':30s}", *(f"{judge} {sums[judge]}" for judge in judges), f"of {sums['all']}"
+        )
 
 
 # -- times ------------------------------------------------------------
@@ -245,9 +259,15 @@ def times(image: Picture, before: Any) -> dict[str, Any]:
         pairs = {
             "encoded anew": encoded(frame(large), "JPEG", quality=60),
             "moved by 3 pixels": encoded(frame(large, 3, 0), "JPEG", quality=85),
-            "10% brighter": encoded(ImageEnhance.Brightness(frame(large)).enhance(1.1), "JPEG", quality=85),
-            "resized to 90%": encoded(frame(large).resize((round(0.9 * side),) * 2), "JPEG", quality=85),
-            "a word changed": encoded(frame(_sign(large, (side // 3, side // 3), "open", 32)), "JPEG", quality=85),
+            "10% brighter": encoded(
+                ImageEnhance.Brightness(frame(large)).enhance(1.1), "JPEG", quality=85
+            ),
+            "resized to 90%": encoded(
+                frame(large).resize((round(0.9 * side),) * 2), "JPEG", quality=85
+            ),
+            "a word changed": encoded(
+                frame(_sign(large, (side // 3, side // 3), "open", 32)), "JPEG", quality=85
+            ),
         }
         found[name] = _times_of(first, pairs, before)
         print(f"{name:>5s} MP", json.dumps(found[name]), flush=True)
@@ -292,7 +312,9 @@ def _ms(call: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--out", type=Path)

@@ -44,7 +44,10 @@ def changed(mine: Look, other: Look) -> float:
     first that was found."""
     luma = mine.luma, other.luma
     checks = [
-        *(partial(change_of_color, *planes) for planes in zip(mine.chroma, other.chroma, strict=True)),
+        *(
+            partial(change_of_color, *planes)
+            for planes in zip(mine.chroma, other.chroma, strict=True)
+        ),
         partial(change_of_luma, *luma),
         lambda: change_of_luma(*map(halved, luma)),
     ]

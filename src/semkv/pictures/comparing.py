@@ -16,7 +16,6 @@ LIMIT = 1.0
 
 _SIZES = 1.13  # between the two pictures' sides
 _CLEAR = 2.0  # times what is a change, at a glance
-_LEAST = 16  # pixels of a side
 
 
 def may_show_the_same(a: Small, b: Small) -> bool:
@@ -46,7 +45,7 @@ def difference(a: Planes, b: Planes) -> float:
     down = axis(moved[1], a.height, b.height)
     own_columns, columns = across.only(a.width, b.width)
     own_rows, rows = down.only(a.height, b.height)
-    if lost(a.luma, own_columns, own_rows) or lost(b.luma, columns, rows):
+    if lost(a.look, own_columns, own_rows) or lost(b.look, columns, rows):
         return inf
     return _change(a, b, across, down)
 
@@ -79,6 +78,4 @@ def _laid(look: Look, luma: Plane, across: Axis, down: Axis) -> Look:
 def _comparable(a: Planes, b: Planes) -> bool:
     widths = sorted((a.width, b.width))
     heights = sorted((a.height, b.height))
-    if min(widths[0], heights[0]) < _LEAST:
-        return False
     return widths[1] <= _SIZES * widths[0] and heights[1] <= _SIZES * heights[0]

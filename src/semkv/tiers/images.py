@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -10,6 +11,7 @@ from pathlib import Path
 from semkv import pictures
 from semkv.encoders import read_media
 from semkv.encoders.vision import read_picture
+from semkv.errors import ConfigError
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment
 
@@ -19,6 +21,18 @@ _AT_ONCE = 2  # comparisons at a time: one of 25 megapixels takes 400 MB
 _JPEG = b"\xff\xd8\xff"
 
 _Read = Callable[[], bytes | None]
+
+
+def require_opencv() -> None:
+    """
+    Raises:
+        ConfigError: what images are compared with is not installed.
+    """
+    if importlib.util.find_spec("cv2") is None:
+        allowed = (
+            "layers other than vision where OpenCV is not installed: pip install 'semkv[encoders]'"
+        )
+        raise ConfigError("--embedding-layer", "vision", allowed)
 
 
 class ImageGuard:

@@ -27,7 +27,7 @@ from semkv.keys import Keyed, entry_of, exactness_of, has_chunk_text, same_chara
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import Checking
-from semkv.tiers.images import ImageGuard
+from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.similar import VISION, SimilarTier, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -104,6 +104,8 @@ class Planner:
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._images = ImageGuard(media, image_roots(config))
+        if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
+            require_opencv()
 
     def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
         """Take the first candidate that can be used, with the statuses it brings. One that a guard or the policy
