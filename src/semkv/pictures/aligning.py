@@ -17,6 +17,8 @@ _FARTHEST = 0.09  # share of half a side: a pixel near an edge is moved by 4.5% 
 _STRETCH = 0.03  # between the scales of the two axes: a circle is no ellipse
 GAINS = (0.75, 1.33)  # of the contrast
 _STEPS = 10
+_FEW_STEPS = 3
+_CLOSE = 8.0  # levels, at the mean
 _STILL = 0.03  # pixels: no further step
 
 # patches: so many cells a side, and pixels of the patch in each
@@ -55,16 +57,33 @@ def align_small(a: Small, b: Small, sides: int = len(SIDES)) -> _Numbers | None:
 
 def align(a: Planes, b: Planes) -> tuple[Move, Move] | None:
     """How the second picture lies over the first, across and down; None where it does not."""
-    move = align_small(a.small, b.small, sides=2)
-    planes = [(a.middle, b.middle)]
-    if a.middle is not a.luma or b.middle is not b.luma:
-        planes.append((a.luma, b.luma))
-    for first, second in planes:
-        if move is None:
-            return None
-        sample = _patches(first, a.small) if max(first.shape) > _WHOLE else _whole(first)
-        move = _refined(move, sample, first.shape, second, robust=True)
+    sample = _sample(a.luma, a.small)
+    move = _in_place(sample, a.luma, b.luma)
+    if move is None:
+        move = align_small(a.small, b.small, sides=2)
+        if a.middle is not a.luma and move is not None:
+            middle = _sample(a.middle, a.small)
+            move = _refined(move, middle, a.middle.shape, b.middle, robust=True)
+        if move is not None:
+            move = _refined(move, sample, a.luma.shape, b.luma, robust=True)
     return None if move is None else _plausible(move, a, b)
+
+
+def _in_place(sample: _Sample, first: Plane, second: Plane) -> _Numbers | None:
+    """The move of pictures that lie over one another as they are, as most copies do."""
+    if first.shape != second.shape:
+        return None
+    near = _refined(np.zeros(4), sample, first.shape, second, robust=True, steps=_FEW_STEPS)
+    if near is None or abs(near).max() * max(first.shape) > 1:
+        return None
+    over, inside = _laid(sample, near, second)
+    mine = _smooth(sample.luma)
+    apart = abs(mine - over)[:, 1:-1, 1:-1] * inside
+    return near if float(apart.mean()) < min(_CLOSE, float(mine.std()) / 8) else None
+
+
+def _sample(plane: Plane, small: Small) -> _Sample:
+    return _patches(plane, small) if max(plane.shape) > _WHOLE else _whole(plane)
 
 
 def _plausible(move: _Numbers, a: Planes, b: Planes) -> tuple[Move, Move] | None:
@@ -124,7 +143,13 @@ def _contours(level: Plane) -> tuple[_Numbers, _Numbers]:
 
 
 def _refined(
-    start: _Numbers, sample: _Sample, size: tuple[int, ...], second: Plane, *, robust: bool
+    start: _Numbers,
+    sample: _Sample,
+    size: tuple[int, ...],
+    second: Plane,
+    *,
+    robust: bool,
+    steps: int = _STEPS,
 ) -> _Numbers | None:
     """The move that lays the second picture over the sample best, by Gauss and Newton's steps from ``start``.
 
@@ -136,7 +161,7 @@ def _refined(
     first = _smooth(sample.luma)
     x, y = sample.x[:, :, 2:-2], sample.y[:, 2:-2, :]
     half = np.float32(width / 2), np.float32(height / 2)
-    for _ in range(_STEPS):
+    for _ in range(steps):
         over, inside = _laid(sample, move, second)
         slope_y, slope_x = _slopes(over)
         mine, theirs = first[:, 1:-1, 1:-1], over[:, 1:-1, 1:-1]

@@ -20,9 +20,9 @@ _FLAT = 50.0  # variance that is taken for noise
 _COLORS = (24.0, 14.0, 8.0, 5.0)
 
 _REACH = 2  # pixels around a window's middle that it depends on
-# rows of windows from which the noise is found: at least so many, and one of so many
-_ROWS = 24
-_ROWS_APART = 48
+# windows from which the noise is found: so many at least, in whole rows, and one row of so many
+_SAMPLED = 24_000
+_ROWS_APART = 64
 _GOLDEN = 0.618034
 _STRIP = 131_072  # pixels that are looked at together: they fit into a core's cache
 _CHUNK = 16_384  # windows that are looked at in one go
@@ -90,7 +90,7 @@ def _of_strip(a: Plane, b: Plane, levels: float) -> float:
 def _levels(a: Plane, b: Plane) -> float:
     """Least change in a window, by how much contours differ in rows of windows all over the picture."""
     height = len(a) - 2 * _REACH
-    count = min(height, max(_ROWS, height // _ROWS_APART))
+    count = min(height, max(_SAMPLED // a.shape[1], height // _ROWS_APART))
     # neither at equal distances nor by chance: lines of text are at equal distances
     starts = ((np.arange(count) + np.arange(count) * _GOLDEN % 1) / count * height).astype(int)
     rows = starts[:, None] + np.arange(2 * _REACH + 1)
@@ -160,8 +160,9 @@ def change_of_color(a: Plane, b: Plane) -> float:
 
     most = 0.0
     for limit in _COLORS:
-        if min(a.shape) >= 3:
-            means = cv2.absdiff(cv2.blur(a, (3, 3)), cv2.blur(b, (3, 3)))
-            most = max(most, cv2.minMaxLoc(means[1:-1, 1:-1])[1] / limit)
+        if min(a.shape) < 3:
+            break
+        means = cv2.absdiff(cv2.blur(a, (3, 3)), cv2.blur(b, (3, 3)))
+        most = max(most, cv2.minMaxLoc(means[1:-1, 1:-1])[1] / limit)
         a, b = (halved(plane).astype(np.float32) for plane in (a, b))
     return most

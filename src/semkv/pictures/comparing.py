@@ -15,6 +15,7 @@ LIMIT = 1.0
 """Least `difference` of two pictures that may not stand in for each other."""
 
 _SIZES = 1.13  # between the two pictures' sides
+_LEAST = 12  # pixels that both have, across and down
 _CLEAR = 2.0  # times what is a change, at a glance
 
 
@@ -43,6 +44,8 @@ def difference(a: Planes, b: Planes) -> float:
         return inf
     across = axis(moved[0], a.width, b.width)
     down = axis(moved[1], a.height, b.height)
+    if min(one.stop - one.start for one in (across, down)) < _LEAST:
+        return inf
     own_columns, columns = across.only(a.width, b.width)
     own_rows, rows = down.only(a.height, b.height)
     if lost(a.look, own_columns, own_rows) or lost(b.look, columns, rows):

@@ -16,7 +16,9 @@ Plane = np.ndarray[Any, np.dtype[Any]]
 MOST_PIXELS = 25_000_000
 """Larger pictures are not compared: they match only themselves."""
 
+# pixels a side; OpenCV lays no longer ones over one another
 _LEAST_SIDE = 16
+_LONGEST_SIDE = 32_000
 SIDES = (32, 64, 128)  # of the copies that are aligned as a whole, coarse to fine
 _LEAST = 24  # pixels of a copy's shorter side
 _MIDDLE = 512  # side of the copy between the last of them and a large picture
@@ -81,10 +83,12 @@ def planes_of(image: Image) -> Planes:
     """The planes of a picture in RGB.
 
     Raises:
-        OSError: it has too few pixels to be compared.
+        OSError: it has too few pixels to be compared, or too many in a row.
     """
-    if min(image.size) < _LEAST_SIDE:
-        raise OSError(f"a picture of less than {_LEAST_SIDE} pixels a side")
+    if min(image.size) < _LEAST_SIDE or max(image.size) > _LONGEST_SIDE:
+        raise OSError(
+            f"a picture of less than {_LEAST_SIDE} or more than {_LONGEST_SIDE} pixels a side"
+        )
     pixels = np.asarray(image)
     look = look_of(pixels)
     middle = look.luma
