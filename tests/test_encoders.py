@@ -23,7 +23,7 @@ from semkv.encoders.text import (
     resolve_model,
     short_bert,
 )
-from semkv.encoders.vision import ClipEncoder, TowerEncoder, build_vision_encoder
+from semkv.encoders.vision import ClipEncoder, SmallCopy, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
@@ -268,11 +268,29 @@ def test_nothing_is_downloaded_behind_the_users_back(
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"clip-ViT-B-32 is not"):
-        build_vision_encoder("")
+    assert isinstance(build_vision_encoder(""), SmallCopy)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"some/model is not"):
         build_vision_encoder("some/model")
+
+
+def test_a_small_copy_is_near_copies_of_its_picture_and_far_from_other_pictures() -> None:
+    rough = np.random.default_rng(0).integers(0, 256, (2, 6, 8, 3), dtype=np.uint8)
+    one, other = (Image.fromarray(pixels).resize((640, 480)) for pixels in rough)
+    encoder = build_vision_encoder("small")
+
+    def encoded(image: Image.Image, form: str = "PNG", **options: int) -> np.ndarray:
+        out = io.BytesIO()
+        image.save(out, form, **options)
+        return encoder.encode(out.getvalue())
+
+    vector = encoded(one)
+    assert vector.shape == (encoder.dim,)
+    for copy in (encoded(one, "JPEG", quality=40), encoded(one.crop((6, 4, 640, 480)))):
+        assert vector @ copy > 0.97
+    assert vector @ encoded(other) < 0.5
+    for color in ("black", "gray", "white"):
+        assert np.isfinite(encoded(Image.new("L", (20, 20), color))).all()
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,16 @@ OLD_NAMES = {
     "connectors",
 }  # modules that other distributions have now; they only pass names on
 
-HEAVY = {"torch", "vllm", "transformers", "sentence_transformers", "faiss", "datasets", "pyarrow"}
+HEAVY = {
+    "torch",
+    "vllm",
+    "transformers",
+    "sentence_transformers",
+    "faiss",
+    "datasets",
+    "pyarrow",
+    "cv2",
+}
 
 
 def source_of(distribution: str) -> Path:

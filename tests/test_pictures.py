@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
+from semkv import pictures
 from semkv.encoders import VisionHook, vision
 from semkv.encoders.vision import read_picture
 from semkv.engines import MediaError, load_image
 from semkv.keys import media_id
-from semkv.pictures import LIMIT, difference
+from semkv.pictures import LIMIT, Planes, Remembered, Small, may_show_the_same, planes_of, small_of
 from semkv.types import MediaSegment, Namespace, Request, TextSegment
 from vllm_forks import prepare
 
@@ -190,6 +191,15 @@ def test_what_no_engine_can_read_is_no_more_than_an_error_of_the_picture(tmp_pat
 
 # -- whether two pictures show the same ------------------------------------------------------------------------------
 
+
+def difference(a: Image.Image, b: Image.Image) -> float:
+    """Of two pictures; one that is told at a glance is one at full size, too."""
+    first, second = planes_of(a), planes_of(b)
+    found = pictures.difference(first, second)
+    assert found >= LIMIT or may_show_the_same(first.small, second.small)
+    return found
+
+
 THINGS = [(60, 150, (200, 40, 40)), (150, 150, (40, 90, 200)), (240, 150, (240, 200, 40))]
 
 
@@ -268,10 +278,9 @@ def test_what_cannot_be_told_is_something_else() -> None:
     assert difference(first, first.resize((150, 110))) >= LIMIT
     assert difference(first, first.transpose(Image.Transpose.FLIP_LEFT_RIGHT)) >= LIMIT
     assert difference(first, ImageEnhance.Brightness(first).enhance(0.4)) >= LIMIT
-    large = Image.new("RGB", (2001, 2000))
-    assert difference(large, large) >= LIMIT
     for size in ((1, 1), (1, 3000), (15, 400)):
-        assert difference(Image.new("RGB", size), Image.new("RGB", size)) >= LIMIT
+        with pytest.raises(OSError, match="16 pixels"):
+            planes_of(Image.new("RGB", size))
     plain = [
         Image.new("RGB", (64, 64), color)
         for color in ("black", "white", "gray", "red", "green", "orange")
@@ -280,6 +289,70 @@ def test_what_cannot_be_told_is_something_else() -> None:
         assert [difference(one, other) < LIMIT for other in plain] == [
             i == j for j in range(len(plain))
         ]
+
+
+def large_page(word: str, color: str = "black") -> Image.Image:
+    """Five megapixels, one small word of which is told."""
+    page = Image.new("RGB", (2500, 2000), (250, 250, 245))
+    pen = ImageDraw.Draw(page)
+    for row in range(0, 1990, 40):
+        pen.text((30 + row % 70, row), f"Line {row} of the contract, as agreed", (40, 40, 40))
+    pen.text((2300, 1815), word, color, ImageFont.load_default(12))
+    return page
+
+
+@pytest.mark.parametrize(
+    "other", [("2 fee 35", "black"), ("1 fee 36", "black"), ("1 fee 35", "red")]
+)
+def test_a_small_change_of_a_large_picture_is_noticed(other: tuple[str, str]) -> None:
+    first, second = large_page("1 fee 35"), large_page(*other)
+    assert difference(first, second) >= LIMIT
+    assert difference(first, jpeg(second, 70)) >= LIMIT
+
+
+def test_copies_of_a_large_picture_show_the_same() -> None:
+    page = large_page("1 fee 35")
+    for copy in (jpeg(page, 60), page.crop((3, 0, 2500, 1998)), page.resize((2250, 1800))):
+        assert difference(page, copy) < LIMIT
+
+
+def test_a_draft_of_a_photograph_is_as_good_at_a_glance() -> None:
+    data = saved(seen(scene()).resize((1800, 1320)), "JPEG")
+    draft = read_picture(data, side=256)
+    assert max(draft.size) < 900
+    whole = planes_of(read_picture(data))
+    assert may_show_the_same(small_of(draft), whole.small)
+    dark = saved(seen(paint(2, (10, 10, 10))).resize((1800, 1320)), "JPEG")
+    other = read_picture(dark, side=256)
+    assert not may_show_the_same(small_of(other), whole.small)
+    png = saved(seen(scene()))
+    assert read_picture(png, side=32).size == (300, 220)
+
+
+def test_what_is_remembered_of_pictures_is_bounded() -> None:
+    planes = planes_of(seen(scene()))
+    remembered = Remembered(most_bytes=5 * planes.nbytes // 2)
+    for name in "abc":
+        remembered.keep(name, planes)
+        assert remembered.find(Planes, name) is planes
+    assert remembered.find(Planes, "a") is None
+    assert remembered.find(Planes, "b") is planes
+    assert remembered.find(Small, "b") is None
+    remembered.keep("b", planes)
+    assert remembered.nbytes == 2 * planes.nbytes
+    Remembered(most_bytes=1).keep("a", planes)
+
+
+def test_texture_that_goes_on_may_be_cut_off_and_a_thing_may_not() -> None:
+    rough = np.random.default_rng(1).integers(20, 236, (100, 120, 3), dtype=np.uint8)
+    wall = Image.fromarray(rough).resize((600, 500), Image.Resampling.BICUBIC)
+    assert difference(wall, wall.crop((12, 0, 600, 490))) < LIMIT
+    plain = Image.fromarray(rough // 8 + 110).resize((600, 500), Image.Resampling.BICUBIC)
+    assert difference(plain, plain.crop((12, 0, 600, 490))) < LIMIT
+    for color in ("red", "black", "white"):
+        marked = plain.copy()
+        ImageDraw.Draw(marked).ellipse((2, 200, 10, 208), color)
+        assert difference(marked, marked.crop((12, 0, 600, 490))) >= LIMIT
 
 
 def test_of_a_picture_that_is_not_shown_whole_nothing_is_compared() -> None:

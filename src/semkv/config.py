@@ -117,7 +117,8 @@ class LookupConfig(PolicyConfig):
             decide.
         embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
         embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
-        vision_encoder: Vision tower behind the vision layer: id or directory; empty takes CLIP where present.
+        vision_encoder: Behind the vision layer: id or directory of a vision tower, or small (needs no weights); empty
+            takes CLIP where present, else small.
         max_entries: Most entries in the catalog; the least recently used go first.
         media_mib: Most MiB of stored images; the least recently used go first, and their entries serve only requests
             that bring the same image.

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from semkv import pictures, plug
+from semkv import plug
 from semkv.config import CacheConfig
 from semkv.counting import Tally
-from semkv.encoders import EmbeddingHook, image_roots, read_media
+from semkv.encoders import EmbeddingHook, image_roots
 from semkv.encoders.text import vectors_of
-from semkv.encoders.vision import read_picture
 from semkv.errors import ConfigError, CorruptValue
 from semkv.index import as_cosine
 from semkv.keys import Keyed, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import Checking
+from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
-_PAIRS = 1024  # verdicts on images that are remembered: a lookup meets a pair of images with several donors
 
 
 @dataclass(slots=True)
@@ -99,13 +98,14 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
-        self._roots = image_roots(config)
         self._by_place = config.match is MatchPolicy.ALL
         guarded = config.guards and self._by_place
         self._guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
-        self._alike = lru_cache(maxsize=_PAIRS)(self._same_picture)
+        self._images = ImageGuard(media, image_roots(config))
+        if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
+            require_opencv()
 
     def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
         """Take the first candidate that can be used, with the statuses it brings. One that a guard or the policy
@@ -225,20 +225,9 @@ class Planner:
             (a, b.media_id) for a, b in zip(mine, theirs, strict=True) if a.media_id != b.media_id
         ]
         try:
-            return not all(self._alike(a, b) for a, b in pairs)
+            return not all(self._images.same(a, b) for a, b in pairs)
         except OSError:  # which is not remembered
             return True
-
-    def _same_picture(self, mine: MediaSegment, theirs: str) -> bool:
-        first = read_media(mine, self._roots)
-        second = self._media.get(theirs)
-        if first is None or second is None:
-            raise OSError("an image is gone")
-        a, b = (
-            read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True)
-            for data in (first, second)
-        )
-        return pictures.difference(a, b) < pictures.LIMIT
 
     def _available(self, request: Request, run: Sequence[Segment]) -> tuple[Segment, ...] | None:
         """The run with a readable, verified file behind each media item that is not the request's own."""
