@@ -23,6 +23,7 @@ from semkv.types import ReuseReport
 from semkv_gateway import http
 from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
+from semkv_gateway.documents import REORDERED, Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv_gateway.logs import ONLY
@@ -114,6 +115,7 @@ class Asking:
     async def send(self) -> Reply:
         if self.gateway.stopping.is_set():
             raise _stopped()
+        self.gateway.documents.sent(self.canonical)
         return await self.gateway.salts.send(self.gateway.upstream, self._call)
 
     def _call(self, salted: bool) -> Call:
@@ -166,6 +168,8 @@ class Gateway:
         self._stop: asyncio.TimerHandle | None = None
         self.salts = Salts(on=settings.salt)
         self.advice = Advice(settings)
+        count = metrics.documents_settled
+        self.documents = Documents(settings.reorder_documents, count, metrics.fault)
         self._sampling = sampling
         self.rules = rules or Rules()
         self._secret = secret
@@ -226,7 +230,9 @@ class Gateway:
     async def _answer_or_vanish(self, request: GatewayRequest, receive: Receive) -> Answer:
         """The answer to a request. Raises `Vanished` where the client hung up first."""
         answer = self._from_memory(request, Lookup(request.canonical))
-        return await http.unless_gone(self._answer(request), receive) if answer is None else answer
+        if answer is None:
+            answer = await http.unless_gone(self._answer(request), receive)
+        return _marked(answer, REORDERED) if request.canonical.reordered else answer
 
     async def _without_temperature(
         self, request: GatewayRequest, asked: CanonicalRequest, error: Answer, receive: Receive
@@ -670,7 +676,7 @@ class Gateway:
         self, call: Call, client: Client, controls: Controls
     ) -> tuple[CanonicalRequest, CanonicalRequest]:
         """A request as it came, and as it is keyed and sent. Raises `Unkeyable` where it has no canonical form."""
-        asked = self._canonicalise(call, client)
+        asked = self.documents.settled(self._canonicalise(call, client))
         return asked, self._sampling.settled(asked, controls)
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:

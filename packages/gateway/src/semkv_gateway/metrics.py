@@ -247,6 +247,11 @@ class Metrics:
             "New values of headers that nobody has reviewed, each of which separates requests; '?' is the query.",
             "header",
         )
+        self._documents = self._counter(
+            "documents",
+            "Requests with several documents, by what became of their order.",
+            "outcome",
+        )
         self._values: Latest[int, None] = Latest(_VALUES)
         self._split = Busiest(_COUNTED)
         self._labels: set[str] = set()
@@ -306,6 +311,10 @@ class Metrics:
     def unkept(self, reason: str) -> None:
         """Count a request that the cache could not answer, or an answer that it could not keep."""
         self._uncacheable.labels(reason).inc()
+
+    def documents_settled(self, outcome: str) -> None:
+        """Count a request with several documents: its documents are `reordered`, or why they are not."""
+        self._documents.labels(outcome).inc()
 
     def separated(self, unknown: Iterable[tuple[bytes, bytes]]) -> None:
         """Count the new values of headers by their names, of which many may be made up: only those that come often

@@ -103,6 +103,11 @@ _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
     " bad_words allowed_token_ids logprobs top_logprobs skip_special_tokens spaces_between_special_tokens"
     " return_token_ids return_tokens_as_token_ids add_generation_prompt echo service_tier truncation background".split()
 )
+# Beside these, what is known to say nothing of single documents.
+_PLAIN = frozenset(
+    "cache_control parallel_tool_calls max_tool_calls reasoning_effort verbosity add_generation_prompt"
+    " add_special_tokens service_tier truncation_side include_reasoning".split()
+)
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
@@ -163,6 +168,22 @@ class CanonicalRequest:
     _body: Mapping[str, Any] = field(repr=False)
     _content: Content = field(repr=False)
     _deployment: Deployment = field(repr=False)
+    reordered: bool = False  # its documents stand in another order than the client's
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The body that it was made of."""
+        return self._body
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all fields of the body are known, and none makes an answer show the prompt."""
+        unknown = self._body.keys() - _WHOLE - _SAMPLING - _NOT_IN_KEY - _PLAIN
+        return not unknown and not any(self._shows(name) for name in _SHOWS_PROMPT)
+
+    def reordered_as(self, body: Mapping[str, Any]) -> CanonicalRequest:
+        """The same with its documents in another order. Raises `Unkeyable` as `canonicalise` does."""
+        return replace(canonicalise(body, self._deployment), reordered=True)
 
     @cached_property
     def stream_key(self) -> str:
@@ -183,7 +204,8 @@ class CanonicalRequest:
         if not self.route.fixed_by or not chosen <= _LEAVE_OPEN:
             return None
         body = {**self._body, "temperature": 0}
-        return replace(_build(body, self._content, self._deployment), steadied=True)
+        built = _build(body, self._content, self._deployment)
+        return replace(built, steadied=True, reordered=self.reordered)
 
     @cached_property
     def kept(self) -> CanonicalRequest:
@@ -285,7 +307,12 @@ class CanonicalRequest:
             return None
         body = {**self._body, content.name: content.value}
         built = _build(body, content, self._deployment)
-        return replace(built, sampled=self.sampled, steadied=self.steadied)
+        return replace(
+            built,
+            sampled=self.sampled,
+            steadied=self.steadied,
+            reordered=self.reordered,
+        )
 
     def body(self, *, salted: bool = True) -> dict[str, Any]:
         """What to send upstream: fresh, the caller may change its top level. ``salted``: with the tenant's

@@ -64,6 +64,11 @@ NAME = Allowed(
     re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII).fullmatch,
     True,
 )
+DOCUMENTS = Allowed(
+    "field, parts, or a tag such as '<document>'",
+    re.compile(r"field|parts|<[A-Za-z][\w.-]*>", re.ASCII).fullmatch,
+    each=True,
+)
 PORT = Parameter(validator=validators.Number(gte=0, lte=65535))
 ZERO = Allowed("0, since with another temperature answers are drawn at random", lambda n: n == 0)
 DRAWN = Parameter(group="What is kept")
@@ -97,6 +102,9 @@ class ServerSettings(LookupConfig):
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
+        reorder_documents: Documents go upstream in the order that its prefix cache most likely holds. `field` is vLLM's
+            `documents`, `parts` long text parts before a user's last text, `<document>` texts between such tags; may be
+            repeated.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
@@ -128,6 +136,7 @@ class ServerSettings(LookupConfig):
     ] = ()
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
+    reorder_documents: Annotated[tuple[str, ...], DOCUMENTS] = ()
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()

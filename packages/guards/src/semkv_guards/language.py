@@ -229,6 +229,17 @@ class Language:
     prefixes: Entries
     prefixed: Entries
     symbols: Words
+
+    placed: Words
+    placed_otherwise: Words
+    placed_near: Words
+    placed_phrases: Entries
+    documents: Words
+    pieces: Words
+    together: Words
+    together_between: Words
+    labels: Words
+
     units: Mapping[str, Numbers]
 
     def __init__(self, text: str, source: str = "language") -> None:

@@ -1,0 +1,163 @@
+"""Whether a text may tell one of several documents by its place: "the second document", "above", "[2]".
+
+A program that puts documents into another order asks this of all that is said about them. What is not understood may
+say anything, so it asks as well whether a text is in a language that has a file in ``words``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+
+from semkv_guards.language import Language, languages
+from semkv_guards.reading import is_read
+
+_HEAD = 200  # characters of a document in which a label is looked for
+_TAIL = 60  # and at its end
+_SAMPLE = 2000  # characters of a document by which its language is told
+_NEAR = 3  # words between a word for a document and one for a place
+_TELLING = 14  # words of a text of which one or more must be frequent words of its language
+_KNOWN = 0.6  # of all words of a text without one
+_WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
+_OPEN = r"[\[({<#【（]\s*"
+_CLOSED = r"\s*[\])}>,;:】）–-]"
+_MARKED = re.compile(
+    rf"{_OPEN}\^?\d+(?:{_CLOSED}|\b)|(?<!\w){_OPEN}(?:[ivx]+|[a-z]){_CLOSED}", re.IGNORECASE
+)
+_ORDINAL_FIGURE = re.compile(r"\b\d+(?:st|nd|rd|th)\b", re.IGNORECASE)
+
+
+class _Places:
+    """What one language says about places."""
+
+    def __init__(self, language: Language) -> None:
+        self._language = language
+        self._of_place = _any_of(language.placed | language.ordinals)
+        self._numbers = _any_of(language.numbers.keys())
+        self._nouns = _any_of(language.documents | language.pieces)
+
+    def has(self, text: str) -> bool:
+        """Whether a text is in this language."""
+        words = [word.lower() for word in _WORD.findall(text)]
+        language = self._language
+        telling = sum(word in language.telling for word in words)
+        if not words or telling >= max(1, len(words) / _TELLING):
+            return True
+        known = sum(language.stem(word) in language.known for word in words)
+        return known >= _KNOWN * len(words)
+
+    @cached_property
+    def _together(self) -> re.Pattern[str]:
+        """Phrases for all documents at once, in front of them."""
+        between = rf"(?:\s+{_any_of(self._language.together_between)})*"
+        nouns = _any_of(self._language.together)
+        return _pattern(rf"\bfollowing{between}\s+{nouns}\b|\b{nouns}{between}\s+below\b")
+
+    @cached_property
+    def _told(self) -> re.Pattern[str]:
+        otherwise = _any_of(self._language.placed_otherwise)
+        near = _any_of(self._language.placed_near | self._language.numbers.keys())
+        between = rf"\W+(?:[^\W\d_]+\s+){{0,{_NEAR}}}"
+        number = rf"(?:\d+|{self._numbers}|[ivx]+)"
+        phrases = map(_phrase, self._language.placed_phrases)
+        return _pattern(
+            rf"\b{self._of_place}\b(?!\s+{otherwise}\b)"
+            rf"|\b{self._nouns}[\W_]*(?:{_any_of(self._language.labels)}\W*)?{number}\b"
+            rf"|\b{self._nouns}\s+(?-i:[A-Z])\b"
+            rf"|\b(?:{near}|\d+){between}{self._nouns}\b"
+            rf"|\b{self._nouns}{between}{near}\b"
+            rf"|\b(?:{'|'.join(phrases)})\b(?!\s+(?:to|that)\b)"
+        )
+
+    @cached_property
+    def _inside(self) -> re.Pattern[str]:
+        return _pattern(rf"\b{self._of_place}\s+{_any_of(self._language.documents)}\b")
+
+    @cached_property
+    def _label(self) -> re.Pattern[str]:
+        named = _any_of(self._language.documents | self._language.pieces | self._language.labels)
+        ordinals = _any_of(self._language.ordinals)
+        return _pattern(
+            rf"^\W*(?:[^\W\d]{{1,20}}\W{{0,4}})?\d+\b"
+            rf"|^\W*(?:[^\W\d]{{1,20}}\W{{1,4}})?"
+            rf"(?:(?:{self._numbers}|[ivxlc]+|[a-z])\s*[\])}}.:>–-]|{ordinals}\b)"
+            rf"|\b{named}[\W_]{{0,6}}\d"
+        )
+
+    @cached_property
+    def _last_label(self) -> re.Pattern[str]:
+        named = _any_of(self._language.documents | self._language.pieces | self._language.labels)
+        return _pattern(rf"(?:{_OPEN}|\b{named}[\W_]{{0,6}})\d+\W*$")
+
+    def told(self, text: str, *, in_front: bool) -> bool:
+        """Whether a text tells documents by their places."""
+        left = self._together.sub(" ", text) if in_front else text
+        return self._told.search(left) is not None
+
+    def numbered(self, document: str) -> bool:
+        """Whether a document has a number or another label, or tells others by their places."""
+        return (
+            self._label.search(document[:_HEAD]) is not None
+            or self._last_label.search(document[-_TAIL:]) is not None
+            or self._inside.search(document) is not None
+        )
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A pattern of any of some words, for none of which a longer one is taken."""
+    found = sorted(words, key=lambda word: (-len(word), word))
+    return f"(?:{'|'.join(map(re.escape, found))})" if found else r"(?!)"
+
+
+def _phrase(text: str) -> str:
+    """A pattern of words, each star a word or none."""
+    words = [r"(?:\w+\s+)?" if word == "*" else rf"{word}\s+" for word in text.split()]
+    return "".join(words).removesuffix(r"\s+")
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def _places() -> tuple[_Places, ...]:
+    return tuple(map(_Places, languages()))
+
+
+def is_understood(text: str) -> bool:
+    """Whether every character of a text is read, and a language of ``words`` is its own.
+
+    >>> is_understood("What does the report say?"), is_understood("Was sagt der Bericht?")
+    (True, False)
+    """
+    return is_read(text) and any(places.has(text) for places in _places())
+
+
+def may_tell_by_place(text: str, *, in_front: bool = False) -> bool:
+    """Whether a text may tell one of several documents by its place, or wants an answer that goes by their places.
+
+    Args:
+        text: what is said about documents.
+        in_front: it stands in front of all of them, so that "the following documents" means each of them.
+
+    >>> may_tell_by_place("What does the second document say?"), may_tell_by_place("Who wrote Emma?")
+    (True, False)
+    >>> may_tell_by_place("Use the following documents.", in_front=True)
+    False
+    """
+    if _MARKED.search(text) or _ORDINAL_FIGURE.search(text):
+        return True
+    return any(places.told(text, in_front=in_front) for places in _places())
+
+
+def has_place(document: str) -> bool:
+    """Whether a document begins or ends with a number or another label, tells others by their places, or is in a
+    language that is not understood.
+
+    >>> has_place("[1] Emma"), has_place("Document 3: Emma"), has_place("Emma is a novel.")
+    (True, True, False)
+    """
+    sample = document[:_SAMPLE]
+    known = any(places.has(sample) for places in _places())
+    return not known or any(places.numbered(document) for places in _places())
