@@ -13,7 +13,7 @@ from rich.console import Console
 
 from semkv_demo.asked import questions
 from semkv_demo.names import ALONE, DOCUMENT, PICTURE, REPEAT, REWORDED, SEMKV, TRAP
-from semkv_demo.screen import Row, notes, show, summed_up
+from semkv_demo.screen import Row, is_right, notes, show, summed_up
 from semkv_demo.turns import Reply
 from semkv_guards import veto
 from vllm_forks import prepare
@@ -61,6 +61,17 @@ def test_a_slower_row_is_shown_as_one() -> None:
     show(Console(file=file, width=80), summed_up(replies("a", 1, (50.0, 100.0))), "")
     (line,) = (line for line in file.getvalue().splitlines() if line.strip().startswith("a "))
     assert line.split() == ["a", "50.0", "100", "0.5", "x", "0", "of", "1", "1", "of", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hits", "equal", "right"),
+    [(REPEAT, 2, 2, True), (REPEAT, 2, 1, False), (TRAP, 0, 2, True), (TRAP, 1, 2, False)],
+)
+def test_a_trap_that_hits_and_another_answer_are_wrong(
+    name: str, hits: int, equal: int, right: bool
+) -> None:
+    row = Row(name=name, asked=2, alone_ms=1.0, semkv_ms=2.0, hits=hits, equal=equal)
+    assert is_right([row]) is right
 
 
 def test_all_of_the_table_fits_into_80_columns() -> None:

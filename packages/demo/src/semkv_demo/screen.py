@@ -53,6 +53,11 @@ def _row(name: str, replies: Sequence[Reply]) -> Row:
     )
 
 
+def is_right(rows: Sequence[Row]) -> bool:
+    """Whether no trap hit and all answers were equal. A slow row is none the less right."""
+    return all(row.equal == row.asked and not (row.name == TRAP and row.hits) for row in rows)
+
+
 def make_console() -> Console:
     """Standard output: colors on a terminal only, and never more than 80 columns elsewhere."""
     console = Console(highlight=False)
