@@ -1,9 +1,9 @@
-# make demo      answer a few hundred picture questions three times: vLLM alone, an empty cache, a filled one
+# make demo      ask vLLM with and without semkv in turns: repeats and traps, a document and a picture after a restart
 # make install   install into .venv, next to vLLM for this machine
 # make test      run the tests
 # make check     lint and type-check
 # make bench     compare answers from stored KV and encoder outputs with computed ones, 500 pictures
-# make ablation  32 runs of the demo's model: what each tier is worth, at which threshold
+# make ablation  32 runs of the bundled model: what each tier is worth, at which threshold
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check bench ablation clean
 
@@ -15,7 +15,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
 EXTRAS := $(DEVICE),encoders,otel,server,redis,dev
-PARTS := gateway guards stores vllm
+PARTS := demo gateway guards stores vllm
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt

@@ -4,7 +4,8 @@
     python bench/shape.py --places   and where each thing is that is counted
     python bench/shape.py --write    take what is measured as limits (shape.json), and put the table into the page
 
-A distribution is a folder with a ``pyproject.toml``. The product is all of them but the lab. What is counted:
+A distribution is a folder with a ``pyproject.toml``. The product is all of them but the lab and the demo. What is
+counted:
 
 - tokens a code line: Python's own, without comments, docstrings and ends of lines, by lines that hold any;
 - branches a code line: if, for, while, except, assert, case, conditional expressions, ``and``, ``or``, and the loops
@@ -33,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIMITS = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "architecture.md"
-LAB = "semkv-lab"
+LAB = ("semkv-lab", "semkv-demo")
 
 BEFORE_AND_AIM = {
     "tokens a code line": ("10.32", "8.5"),
@@ -306,9 +307,9 @@ def measure() -> Shape:
     """All figures of the project."""
     shape = Shape()
     files = distributions()
-    product = [code for name, codes in files.items() if name != LAB for code in codes]
+    product = [code for name, codes in files.items() if name not in LAB for code in codes]
     _of_code(shape, product, "")
-    _of_code(shape, files[LAB], "lab: ")
+    _of_code(shape, [code for name in LAB for code in files[name]], "lab: ")
     own = own_names(product)
     parts = rows()
     shape.count(

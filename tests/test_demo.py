@@ -1,4 +1,4 @@
-"""The demo, as `make demo` runs it: real vLLM, the bundled model, two processes on one cache directory."""
+"""The demo, as `make demo` runs it: real vLLM, encoder and gateway, with fewer requests."""
 
 from __future__ import annotations
 
@@ -11,71 +11,115 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lab_helpers import record
-from semkv_lab.metrics import summarise
-from semkv_lab.run import comparison
-from semkv_lab.samples import Cold
+from semkv_demo.asked import questions
+from semkv_demo.names import ALONE, DOCUMENT, PICTURE, REPEAT, REWORDED, SEMKV, TRAP
+from semkv_demo.screen import Row, is_right, notes, show, summed_up
+from semkv_demo.turns import Reply
+from semkv_guards import veto
 from vllm_forks import prepare
 
-SAMPLES = 24
+PROGRAM = """
+import sys
+from pathlib import Path
+from semkv_demo.asked import Sizes
+from semkv_demo.run import run_demo
+sizes = Sizes(pictures=3, documents=1, large_pictures=2)
+sys.exit(not run_demo(Path(sys.argv[1]), sizes=sizes))
+"""
 
 
-def test_the_comparison_has_a_column_for_vllm_alone() -> None:
-    cold = [Cold("a", "red", True, 0.05, 0.09, 10, 4), Cold("b", "blue", False, 0.05, 0.09, 10, 4)]
-    records = [
-        record(cached_tokens=6, cold=cold[0]),
-        record(image="b", cached_tokens=6, cold=cold[1]),
+def replies(row: str, number: int, times: tuple[float, float], answers: str = "xx") -> list[Reply]:
+    sides = zip((ALONE, SEMKV), times, answers, strict=True)
+    return [
+        Reply(
+            row=row,
+            number=number,
+            side=side,
+            ms=ms,
+            answer=answer,
+            hit=side == SEMKV and ms < 10,
+        )
+        for side, ms, answer in sides
     ]
-    first, second = summarise(records, cold), summarise([record(cached_tokens=9)])
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(comparison(first, second, (1, 1)))
-    cells = [
-        [cell.strip() for cell in line.split("│")[1:-1]]
-        for line in console.export_text().splitlines()
+
+
+def test_a_row_counts_hits_and_equal_answers() -> None:
+    asked = [
+        *replies("a", 1, (40.0, 4.0)),
+        *replies("a", 2, (60.0, 20.0), "xy"),
+        *replies("a", 5, (50.0, 5.0)),
+        *replies("b", 1, (50.0, 100.0)),
     ]
-    rows = {row[0]: row[1:] for row in cells if row}
-    assert rows["not computed"] == ["8 (40.0%)", "12 (60.0%)", "9 (90.0%)"]
-    assert rows["latency p50 / p95"][0] == "50.0 ms / 50.0 ms"
-    assert rows["accuracy"] == ["50.0%", "100.0%", "100.0%"]
-    assert rows["answers with the tokens of before"] == ["", "", "1 of 1"]
+    one, other = summed_up(asked)
+    assert (one.name, one.asked, one.hits, one.equal) == ("a", 3, 2, 2)
+    assert (one.alone_ms, one.semkv_ms, one.times_faster) == (50.0, 5.0, 10.0)
+    assert (other.name, other.hits, other.times_faster) == ("b", 0, 0.5)
+
+
+def test_a_slower_row_is_shown_as_one() -> None:
+    file = io.StringIO()
+    show(Console(file=file, width=80), summed_up(replies("a", 1, (50.0, 100.0))), "")
+    (line,) = (line for line in file.getvalue().splitlines() if line.strip().startswith("a "))
+    assert line.split() == ["a", "50.0", "100", "0.5", "x", "0", "of", "1", "1", "of", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hits", "equal", "right"),
+    [(REPEAT, 2, 2, True), (REPEAT, 2, 1, False), (TRAP, 0, 2, True), (TRAP, 1, 2, False)],
+)
+def test_a_trap_that_hits_and_another_answer_are_wrong(
+    name: str, hits: int, equal: int, right: bool
+) -> None:
+    row = Row(name=name, asked=2, alone_ms=1.0, semkv_ms=2.0, hits=hits, equal=equal)
+    assert is_right([row]) is right
+
+
+def test_all_of_the_table_fits_into_80_columns() -> None:
+    file = io.StringIO()
+    rows = [
+        Row(name=name, asked=16, alone_ms=12345.6, semkv_ms=123.4, hits=16, equal=16)
+        for name in (REPEAT, REWORDED, TRAP, DOCUMENT, PICTURE)
+    ]
+    show(Console(file=file, width=80), rows, notes(questions(1)[0], {"direction": 16}))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in file.getvalue()
+    assert all(any(name in line for line in lines) for name in (TRAP, DOCUMENT, PICTURE))
+
+
+def test_traps_ask_for_something_else() -> None:
+    asked = questions(16)
+    assert len({one.picture for one in asked}) == 16
+    assert {veto(one.question, one.trap) for one in asked} == {"direction"}
+    assert not any(veto(one.question, one.reworded) for one in asked)
 
 
 @pytest.mark.engine
-def test_the_demo_finds_on_disk_what_it_left(tmp_path: Path) -> None:
-    command = [
-        prepare() / "python",
-        "-m",
-        "semkv",
-        "demo",
-        "--dir",
-        str(tmp_path),
-        "--samples",
-        str(SAMPLES),
-    ]
-    out = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}
+def test_the_demo_shows_what_comes_again(tmp_path: Path) -> None:
+    command = [prepare() / "python", "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"}
     )
-    assert out.returncode == 0, out.stderr[-2000:]
-    assert "Traceback" not in out.stderr
-    lines = [line for line in out.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == 2 * SAMPLES
-    assert "vLLM only" in out.stdout
-    assert all(
-        " | latency=" in line and "kv_cache=" in line and "fusion=" in line for line in lines
-    )
-    assert (
-        f"{SAMPLES} of {SAMPLES}" in out.stdout
-    )  # the warm pass answered every question with the same tokens
+    logs = "".join(file.read_text(errors="replace")[-1500:] for file in tmp_path.glob("*.log"))
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout + logs
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 24, "more than one screen"
+    assert max(map(len, lines[:-1])) <= 80  # the last one is a path
+    assert "\x1b" not in done.stdout
 
-    cold, warm = (
-        json.loads((tmp_path / f"{n}.json").read_text(encoding="utf-8"))["summary"]
-        for n in ("cold", "warm")
+    found = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    repeat, reworded, trap, document, picture = found["rows"]
+    assert [row["asked"] for row in found["rows"]] == [3, 3, 3, 1, 2]
+    assert all(row["equal"] == row["asked"] for row in found["rows"])
+    assert all(row["hits"] == row["asked"] for row in (repeat, document, picture))
+    assert reworded["hits"] > 0
+    assert trap["hits"] == 0
+
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").open(encoding="utf-8")]
+    assert len(rows) == 2 * sum(row["asked"] for row in found["rows"])
+    drawn = [tuple(row["answer"]) for row in rows if row["row"] == picture["name"]]
+    assert len({*drawn}) == 2, (
+        "drawn weights answer every picture alike, so equal tokens say nothing"
     )
-    assert cold["baseline_accuracy"]["value"] > 0.8  # the model answers
-    assert cold["tokens"]["from_store"] == 0  # nothing was there
-    assert cold["against_cold"]["identical_tokens"]["value"] == 1.0
-    assert warm["hits"] == SAMPLES
-    assert warm["tokens"]["from_store"] > 0
-    assert warm["statuses"]["kv_cache"]["hit"] > 0
-    assert warm["statuses"]["fusion"]["hit"] > 0
-    assert warm["faults"] == {}
+    assert {file.name for file in tmp_path.iterdir() if file.is_dir()} == set()

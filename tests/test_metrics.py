@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,34 +230,11 @@ def test_a_dry_run_is_judged_by_what_its_hits_would_have_given() -> None:
 
 def test_gqas_measures_by_hand() -> None:
     query, verify = ("query", "attr", "categoryAttr"), ("verify", "obj", "existC")
+    color = partial(record, group="color", types=query)
     records = [
-        record(
-            text="red",
-            answer="red",
-            match=True,
-            group="color",
-            types=query,
-            valid=True,
-            plausible=True,
-        ),
-        record(
-            text="red",
-            answer="blue",
-            match=False,
-            group="color",
-            types=query,
-            valid=True,
-            plausible=False,
-        ),
-        record(
-            text="wood",
-            answer="red",
-            match=False,
-            group="color",
-            types=query,
-            valid=False,
-            plausible=False,
-        ),
+        color(text="red", answer="red", match=True, valid=True, plausible=True),
+        color(text="red", answer="blue", match=False, valid=True, plausible=False),
+        color(text="wood", answer="red", match=False, valid=False, plausible=False),
         record(text="yes", answer="yes", match=True, group="there", types=verify),
     ]
     assert figure("gqa.validity", *records).value == pytest.approx(2 / 3)

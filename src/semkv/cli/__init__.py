@@ -55,7 +55,6 @@ _GATEWAY = {
 }
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
-    "demo": "Answer drawn visual questions three times, and compare.",
     "sweep": "Run many experiments, and log a row for each.",
     "report": "Make a page, HTML or Markdown, of the logs of sweeps.",
     "calibrate": "Fit the chance of a wrong answer from labeled pairs.",
@@ -63,6 +62,7 @@ _LAB = {
     "eval-stream": "Count hits and wrong answers of a policy along a stream.",
     "bench": "Compare KV connectors of vLLM, or semantic caches.",
 }
+_DEMO = {"demo": "Ask vLLM with and without semkv in turns, and compare."}
 
 
 def _missing(name: str, part: str) -> Callable[..., NoReturn]:
@@ -85,6 +85,7 @@ def _add(part: str, commands: str, helps: dict[str, str], group: Group) -> None:
 
 
 _add("gateway", "semkv_gateway.commands", _GATEWAY, SERVING)
+_add("demo", "semkv_demo.cli", _DEMO, LAB)
 _add("lab", "semkv_lab.cli", _LAB, LAB)
 
 

@@ -23,7 +23,7 @@ from semkv.types import ReuseReport
 from semkv_gateway import http
 from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
-from semkv_gateway.documents import REORDERED, Documents
+from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv_gateway.logs import ONLY
@@ -219,6 +219,7 @@ class Gateway:
                 answer = await self._without_temperature(request, asked, answer, receive)
             outcome = answer.outcome or outcome
             outcome.steadied = steadied
+            outcome.reordered = settled.reordered
         except http.Vanished as vanished:
             vanished.outcome = outcome
             raise
@@ -230,9 +231,7 @@ class Gateway:
     async def _answer_or_vanish(self, request: GatewayRequest, receive: Receive) -> Answer:
         """The answer to a request. Raises `Vanished` where the client hung up first."""
         answer = self._from_memory(request, Lookup(request.canonical))
-        if answer is None:
-            answer = await http.unless_gone(self._answer(request), receive)
-        return _marked(answer, REORDERED) if request.canonical.reordered else answer
+        return await http.unless_gone(self._answer(request), receive) if answer is None else answer
 
     async def _without_temperature(
         self, request: GatewayRequest, asked: CanonicalRequest, error: Answer, receive: Receive

@@ -20,6 +20,7 @@ class Outcome:
         stale: whether that answer's time to live is over.
         joined: whether the client waited for an answer to another request, which is stored now.
         steadied: whether the request was given the temperature 0.
+        reordered: whether its documents were sent in another order than they came in.
         tenant: the beginning of the digest of its tenant.
         model: as the client named it; empty where the body was not read.
         payload: reads the whole answer; None until there is one.
@@ -34,6 +35,7 @@ class Outcome:
     stale: bool = False
     joined: bool = False
     steadied: bool = False
+    reordered: bool = False
     tenant: str = ""
     model: str = ""
     payload: Callable[[], bytes | None] = lambda: None
@@ -54,6 +56,8 @@ class Outcome:
             words.append("joined")
         if self.steadied:
             words.append("temperature=0")
+        if self.reordered:
+            words.append("reordered")
         if self.reason:
             words.append(f"reason={self.reason.replace(' ', '_')}")
         return " ".join(words)

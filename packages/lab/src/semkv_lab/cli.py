@@ -57,28 +57,6 @@ def _run(
         sys.exit(EXIT_INTERRUPTED)
 
 
-demo = command_line()
-
-
-@demo.default
-def _demo(
-    *,
-    directory: Annotated[Path, Parameter(name="--dir")] = Path("runs/demo"),
-    samples: Count = 256,
-    verbose: Annotated[bool, Parameter(name=("--verbose", "-v"), negative="")] = False,
-) -> None:
-    """With vLLM only; with an empty cache; and in a new process, which finds on disk what the one before left.
-
-    Args:
-        directory: Where everything goes.
-        samples: How many questions.
-        verbose: vLLM's own log, too.
-    """
-    from semkv_lab.run import run_demo
-
-    run_demo(directory, samples=samples, verbose=verbose)
-
-
 sweep = command_line(
     help_epilogue=_examples("""
   semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --resume

@@ -256,15 +256,15 @@ class Column(NamedTuple):
     Attributes:
         name: as the console and a report call it.
         path: its place in a summary.
-        unit: ``%`` of a share, ``ms`` of seconds, ``x`` of a ratio, or none.
         compute: the figure; empty where the run does not have it.
+        unit: ``%`` of a share, ``ms`` of seconds, ``x`` of a ratio, or none.
         meaning: for a report, which leaves out those without.
     """
 
     name: str
     path: str
-    unit: str
     compute: Callable[[Run], Estimate]
+    unit: str = "%"
     meaning: str = ""
 
 
@@ -303,73 +303,62 @@ COLUMNS = (
     Column(
         name="hit rate",
         path="hit_share",
-        unit="%",
         compute=lambda run: share([(r.image, r.hit) for r in run.records]),
         meaning="requests that found a donor",
     ),
     Column(
         name="accuracy",
         path="accuracy",
-        unit="%",
         compute=lambda run: accuracy(run.records),
         meaning="answers that are right",
     ),
     Column(
         name="accuracy on hits",
         path="accuracy_on_hits",
-        unit="%",
         compute=lambda run: accuracy_on_hits(run.hits),
         meaning="hits that are right; of a dry run what the donor answered",
     ),
     Column(
         name="wrong hits a request",
         path="wrong_hit_share",
-        unit="%",
         compute=lambda run: wrong_hit_share(run.records),
         meaning="hits that spoiled an answer which is right without them; needs --baseline",
     ),
     Column(
         name="gained hits a request",
         path="gained_hit_share",
-        unit="%",
         compute=_gained,
         meaning="hits that are right where the answer without semkv is wrong; needs --baseline",
     ),
     Column(
         name="consistency (entailed)",
         path="consistency",
-        unit="%",
         compute=lambda run: consistency(run.records),
         meaning="GQA's: of right answers, the share of entailed questions that are right too",
     ),
     Column(
         name="validity",
         path="gqa.validity",
-        unit="%",
         compute=lambda run: _among(run.records, "valid"),
     ),
     Column(
         name="plausibility",
         path="gqa.plausibility",
-        unit="%",
         compute=lambda run: _among(run.records, "plausible"),
     ),
     Column(
         name="cold: accuracy",
         path="baseline_accuracy",
-        unit="%",
         compute=lambda run: accuracy(run.cold),
     ),
     Column(
         name="hits run cold: accuracy",
         path="against_cold.cold_accuracy_on_hits",
-        unit="%",
         compute=lambda run: accuracy(c for _, c in run.hit_pairs),
     ),
     Column(
         name="hits: same answer as cold",
         path="against_cold.agreement",
-        unit="%",
         compute=lambda run: share(
             [(r.image, answers_match(r.text, c.text)) for r, c in run.hit_pairs]
         ),
@@ -378,7 +367,6 @@ COLUMNS = (
     Column(
         name="hits: same tokens as cold",
         path="against_cold.same_tokens",
-        unit="%",
         compute=lambda run: _same_tokens(run.hit_pairs),
         meaning="hits with the tokens that came without semkv",
     ),
@@ -408,7 +396,6 @@ COLUMNS = (
     Column(
         name="exact prompts: tokens equal cold",
         path="against_cold.identical_tokens",
-        unit="%",
         compute=lambda run: _same_tokens(
             (r, c) for r, c in run.pairs if not r.applied or r.exactness == "exact"
         ),
@@ -436,7 +423,6 @@ COLUMNS = (
     Column(
         name="noise floor: answers differ",
         path="noise_floor.answers",
-        unit="%",
         compute=lambda run: share(
             [(c.image, not answers_match(c.text, again)) for c, again in run.twice]
         ),
@@ -444,7 +430,6 @@ COLUMNS = (
     Column(
         name="noise floor: tokens differ",
         path="noise_floor.tokens",
-        unit="%",
         compute=lambda run: share(
             [(c.image, c.token_ids != c.again_token_ids) for c, _ in run.twice]
         ),
@@ -452,7 +437,6 @@ COLUMNS = (
     Column(
         name="answer equals the donor's",
         path="donor_agreement",
-        unit="%",
         compute=lambda run: share(
             [
                 (r.image, answers_match(r.text, r.donor_answer))

@@ -11,10 +11,7 @@ the cached pass starts. The cached pass asks the tiers, sends the canonical prom
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -44,20 +41,15 @@ from semkv_lab.console import (
     SAMPLES_OUT,
     SUMMARY_OUT,
     Listener,
-    figures,
     make_console,
-    part,
-    percent,
     print_summary,
     run_header,
-    table,
-    times,
     try_to_write,
     write_json,
 )
 from semkv_lab.datasets import load_samples
 from semkv_lab.inputs import inputs
-from semkv_lab.metrics import Estimate, Figures, summarise
+from semkv_lab.metrics import Figures, summarise
 from semkv_lab.samples import (
     Cold,
     RequestBuilder,
@@ -66,17 +58,13 @@ from semkv_lab.samples import (
     answers_match,
     arrange,
     asked,
-    at,
     label_answers,
-    read_jsonl,
     read_rows,
 )
 from semkv_lab.settings import RunSettings
 from semkv_stores.files import described
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from semkv_lab.reuse import TransformersEngine
 
 _COMMON = ("color", "material", "shape")  # GQA's evaluation script has them too
@@ -483,95 +471,3 @@ def make_engine(
         verbose=verbose,
     )
     return VllmEngine(options)
-
-
-# -- what `semkv demo` does ------------------------------------------------------------
-
-_PASSES = {
-    "cold": ("an empty cache, after a run without semkv", ["--purge", "--baseline"]),
-    "warm": ("a new process: all comes from disk", []),
-}
-
-
-def run_demo(directory: Path, *, samples: int, verbose: bool = False) -> None:
-    """Run both passes and print the comparison. The folder gets ``cache/``, which is emptied first, ``data/``, and per
-    pass ``<pass>.jsonl`` and ``<pass>.json``.
-    """
-    console = make_console()
-    for name, (title, extra) in _PASSES.items():
-        console.rule(f"{name}: {title}")
-        command = [
-            sys.executable,
-            "-m",
-            "semkv",
-            "run",
-            "--preset",
-            "minigqa",
-            "--max-samples",
-            str(samples),
-        ]
-        command += ["--cache-dir", str(directory / "cache"), "--data-dir", str(directory / "data")]
-        command += [
-            "--samples-out",
-            str(directory / f"{name}.jsonl"),
-            "--summary-out",
-            str(directory / f"{name}.json"),
-        ]
-        done = subprocess.run([*command, *extra, *(["--verbose"] if verbose else [])], check=False)
-        if done.returncode:
-            raise SemkvError(f"the {name} pass of the demo ended with exit code {done.returncode}")
-    cold, warm = (
-        json.loads((directory / f"{n}.json").read_text(encoding="utf-8"))["summary"]
-        for n in _PASSES
-    )
-    console.print(comparison(cold, warm, same_answers(directory)))
-    console.print(f"settings, figures, samples and the cache: {directory}", highlight=False)
-
-
-def same_answers(directory: Path) -> tuple[int, int]:
-    """How many samples of the warm pass gave the tokens of the cold pass, and how many there were."""
-    cold, warm = (
-        {row["sample_id"]: row["token_ids"] for _, row in read_jsonl(directory / f"{name}.jsonl")}
-        for name in _PASSES
-    )
-    return sum(cold.get(key) == value for key, value in warm.items()), len(warm)
-
-
-_COMPARED = (
-    *(
-        "prompt tokens",
-        "not computed",
-        "  loaded from the KV store",
-        "latency p50 / p95",
-        "lookup p50 / p95",
-    ),
-    "TTFT p50 / p95",
-)
-
-
-def comparison(cold: Figures, warm: Figures, same: tuple[int, int]) -> Table:
-    """Three columns: vLLM only, semkv with an empty cache, semkv in a new process; of the summaries of both passes."""
-    tokens, both = cold["tokens"], (cold, warm)
-    saved = tokens["baseline_not_computed"]
-    alone = {
-        "prompt tokens": f"{tokens['baseline_prompt']:,}",
-        "not computed": f"{saved:,} ({part(saved, tokens['baseline_prompt'])})",
-        "latency p50 / p95": times(cold["baseline_latency"]),
-        "TTFT p50 / p95": times(cold["baseline_ttft"]),
-    }
-    first, second = (dict(figures(summary)) for summary in both)
-    right = [
-        at(cold, "baseline_accuracy", "value"),
-        *(at(summary, "accuracy", "value") for summary in both),
-    ]
-    rows = [("hits", "", *(f"{summary['hits']} ({summary['hit_rate']:.0%})" for summary in both))]
-    rows += [(name, alone.get(name, ""), first[name], second[name]) for name in _COMPARED]
-    rows.append(("accuracy", *(percent(Estimate(1, value)) for value in right)))
-    for what, tier in (("requests that loaded KV", "kv_cache"), ("  an encoder output", "fusion")):
-        rows.append(
-            (what, "", *(str(at(summary, "statuses", tier, "hit") or 0) for summary in both))
-        )
-    rows.append(("answers with the tokens of before", "", "", f"{same[0]} of {same[1]}"))
-    return table(
-        "the same questions three times", ("", "vLLM only", "empty cache", "new process"), rows
-    )
