@@ -54,10 +54,10 @@ class Outcome:
             words.append("stale")
         if self.joined:
             words.append("joined")
-        if self.steadied:
-            words.append("temperature=0")
         if self.reordered:
             words.append("reordered")
+        if self.steadied:
+            words.append("temperature=0")
         if self.reason:
             words.append(f"reason={self.reason.replace(' ', '_')}")
         return " ".join(words)

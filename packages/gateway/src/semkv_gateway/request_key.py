@@ -91,6 +91,17 @@ _WHOLE: dict[str, str] = {
         background""",
 }
 _KNOWN = frozenset(name for names in _WHOLE.values() for name in names.split())
+# With these it may matter in which order documents stand: something may be cut off.
+_BY_PLACE = frozenset(
+    [
+        "context_management",
+        "transforms",
+        *_WHOLE["They say how a prompt is made of what is asked."].split(),
+    ]
+) - frozenset(
+    "cache_salt cache_control chat_template chat_template_kwargs add_generation_prompt mm_processor_kwargs"
+    " media_io_kwargs".split()
+)
 # Leave open how an answer is drawn. A request with any other field may have chosen that, so it gets no temperature.
 # Not among them: `thinking`, with which Anthropic's models take no temperature, and what may reach a sampler.
 _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
@@ -102,11 +113,6 @@ _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
     " include_stop_str_in_output ignore_eos presence_penalty frequency_penalty repetition_penalty logit_bias"
     " bad_words allowed_token_ids logprobs top_logprobs skip_special_tokens spaces_between_special_tokens"
     " return_token_ids return_tokens_as_token_ids add_generation_prompt echo service_tier truncation background".split()
-)
-# Beside these, what is known to say nothing of single documents.
-_PLAIN = frozenset(
-    "cache_control parallel_tool_calls max_tool_calls reasoning_effort verbosity add_generation_prompt"
-    " add_special_tokens service_tier truncation_side include_reasoning".split()
 )
 _UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 
@@ -177,9 +183,9 @@ class CanonicalRequest:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all fields of the body are known, and none makes an answer show the prompt."""
-        unknown = self._body.keys() - _WHOLE - _SAMPLING - _NOT_IN_KEY - _PLAIN
-        return not unknown and not any(self._shows(name) for name in _SHOWS_PROMPT)
+        """Whether no field of the body may go by the order of documents, or makes an answer show the prompt."""
+        ordered = self._body.keys() & (_BY_PLACE | self._deployment.known_fields)
+        return not ordered and not any(self._shows(name) for name in _SHOWS_PROMPT)
 
     def reordered_as(self, body: Mapping[str, Any]) -> CanonicalRequest:
         """The same with its documents in another order. Raises `Unkeyable` as `canonicalise` does."""
