@@ -147,7 +147,7 @@ PAIRS = st.lists(
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)  # each draws two bootstraps
 @given(PAIRS)
 def test_intervals_lie_inside_the_values(values: list[tuple[str, float]]) -> None:
     numbers = [v for _, v in values]
