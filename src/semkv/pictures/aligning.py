@@ -31,7 +31,7 @@ Move = tuple[float, float]
 
 STILL: tuple[Move, Move] = ((0.0, 0.0), (0.0, 0.0))
 
-_Numbers = np.ndarray[Any, np.dtype[Any]]
+_Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their width
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,20 +36,18 @@ for _tap in range(81):
 
 _MEAN = np.array((1, 3, 4, 3, 1), np.float32) / 12  # of 3 smoothed pixels
 
-_Numbers = np.ndarray[Any, np.dtype[np.float32]]
+_Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their width
 
 
 def changed(mine: Look, other: Look) -> float:
     """In units of what is a change, of luma at full and half size, and of colors at half size and below: from 1 on, the
     first that was found."""
-    luma = mine.luma, other.luma
-    checks = [
-        *(
-            partial(change_of_color, *planes)
-            for planes in zip(mine.chroma, other.chroma, strict=True)
-        ),
-        partial(change_of_luma, *luma),
-        lambda: change_of_luma(*map(halved, luma)),
+    reds, blues = zip(mine.chroma, other.chroma, strict=True)
+    checks: list[Callable[[], float]] = [
+        lambda: change_of_color(*reds),
+        lambda: change_of_color(*blues),
+        lambda: change_of_luma(mine.luma, other.luma),
+        lambda: change_of_luma(halved(mine.luma), halved(other.luma)),
     ]
     most = 0.0
     for check in checks:
@@ -79,9 +77,8 @@ def _of_strip(a: Plane, b: Plane, levels: float) -> float:
     most = 0.0
     for start in range(0, len(rows), _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        mean, power, contrast = _windows(a, b, rows[chunk], columns[chunk])
-        share = power / (contrast + _FLAT) / (_SHARE * levels / _LEVELS[1])
-        most = max(most, float(np.minimum(abs(mean) / levels, share).max(initial=0.0)))
+        scores = _scores(a, b, rows[chunk], columns[chunk], levels=levels)
+        most = max(most, float(scores.max(initial=0.0)))
         if most >= 1:
             break
     return most
@@ -104,7 +101,7 @@ def _levels(a: Plane, b: Plane) -> float:
 
 def _smooth(bands: Plane) -> _Numbers:
     """Binomial, over 3 x 3: [count, 5, width] to [count, 3, width - 2]."""
-    levels = bands.astype(np.float32) - 128
+    levels: _Numbers = bands.astype(np.float32) - 128
     levels = (levels[:, :-2] + 2 * levels[:, 1:-1] + levels[:, 2:]) / 4
     found: _Numbers = (levels[:, :, :-2] + 2 * levels[:, :, 1:-1] + levels[:, :, 2:]) / 4
     return found
@@ -132,12 +129,17 @@ def _suspects(a: Plane, b: Plane, levels: float) -> tuple[Any, Any]:
     return rows, columns
 
 
-def _windows(a: Plane, b: Plane, rows: Any, columns: Any) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Of windows by their upper left corner: the mean change, the mean of its square, and the larger contrast."""
-    first, second = _smoothed(a, rows, columns), _smoothed(b, rows, columns)
+def _scores(a: Plane, b: Plane, rows: Any, columns: Any, *, levels: float) -> _Numbers:
+    """Of windows by their upper left corner: in units of what is a change, the least of its mean and of its share."""
+    first = _smoothed(a, rows, columns)
+    second = _smoothed(b, rows, columns)
     rest = first - second
+    power = np.einsum("ij,ij->i", rest, rest) / 9
     contrast = np.maximum(_variance(first), _variance(second))
-    return rest.mean(axis=1), np.einsum("ij,ij->i", rest, rest) / 9, contrast
+    share = power / (contrast + _FLAT)
+    least_share = _SHARE * levels / _LEVELS[1]
+    mean = abs(rest.mean(axis=1))
+    return np.minimum(mean / levels, share / least_share)
 
 
 def _smoothed(plane: Plane, rows: Any, columns: Any) -> _Numbers:

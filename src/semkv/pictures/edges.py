@@ -23,7 +23,7 @@ _COLOR = 30.0  # levels of chroma
 _FLAT = 12  # levels: the ground of what is drawn or written
 _FLAT_SHARE = 0.15  # of a texture's pixels, at most
 
-_Numbers = np.ndarray[Any, np.dtype[Any]]
+_Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their width
 
 
 def lost(look: Look, columns: slice, rows: slice) -> bool:
@@ -85,7 +85,8 @@ def _contrast(strip: Plane) -> _Numbers:
 def _blocks(strip: Plane) -> Plane:
     """[depth, blocks, pixels along the strip]; the last pixels along it belong to the last block."""
     count = strip.shape[1] // _BLOCK
-    return strip[:, : count * _BLOCK].reshape(len(strip), count, _BLOCK)
+    blocks: Plane = strip[:, : count * _BLOCK].reshape(len(strip), count, _BLOCK)
+    return blocks
 
 
 def _around(values: _Numbers, far: int) -> _Numbers:
@@ -101,7 +102,8 @@ def _alone(strip: Plane, inside: Plane) -> Plane:
     whole = np.concatenate((near, strip))
     dark = _filled(whole) - whole
     bright = _filled(255 - whole) - (255 - whole)
-    return np.maximum(dark, bright)[len(near) :]
+    alone: Plane = np.maximum(dark, bright)[len(near) :]
+    return alone
 
 
 def _filled(plane: Plane) -> Plane:

@@ -151,8 +151,9 @@ def _cut(plane: Plane, start: int, stop: int, *, dim: int) -> Plane:
     cut = plane[inside] if dim == 0 else plane[:, inside]
     before, after = max(0, -start), max(0, stop - length)
     if before or after:
-        rows, columns = ((before, after), (0, 0)) if dim == 0 else ((0, 0), (before, after))
-        cut = cv2.copyMakeBorder(cut, *rows, *columns, cv2.BORDER_REPLICATE)
+        top, bottom = (before, after) if dim == 0 else (0, 0)
+        left, right = (0, 0) if dim == 0 else (before, after)
+        cut = cv2.copyMakeBorder(cut, top, bottom, left, right, cv2.BORDER_REPLICATE)
     return cut
 
 

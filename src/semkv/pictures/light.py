@@ -60,7 +60,7 @@ def lit(found: Light, mine: Plane, other: Plane) -> Plane:
     lost: there the first picture's levels count."""
     import cv2
 
-    levels = cv2.addWeighted(other, found.gain, other, 0.0, found.offset)
+    levels: Plane = cv2.addWeighted(other, found.gain, other, 0.0, found.offset)
     if 255 * found.gain + found.offset < 255:
         white = cv2.threshold(other, 253, 255, cv2.THRESH_BINARY)[1]
         levels = cv2.add(levels, _hidden(cv2.subtract(mine, levels), white))
@@ -75,4 +75,5 @@ def _hidden(apart: Plane, burnt: Plane) -> Plane:
     import cv2
 
     few: Plane = cv2.threshold(apart, _BURNT - 1, 0, cv2.THRESH_TOZERO_INV)[1]
-    return cv2.bitwise_and(few, burnt)
+    hidden: Plane = cv2.bitwise_and(few, burnt)
+    return hidden
