@@ -54,6 +54,14 @@ def _openai_second_turn() -> None:
     client.chat.completions.create(model=MODEL, messages=turns)
 
 
+def _openai_items_back() -> None:
+    """The items of a response go back as the client gave them."""
+    client = import_module("openai").OpenAI()
+    answer = client.responses.create(model=MODEL, input=SAID)
+    more = {"role": "user", "content": "And of Spain?"}
+    client.responses.create(model=MODEL, input=[*SAID, *answer.output, more])
+
+
 def _openai_responses() -> None:
     import_module("openai").OpenAI().responses.create(model=MODEL, input=QUESTION)
 
@@ -71,6 +79,28 @@ def _openai_embeddings() -> None:
 def _anthropic() -> None:
     client = import_module("anthropic").Anthropic()
     client.messages.create(model="claude", max_tokens=64, messages=SAID)
+
+
+def _anthropic_second_turn() -> None:
+    client = import_module("anthropic").Anthropic()
+    answer = client.messages.create(model="claude", max_tokens=64, messages=SAID)
+    turns = [*SAID, {"role": "assistant", "content": answer.content}]
+    more = {"role": "user", "content": "And of Spain?"}
+    client.messages.create(model="claude", max_tokens=64, messages=[*turns, more])
+
+
+def _langchain_second_turn() -> None:
+    model = import_module("langchain_openai").ChatOpenAI(model=MODEL)
+    turns = [("user", QUESTION), model.invoke(QUESTION), ("user", "And of Spain?")]
+    model.invoke(turns)
+
+
+def _litellm_second_turn() -> None:
+    ask_model = import_module("litellm").completion
+    base = f"openai/{MODEL}"
+    answer = ask_model(model=base, messages=SAID).choices[0].message
+    more = {"role": "user", "content": "And of Spain?"}
+    ask_model(model=base, messages=[*SAID, answer, more])
 
 
 def _anthropic_stream() -> None:
@@ -116,12 +146,16 @@ CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
     ("openai", "chat with tools", _openai_tools),
     ("openai", "chat of two turns", _openai_second_turn),
     ("openai", "responses", _openai_responses),
+    ("openai", "responses of two turns", _openai_items_back),
     ("openai", "responses, streamed", _openai_responses_stream),
     ("openai", "embeddings", _openai_embeddings),
     ("anthropic", "messages", _anthropic),
+    ("anthropic", "messages of two turns", _anthropic_second_turn),
     ("anthropic", "messages, streamed", _anthropic_stream),
     ("litellm", "chat", _litellm),
+    ("litellm", "chat of two turns", _litellm_second_turn),
     ("langchain-openai", "chat", _langchain_openai),
+    ("langchain-openai", "chat of two turns", _langchain_second_turn),
     ("llama-index-llms-openai", "chat", _llama_index),
     ("pydantic-ai-slim", "responses", _pydantic_ai),
     ("dspy", "chat", _dspy),

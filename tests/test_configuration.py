@@ -160,6 +160,24 @@ def test_versions_of_what_vllm_needs_count(monkeypatch: pytest.MonkeyPatch) -> N
     assert ours.versions() == found | {"pillow": "9.9"}
 
 
+def test_another_processor_or_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.platforms import current_platform
+
+    seen = [ours.hardware()]
+    ways: list[tuple[Any, str]] = [
+        (ours.platform, "machine"),
+        (torch.backends.cpu, "get_cpu_capability"),
+        (type(current_platform), "get_device_name"),
+    ]
+    for owner, name in ways:
+        if name == "get_cpu_capability" and not current_platform.is_cpu():
+            continue  # kernels of another device are not chosen by it
+        monkeypatch.setattr(owner, name, lambda *_, **__: "another")
+        assert ours.hardware() not in seen, name
+        seen.append(ours.hardware())
+
+
 # -- the same at each start -------------------------------------------------------------------------------------------
 
 _FACTS = """
