@@ -1,77 +1,91 @@
-"""How many questions hit that somebody typed in another way: in lower case, without a mark, with a greeting or a slip?
+"""How many questions still hit when they are typed otherwise: ``python bench/typing_variants.py --out FILE``.
 
-    python bench/typing_variants.py --out bench/results/cpu/typing-variants.json
-
-The first text of each pair of `bench/data/paraphrases.jsonl` that was held out is asked, then its variants, each in a
-namespace of its own, at the gateway's default settings. The slips are in a word of five letters or more, drawn with a
-fixed seed.
+Each held-out question of ``bench/data/paraphrases.jsonl`` is stored, and asked in a variant of every kind, in an empty
+cache with default settings. One word of four letters or more is misspelled, drawn at random.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import re
-import tempfile
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from random import Random
 
-from common import ROOT, machine, write_json
+from semkv.config import PolicyConfig
+from semkv.encoders.text import SentenceEncoder
+from semkv_lab.caches import SemKV, ask_pair
+from semkv_lab.labels import Pair, know
+from semkv_lab.semantic import DATA, machine, rate
 
-from semkv.cache import SemanticCache
-from semkv.config import CacheConfig
-from semkv.types import Namespace, Request, TextSegment
-
-GREETINGS = ("Hi, ", "Hello! ", "Hey, ")
-
-
-def variants(text: str, chance: random.Random) -> dict[str, str]:
-    """The text typed in other ways, by kind; those that differ from it."""
-    found = {
-        "lower case": text.lower(),
-        "no mark": text.rstrip("?.! "),
-        "greeting": chance.choice(GREETINGS) + text,
-    }
-    if words := list(re.finditer(r"[a-z]{5,}", text)):
-        word = chance.choice(words)
-        place = chance.randrange(word.start() + 1, word.end() - 2)
-        found["letter dropped"] = text[:place] + text[place + 1 :]
-        found["letters swapped"] = text[:place] + text[place + 1] + text[place] + text[place + 2 :]
-    return {kind: other for kind, other in found.items() if other != text}
+_QUESTIONS = 200
+_LETTERS = 4  # of a word that is misspelled, at least
+_MARKS = "?.,!"
+_FILLERS = ("um, ", "so, ", "hi, ", "hey, ", "um so ")
 
 
-def measure(texts: list[str]) -> tuple[dict[str, dict[str, int]], list[list[str]]]:
-    """How many variants of each kind were asked and hit, and those that did not."""
-    chance = random.Random(0)  # noqa: S311
-    counts: dict[str, dict[str, int]] = {}
-    missed = []
-    with tempfile.TemporaryDirectory() as folder, SemanticCache(CacheConfig(Path(folder))) as cache:
-        for number, text in enumerate(texts):
-            space = Namespace(f"{number}")
-            first = cache.try_reuse(Request("", space, (TextSegment(text),)))
-            cache.add_observation(first, "an answer")
-            for kind, other in variants(text, chance).items():
-                hit = cache.try_reuse(Request("", space, (TextSegment(other),))).hit
-                count = counts.setdefault(kind, {"asked": 0, "hits": 0})
-                count["asked"] += 1
-                count["hits"] += hit
-                if not hit:
-                    missed.append([kind, text, other])
-    return counts, missed
+def dropped(word: str, random: Random) -> str:
+    place = random.randrange(len(word))
+    return word[:place] + word[place + 1 :]
+
+
+def swapped(word: str, random: Random) -> str:
+    place = random.randrange(len(word) - 1)
+    return word[:place] + word[place : place + 2][::-1] + word[place + 2 :]
+
+
+def doubled(word: str, random: Random) -> str:
+    place = random.randrange(len(word))
+    return word[: place + 1] + word[place:]
+
+
+def misspelled(question: str, slip: Callable[[str, Random], str], random: Random) -> str:
+    """A question with a slip in one of its words."""
+    words = question.split()
+    place = random.choice([i for i, word in enumerate(words) if is_long(word)])
+    core = words[place].rstrip(_MARKS)
+    words[place] = slip(core, random) + words[place][len(core) :]
+    return " ".join(words)
+
+
+def is_long(word: str) -> bool:
+    core = word.rstrip(_MARKS)
+    return core.isalpha() and len(core) >= _LETTERS
+
+
+def variants(question: str, random: Random) -> dict[str, str]:
+    """A question typed otherwise, by what is done to it."""
+    slips = {"letter dropped": dropped, "letters swapped": swapped, "letter doubled": doubled}
+    found = {name: misspelled(question, slip, random) for name, slip in slips.items()}
+    found["small letters"] = question.lower()
+    found["filler"] = random.choice(_FILLERS) + question[0].lower() + question[1:]
+    found["no mark"] = question.rstrip("?.!")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    lines = (ROOT / "bench/data/paraphrases.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    texts = list(dict.fromkeys(row["a"] for row in rows if row["held_out"]))
-    counts, missed = measure(texts)
-    print(json.dumps(counts, indent=2))
-    if options.out:
-        found = {"machine": machine("sentence-transformers"), "kinds": counts, "missed": missed}
-        write_json(options.out, found)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    lines = (DATA / "paraphrases.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["held_out"]]
+    questions = [
+        row["a"] for row in rows if row["a"].isascii() and any(map(is_long, row["a"].split()))
+    ]
+    random = Random(0)  # noqa: S311
+    typed = [(question, variants(question, random)) for question in questions[:_QUESTIONS]]
+    found: dict[str, object] = {"machine": machine()}
+    encoder = SentenceEncoder(remembered=1 << 16)
+    know((text for question, changed in typed for text in (question, *changed.values())), encoder)
+    with closing(SemKV(encoder, PolicyConfig())) as cache:
+        for name in typed[0][1]:
+            pairs = [Pair(question, changed[name], same=True) for question, changed in typed]
+            hits = [ask_pair(cache, pair, f"{name} {n}") for n, pair in enumerate(pairs)]
+            missed = [pair.b for pair, hit in zip(pairs, hits, strict=True) if not hit]
+            found[name] = {**rate(sum(hits), len(hits)), "missed": missed}
+            print(f"{name}: {sum(hits)} of {len(hits)}")
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     [
         ("traps.jsonl", 21, 0),
         ("classes.jsonl", 4, 8),
+        ("added.jsonl", 4, 5),
         ("other_languages.jsonl", 3, 0),
         ("last_turns.jsonl", 5, 2),
         ("long.jsonl", 18, 21),

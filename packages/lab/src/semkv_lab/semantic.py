@@ -376,7 +376,7 @@ def _guards(bench: Bench) -> Row:
         f"paraphrases, cosine {ACCEPTED} or more": near,
     }
     found: Row = {name: _unvetoed(side) for name, side in sides.items()}
-    for name in ("classes", "last_turns", "long", "other_languages"):
+    for name in ("classes", "added", "last_turns", "long", "other_languages"):
         rows = bench.rows(f"{name}.jsonl")
         for kind, same in (("traps", False), ("paraphrases", True)):
             of_it = [veto(row["a"], row["b"]) for row in rows if row.get("same", False) == same]
