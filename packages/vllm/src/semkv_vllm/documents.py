@@ -245,11 +245,11 @@ class Documents:
 
     # ------------------------------------------------------------------ its load
 
-    def allocated(self, request: Any, blocks: Any, tokens: int) -> bool:
-        """A request has its blocks; whether the load of ``tokens`` is one of documents."""
+    def allocated(self, request: Any, blocks: Any, tokens: int) -> int | None:
+        """A request has its blocks; None where the load of ``tokens`` is exact, else how many are really loaded."""
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.load is None or not tokens:
-            return False
+            return None
         own = list(blocks.get_block_ids()[0])
         load = replace(
             wish.load,
@@ -267,7 +267,7 @@ class Documents:
         self._used[request.request_id] = load.reused
         self._shared.counters["document_tokens"] += load.reused
         self._shared.counters["document_rows"] += load.rows
-        return True
+        return tokens - load.rows
 
     def of_step(self, scheduled: Any) -> list[Load]:
         """The loads of requests that run in a step for the first time."""

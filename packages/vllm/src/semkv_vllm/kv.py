@@ -378,13 +378,14 @@ class SemKVConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
         self._tell_old(lambda old: old.allocated(name, blocks.get_block_ids(), num_external_tokens))
-        reused = self._documents is not None and self._documents.allocated(
-            request, blocks, num_external_tokens
-        )
-        if not reused:
+        loaded = None
+        if self._documents is not None:
+            loaded = self._documents.allocated(request, blocks, num_external_tokens)
+        if loaded is None:
+            loaded = num_external_tokens
             super().update_state_after_alloc(self._seen(request), blocks, num_external_tokens)
-        if num_external_tokens and self._settings.report_loads:
-            self._note_loads(request, num_external_tokens)
+        if loaded and self._settings.report_loads:
+            self._note_loads(request, loaded)
 
     @ours("a report")
     def _note_loads(self, request: Any, tokens: int) -> None:
