@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -251,9 +250,7 @@ def identity(model: str, cache: str) -> dict[str, Any]:
         found["after"].append(off(reuse.exact(ids), wanted))
         reuse.forget()
     found["mismatches"] = reuse.counters["document_mismatches"]
-    began = time.process_time()
     found |= EXTRA.get(Path(model).name, lambda _: {})(reuse)
-    print("CPU", began, time.process_time() - began)
     found["left"] = reuse.engine.left()
     found["plans"] = len(reuse.half._wishes) + len(reuse.half._arriving) + len(reuse.half._used)
     reuse.engine.close()

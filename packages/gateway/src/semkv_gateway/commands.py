@@ -88,25 +88,42 @@ def _serve(
 
 
 @warm.default
-def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = "") -> None:
+def _warm(
+    prompts: Path,
+    /,
+    *,
+    documents: Annotated[bool, Parameter(negative="")] = False,
+    url: str = "http://127.0.0.1:8080",
+    model: str = "",
+) -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
 
     The API key is taken from OPENAI_API_KEY.
 
     Args:
         prompts: JSON lines: a prompt as a string, or a whole request body.
+        documents: The lines are documents, as strings or token ids. Each is sent alone for one token, so that vLLM's
+            KV connector stores it; no answer is kept. The URL may be vLLM's own.
         url: The gateway.
         model: For lines that name none.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
-    todo = list(_requests_of(prompts, model))
+    todo = list(_documents_of(prompts, model) if documents else _requests_of(prompts, model))
     with _extra():
-        warmed = asyncio.run(_send_all(todo, url.rstrip("/"), key))
+        warmed = asyncio.run(_send_all(todo, url.rstrip("/"), key, keep=not documents))
+    if documents:
+        print(f"{warmed.sent} sent, {len(warmed.failures)} failed")
+        _end_with(warmed.failures)
+        return
     unkept, failures = warmed.unkept, warmed.failures
     kept = f"{warmed.kept} kept, {warmed.there} there already"
     print(f"{kept}, {unkept.total()} not kept, {len(failures)} failed")
     for reason, count in unkept.most_common():
         print(f"not kept: {count} ({reason})", file=sys.stderr)
+    _end_with(failures)
+
+
+def _end_with(failures: list[str]) -> None:
     if failures:
         print(f"first failure: {failures[0]}", file=sys.stderr)
         sys.exit(1)
@@ -116,6 +133,7 @@ def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = 
 class _Warmed:
     """What became of the requests of a file."""
 
+    sent: int = 0
     kept: int = 0
     there: int = 0  # they had an answer already
     unkept: Counter[str] = field(
@@ -125,6 +143,7 @@ class _Warmed:
 
     def add(self, said: str) -> None:
         """Note what the gateway said of an answer."""
+        self.sent += 1
         outcome, _, reason = said.partition(" reason=")
         if outcome.startswith("hit"):
             self.there += 1
@@ -159,14 +178,34 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
-async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) -> _Warmed:
-    """Send requests, a few at a time."""
+def _documents_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of every line: a document alone, of which nothing but its KV is wanted.
+
+    A text is not given the special tokens that begin a prompt: in another prompt a document has none.
+
+    Raises:
+        DatasetError: a line is neither a text nor a list of token ids; names file and line.
+    """
+    for number, given in read_json_lines(file):
+        ids = isinstance(given, list) and all(type(token) is int for token in given)
+        if not given or not (ids or isinstance(given, str)):
+            raise DatasetError(f"{file}, line {number}: neither a text nor token ids")
+        body = {"prompt": given, "max_tokens": 1, "temperature": 0, "add_special_tokens": False}
+        yield "/v1/completions", body | ({"model": model} if model else {})
+
+
+async def _send_all(
+    todo: list[tuple[str, dict[str, Any]]], url: str, key: str, *, keep: bool
+) -> _Warmed:
+    """Send requests, a few at a time. Where no answer is to be kept, none is looked for either."""
     import aiohttp
     from rich.console import Console
     from rich.progress import track
 
     warmed = _Warmed()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if not keep:
+        headers["Cache-Control"] = "no-cache, no-store"
     pool = aiohttp.TCPConnector(limit=_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
@@ -179,7 +218,7 @@ async def _send_all(todo: list[tuple[str, dict[str, Any]]], url: str, key: str) 
                 if response.status != 200:
                     raise ValueError(f"status {response.status}: {text[:200]}")
                 said = response.headers.get("x-semkv", "")
-            if said.startswith("hit") or "reason=" in said or not said:
+            if not keep or said.startswith("hit") or "reason=" in said or not said:
                 return said
             async with session.post(
                 url + path, json=body, headers={"Cache-Control": "only-if-cached"}
