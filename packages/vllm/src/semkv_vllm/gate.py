@@ -6,7 +6,7 @@ it computes a text at two places and compares every layer with what rotation mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,44 +40,58 @@ def wanted(vllm_config: Any) -> bool:
 
 def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
     """Why this configuration cannot reuse documents; empty where it can."""
-    return next(_refusals(vllm_config, kv_cache_config), "")
-
-
-def _refusals(config: Any, kv_cache_config: Any) -> Iterator[str]:
-    model = config.model_config
-    parallel = config.parallel_config
     kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(kinds) != 1 or type(kinds[0]) is not FullAttentionSpec:
-        yield f"its KV cache is not one group of full attention ({_names(kinds)})"
-        return
-    if kinds[0].sliding_window or kinds[0].attention_chunk_size or kinds[0].non_causal:
-        yield "its attention has a window or is not causal"
-    if config.cache_config.cache_dtype != "auto" or kinds[0].dtype != model.dtype:
-        yield "its KV cache has another type than the model"
-    if model.is_multimodal_model or model.uses_mrope or model.is_encoder_decoder:
-        yield "models with pictures or an encoder are not handled yet"
-    if model.runner_type != "generate":
-        yield "it does not generate text"
-    if config.speculative_config is not None:
-        yield "speculative decoding is on"
-    if config.lora_config is not None:
-        yield "LoRA is on"
-    if config.kv_events_config and config.kv_events_config.enable_kv_cache_events:
-        yield "KV events are on, which would show reused blocks as computed from their tokens"
-    if _ranks(parallel) > 1:
-        yield "it has pipeline, data or context parallelism"
-    if parallel.enable_expert_parallel or parallel.enable_eplb or parallel.use_ubatching:
-        yield "it has expert parallelism or splits its batches"
+        return f"its KV cache is not one group of full attention ({_names(kinds)})"
+    found = {
+        **_of_attention(vllm_config, kinds[0]),
+        **_of_model(vllm_config),
+        **_of_ranks(vllm_config.parallel_config),
+    }
+    return next((reason for reason, holds in found.items() if holds), "")
+
+
+def _of_attention(config: Any, kind: Any) -> dict[str, object]:
+    """Reasons against a kind of KV cache, each with whether it holds."""
+    cache_type = config.cache_config.cache_dtype
+    other_type = cache_type != "auto" or kind.dtype != config.model_config.dtype
+    return {
+        "its attention has a window": kind.sliding_window or kind.attention_chunk_size,
+        "its attention is not causal": kind.non_causal,
+        "its KV cache has another type than the model": other_type,
+    }
+
+
+def _of_model(config: Any) -> dict[str, object]:
+    """Reasons against a model and what runs beside it."""
+    model = config.model_config
+    pictures = model.is_multimodal_model or model.uses_mrope
+    events = config.kv_events_config
+    shown = events is not None and events.enable_kv_cache_events
+    return {
+        "models with pictures are not handled yet": pictures,
+        "it has an encoder": model.is_encoder_decoder,
+        "it does not generate text": model.runner_type != "generate",
+        "speculative decoding is on": config.speculative_config is not None,
+        "LoRA is on": config.lora_config is not None,
+        "KV events are on, and would show reused blocks as computed": shown,
+    }
+
+
+def _of_ranks(parallel: Any) -> dict[str, object]:
+    """Reasons against a way to share the work."""
+    context = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
+    return {
+        "it has pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "it has data parallelism": parallel.data_parallel_size > 1,
+        "it has context parallelism": context > 1,
+        "it has expert parallelism": parallel.enable_expert_parallel or parallel.enable_eplb,
+        "it splits its batches": parallel.use_ubatching,
+    }
 
 
 def _names(kinds: list[Any]) -> str:
     return ", ".join(type(kind).__name__ for kind in kinds)
-
-
-def _ranks(parallel: Any) -> int:
-    """Ranks that are no tensor parallelism."""
-    context = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
-    return int(parallel.pipeline_parallel_size * parallel.data_parallel_size * context)
 
 
 class RefusedError(Exception):
@@ -157,7 +171,6 @@ def rotation_error(rotary: Any, device: Any, dtype: torch.dtype, longest: int) -
     return distance(Turn(rotary, source, target)(at(source)), at(target))
 
 
-@torch.inference_mode()
 def check(layers: Layers, repair: Repair, runner: Any, block: int) -> None:
     """Compute one text at the first position and at later ones, and compare all layers.
 
@@ -167,38 +180,42 @@ def check(layers: Layers, repair: Repair, runner: Any, block: int) -> None:
     Raises:
         RefusedError: they are not.
     """
-    config = runner.vllm_config
-    longest = int(config.model_config.max_model_len)
-    dtype = config.model_config.dtype
-    most = tolerance(dtype)
-    for rotary in {id(rotary): rotary for rotary in layers.rotaries}.values():
-        error = rotation_error(rotary, runner.device, dtype, longest)
+    model = runner.vllm_config.model_config
+    longest = int(model.max_model_len)
+    most = tolerance(model.dtype)
+    rotaries = {id(rotary): rotary for rotary in layers.rotaries}
+    for rotary in rotaries.values():
+        error = rotation_error(rotary, runner.device, model.dtype, longest)
         if not error <= most:
             raise RefusedError(f"keys cannot be rotated as the model does it (off by {error:.2g})")
     if int(runner.kv_cache_config.num_blocks) < _LEAST_BLOCKS:
         raise RefusedError("its KV cache is too small for a check")
     count = min(block, longest // 2)
-    draws = torch.Generator().manual_seed(1)
-    vocabulary = config.model_config.get_vocab_size()
-    tokens = torch.randint(0, vocabulary, (count,), generator=draws).tolist()
+    tokens = _random_tokens(count, model.get_vocab_size())
     places = torch.arange(count, device=runner.device)
     for shift in sorted({1, longest // 3, longest - count}):
-        repair.run(
-            [
-                Gap(blocks=[1], tokens=tokens, begin=0, end=count),
-                Gap(blocks=[2], tokens=tokens, begin=0, end=count, shift=shift),
-            ]
-        )
+        first = Gap(blocks=[1], tokens=tokens, begin=0, end=count)
+        repair.run([first, replace(first, blocks=[2], shift=shift)])
         turns = layers.turns(places, places + shift)
         _compare(layers, turns, places, block=block, most=most)
+
+
+def _random_tokens(count: int, vocabulary: int) -> list[int]:
+    draws = torch.Generator().manual_seed(1)
+    found: list[int] = torch.randint(0, vocabulary, (count,), generator=draws).tolist()
+    return found
 
 
 def _compare(
     layers: Layers, turns: list[Turn], places: torch.Tensor, *, block: int, most: float
 ) -> None:
+    first = Slots.of(places + block, block)
+    second = Slots.of(places + 2 * block, block)
     for number, (cells, turn) in enumerate(zip(layers.cells, turns, strict=True)):
-        keys, values = cells.read(Slots.of(places + block, block))
-        shifted_keys, shifted_values = cells.read(Slots.of(places + 2 * block, block))
-        error = max(distance(turn(keys), shifted_keys), distance(values, shifted_values))
+        keys, values = cells.read(first)
+        shifted_keys, shifted_values = cells.read(second)
+        of_keys = distance(turn(keys), shifted_keys)
+        of_values = distance(values, shifted_values)
+        error = max(of_keys, of_values)
         if not error <= most:
             raise RefusedError(f"layer {number} depends on more than rotation (off by {error:.2g})")

@@ -121,7 +121,7 @@ class SemKVScheduler(OffloadingConnectorScheduler):
         pending = False
         rest = 0
         # With KV events vLLM notes every block that it finds.
-        if isinstance(manager, SemKVManager) and not private.describes_events(self):
+        if isinstance(manager, SemKVManager) and not manager.shared.tells_events:
             held, pending = manager.held(keys, req_context)
         if held < len(keys):
             rest = super()._maximal_prefix_lookup(
@@ -224,6 +224,7 @@ class SemKVConnector(OffloadingConnector):
         self._documents: Documents | None = None  # in the scheduler's half
         self._placement: Placement | None = None  # in a worker's
         self._kv_caches: dict[str, Any] = {}
+        self._step: Any = None  # what the scheduler says of this step
         if wanted(config):
             self._prepare_documents(kv_cache_config)
 
@@ -285,12 +286,17 @@ class SemKVConnector(OffloadingConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         self._kv_caches = kv_caches
+        if self._placement is not None and self._placement.bound:
+            self._placement.distrust("the KV cache was made anew")
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
 
     def start_load_kv(self, forward_context: Any, **fields: Any) -> None:
         super().start_load_kv(forward_context, **fields)
-        meta = self._connector_metadata
-        if self._placement is not None and isinstance(meta, StepWithLoads):
-            self._placement.put_right(meta.loads)
+        if self._placement is not None and isinstance(self._step, StepWithLoads):
+            self._placement.put_right(self._step.loads)
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
@@ -625,8 +631,15 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         log.warning("semkv: no KV is kept on disk: %s", error)
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
+    events = config.kv_events_config
     return KVShared(
-        settings, store, layout, lambda: facts | identity.hash_facts(config), model, gate
+        settings,
+        store,
+        layout,
+        facts=lambda: facts | identity.hash_facts(config),
+        model=model,
+        gate=gate,
+        tells_events=events is not None and events.enable_kv_cache_events,
     )
 
 

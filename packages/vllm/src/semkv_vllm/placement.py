@@ -18,9 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from semkv_vllm.gate import Layers, RefusedError, check, refusal
 from semkv_vllm.moving import Slots, distance, move, tolerance
 from semkv_vllm.repair import Gap, Repair
-from semkv_vllm.spans import Load, Span, staged
+from semkv_vllm.spans import Load, Piece, Span, staged
 
 log = logging.getLogger("semkv.connectors")
+
+_AT_ONCE = 8192  # tokens that are moved at once: their keys and values are in memory twice
 
 
 @dataclass
@@ -84,26 +86,40 @@ class Placement:
             log.warning("semkv: the check of the model for documents failed", exc_info=True)
             self.refused = f"the check of the model failed ({type(error).__name__}: {error})"
 
+    @property
+    def bound(self) -> bool:
+        """Whether a model was found to be right."""
+        return not self.refused
+
+    def distrust(self, why: str) -> None:
+        """Nothing is reused any more; what is under way is computed."""
+        self._trusted = False
+        self.mismatched = True
+        log.error(
+            "semkv: %s: no document is reused at another position until this engine is started again",
+            why,
+        )
+
     def put_right(self, loads: Sequence[Load]) -> None:
         """Before a forward pass: make the KV of some requests what their plans say."""
-        assert self._layers is not None
-        assert self._repair is not None
-        if not self._trusted:
-            loads = [replace(load, exact=True) for load in loads]
-        moved = [load for load in loads if not load.exact]
-        if moved:
-            self._move(moved)
-        watched = [span_slots(load, load.watched(), self._block) for load in moved]
+        reused = [load for load in loads if self._trusted and not load.exact]
+        try:
+            if reused and not self._put(reused):
+                self.distrust("rotated keys are not what the model computes")
+        except Exception:
+            log.warning("semkv: documents could not be put right", exc_info=True)
+            self.distrust("documents could not be put right")
+        exact = loads if not self._trusted else [load for load in loads if load.exact]
+        self._compute(replace(load, exact=True) for load in exact)
+
+    def _put(self, loads: Sequence[Load]) -> bool:
+        """Move what is reused and compute the rest; whether the live check holds."""
+        self._move(loads)
+        watched = [span_slots(load, load.watched(), self._block) for load in loads]
         before = self._first_layer(watched)
         self._compute(loads)
-        if before is not None and self._differ(before, self._first_layer(watched)):
-            self._trusted = False
-            self.mismatched = True
-            log.error(
-                "semkv: keys that were rotated are not what the model computes: no document is "
-                "reused at another position until this engine is started again"
-            )
-            self._compute([replace(load, exact=True) for load in moved])
+        after = self._first_layer(watched)
+        return not self._differ(before, after)
 
     def _compute(self, loads: Iterable[Load]) -> None:
         assert self._repair is not None
@@ -114,44 +130,53 @@ class Placement:
         )
 
     def _move(self, loads: Sequence[Load]) -> None:
-        """All reused tokens of all requests, layer by layer."""
+        """All reused tokens of all requests, layer by layer.
+
+        From the last ones to the first, some thousands at once: a document moves on by less than a block, so what is
+        written is never what others have yet to be read from.
+        """
+        steps = [self._moves_of(load, piece) for load in loads for piece in load.pieces]
+        parts = [torch.cat(column) for column in zip(*steps, strict=True)]
+        count = len(parts[0])
+        for end in range(count, 0, -_AT_ONCE):
+            rows = slice(max(0, end - _AT_ONCE), end)
+            self._move_some([part[rows] for part in parts])
+
+    def _moves_of(self, load: Load, piece: Piece) -> tuple[torch.Tensor, ...]:
+        """Of a piece's tokens: the slots before and after, and the positions before and after."""
+        count = min(piece.last, load.end) - piece.first
+        first = staged(piece, self._block).begin
+        before = Span(first, first + count)
+        after = Span(piece.first, piece.first + count)
+        return (
+            span_slots(load, [before], self._block),
+            span_slots(load, [after], self._block),
+            torch.arange(piece.skip, piece.skip + count),
+            torch.arange(after.begin, after.end),
+        )
+
+    def _move_some(self, parts: Sequence[torch.Tensor]) -> None:
         assert self._layers is not None
-        held, targets = [], []
-        sources, positions = [], []
-        for load in loads:
-            for piece in load.pieces:
-                count = min(piece.last, load.end) - piece.first
-                first = staged(piece, self._block).begin
-                held.append(span_slots(load, [Span(first, first + count)], self._block))
-                targets.append(
-                    span_slots(load, [Span(piece.first, piece.first + count)], self._block)
-                )
-                sources.append(torch.arange(piece.skip, piece.skip + count))
-                positions.append(torch.arange(piece.first, piece.first + count))
-        source = self._slots(held)
-        target = self._slots(targets)
-        turns = self._layers.turns(self._on_device(sources), self._on_device(positions))
+        on_device = [part.to(self._device, non_blocking=True) for part in parts]
+        slots_before, slots_after, positions_before, positions_after = on_device
+        source = Slots.of(slots_before, self._block)
+        target = Slots.of(slots_after, self._block)
+        turns = self._layers.turns(positions_before, positions_after)
         for cells, turn in zip(self._layers.cells, turns, strict=True):
             move(cells, turn, source, target)
 
-    def _on_device(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(parts)).to(self._device, non_blocking=True)
-
-    def _slots(self, parts: Sequence[torch.Tensor]) -> Slots:
-        return Slots.of(self._on_device(parts), self._block)
-
-    def _first_layer(self, watched: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _first_layer(self, watched: Sequence[torch.Tensor]) -> torch.Tensor:
         """Keys and values of the first layer at some tokens."""
-        if not watched or self._layers is None:
-            return None
-        keys, values = self._layers.cells[0].read(self._slots(watched))
-        return torch.stack((keys, values)).clone()
+        assert self._layers is not None
+        numbers = torch.cat(list(watched)).to(self._device)
+        keys, values = self._layers.cells[0].read(Slots.of(numbers, self._block))
+        return torch.stack((keys, values))
 
-    def _differ(self, before: torch.Tensor, after: torch.Tensor | None) -> bool:
+    def _differ(self, before: torch.Tensor, after: torch.Tensor) -> bool:
         """Whether the live check has failed, on any rank."""
-        assert after is not None
-        error = max(distance(*pair) for pair in zip(before, after, strict=True))
-        failed = not error <= tolerance(before.dtype)
+        of_keys = distance(before[0], after[0])
+        of_values = distance(before[1], after[1])
+        failed = not max(of_keys, of_values) <= tolerance(before.dtype)
         if self._config.parallel_config.tensor_parallel_size == 1:
             return failed
         told = torch.tensor([float(failed)], device=self._device)

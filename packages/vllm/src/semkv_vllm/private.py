@@ -23,7 +23,7 @@ NAMES: dict[ModuleType, tuple[str, ...]] = {
     tiering_manager: ("_maybe_process_finished_jobs", "_request_load_sources", "_metrics"),
     metrics: ("_request_states", "_stats"),
     spec: ("_scheduler_mmap", "_manager"),
-    scheduler: ("_maximal_prefix_lookup", "_events_tracker", "_jobs", "_req_status"),
+    scheduler: ("_maximal_prefix_lookup", "_jobs", "_req_status"),
 }
 """Where each name stands in vLLM."""
 
@@ -109,11 +109,6 @@ def key_positions(context: Any) -> dict[bytes, int]:
 
 
 # ---------------------------------------------------------------------- the scheduler's half
-
-
-def describes_events(half: Any) -> bool:
-    """Whether vLLM notes every block that a lookup finds, for its KV events."""
-    return bool(half._events_tracker.self_describing_enabled)
 
 
 def keys_being_stored(half: Any) -> set[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,12 +53,14 @@ class Repair:
         kind = group.backend.get_builder_cls()
         return kind(group.kv_cache_spec, group.layer_names, self._config, self._device)
 
-    @torch.inference_mode()
     def run(self, gaps: Iterable[Gap]) -> None:
         """Compute all gaps, in as many passes as it takes."""
-        for part in self._passes(sorted(gaps, key=lambda gap: gap.begin)):
-            # Backends that treat decodes apart want them first.
-            self._pass(sorted(part, key=lambda gap: gap.end - gap.begin))
+        in_order = sorted(gaps, key=lambda gap: gap.begin)
+        with torch.inference_mode():
+            for part in self._passes(in_order):
+                # Backends that treat decodes apart want them first.
+                part.sort(key=lambda gap: gap.end - gap.begin)
+                self._pass(part)
 
     def _passes(self, gaps: list[Gap]) -> Iterator[list[Gap]]:
         """In the order of places; a gap that is too long for one pass goes on in the next."""
@@ -68,7 +70,7 @@ class Repair:
             begin = gap.begin
             while begin < gap.end:
                 end = min(gap.end, begin + room)
-                part.append(Gap(gap.blocks, gap.tokens, begin=begin, end=end, shift=gap.shift))
+                part.append(replace(gap, begin=begin, end=end))
                 room -= end - begin
                 begin = end
                 if room == 0 or len(part) == self._most_gaps:
