@@ -135,9 +135,7 @@ def measured(engine: Engine, count: int, repairs: list[int], repeats: int) -> di
     chosen = engine.order()[:count]
     texts = [engine.documents[number] for number in chosen]
     prompt = [*engine.system, *(token for text in texts for token in text), *engine.question]
-    spans = [
-        [SYSTEM + DOCUMENT * place, SYSTEM + DOCUMENT * (place + 1)] for place in range(count)
-    ]
+    spans = [[SYSTEM + DOCUMENT * place, SYSTEM + DOCUMENT * (place + 1)] for place in range(count)]
     arms: dict[str, dict[str, Any] | None] = {"computed": None}
     arms |= {f"first {k} again": {"spans": spans, "repair": k} for k in repairs}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*arms, "prefix cache"]}

@@ -59,7 +59,13 @@ class Documents:
         refused: why nothing is reused; empty where it may be.
     """
 
-    def __init__(self, half: Any, shared: KVShared, vllm_config: Any, block: int) -> None:
+    def __init__(
+        self,
+        half: Any,
+        shared: KVShared,
+        vllm_config: Any,
+        block: int,
+    ) -> None:
         self.refused = "no worker has said that its model is right"
         self._half = half
         self._shared = shared
@@ -96,7 +102,9 @@ class Documents:
             for number, key in enumerate(own, 1):  # so that the index is asked for many at once
                 state.req_context.set_offload_key_position(key, span.begin + number * self._block)
         self._wishes[request.request_id] = _Wish(
-            asked=wish, keys=keys, limit=state.max_offload_tokens
+            asked=wish,
+            keys=keys,
+            limit=state.max_offload_tokens,
         )
 
     def _may_reuse(self, request: Any) -> bool:
@@ -157,7 +165,12 @@ class Documents:
         self._name_own(request, wish, planned)
         return planned.end - computed, True
 
-    def _plan(self, request: Any, wish: _Wish, computed: int) -> Load | None:
+    def _plan(
+        self,
+        request: Any,
+        wish: _Wish,
+        computed: int,
+    ) -> Load | None:
         """What can be loaded now; None where that is not known yet."""
         size = self._block
         state = private.state_of(self._half, request.request_id)
@@ -170,7 +183,12 @@ class Documents:
         seen = {key for _, key in wish.staged}
         pieces = []
         for span, keys in zip(wish.asked.spans, wish.keys, strict=True):
-            piece = piece_of(span, block=size, skip=wish.asked.repair, exact_end=exact_end)
+            piece = piece_of(
+                span,
+                block=size,
+                skip=wish.asked.repair,
+                exact_end=exact_end,
+            )
             piece = self._unseen(piece, keys, seen)
             if piece is None:
                 continue
@@ -194,7 +212,12 @@ class Documents:
             end=min(max((piece.last for piece in pieces), default=exact_end), most),
         )
 
-    def _unseen(self, piece: Piece | None, keys: list[bytes], seen: set[bytes]) -> Piece | None:
+    def _unseen(
+        self,
+        piece: Piece | None,
+        keys: list[bytes],
+        seen: set[bytes],
+    ) -> Piece | None:
         """Without its first blocks where those are loaded for another document: a load has each block once."""
         if piece is None:
             return None
@@ -215,7 +238,12 @@ class Documents:
 
     # ------------------------------------------------------------------ its names
 
-    def _name_own(self, request: Any, wish: _Wish, load: Load) -> None:
+    def _name_own(
+        self,
+        request: Any,
+        wish: _Wish,
+        load: Load,
+    ) -> None:
         """Give a request's blocks names of its own from the first one on that is not exact."""
         first = load.begin // self._block
         wish.exact = list(request.block_hashes)
@@ -245,7 +273,12 @@ class Documents:
 
     # ------------------------------------------------------------------ its load
 
-    def allocated(self, request: Any, blocks: Any, tokens: int) -> int | None:
+    def allocated(
+        self,
+        request: Any,
+        blocks: Any,
+        tokens: int,
+    ) -> int | None:
         """A request has its blocks; None where the load of ``tokens`` is exact, else how many are really loaded."""
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.load is None or not tokens:

@@ -156,7 +156,12 @@ def _rotary(modules: dict[str, Any], path: str, name: str) -> Any:
     raise RefusedError(f"no rotary embedding was found for {name}")
 
 
-def rotation_error(rotary: Any, device: Any, dtype: torch.dtype, longest: int) -> float:
+def rotation_error(
+    rotary: Any,
+    device: Any,
+    dtype: torch.dtype,
+    longest: int,
+) -> float:
     """How far `Turn` is from the model's own rotary embedding, on random keys."""
     draws = torch.Generator().manual_seed(0)
     size = int(rotary.head_size)
@@ -171,7 +176,12 @@ def rotation_error(rotary: Any, device: Any, dtype: torch.dtype, longest: int) -
     return distance(Turn(rotary, source, target)(at(source)), at(target))
 
 
-def check(layers: Layers, repair: Repair, runner: Any, block: int) -> None:
+def check(
+    layers: Layers,
+    repair: Repair,
+    runner: Any,
+    block: int,
+) -> None:
     """Compute one text at the first position and at later ones, and compare all layers.
 
     Attention sees the text alone each time, so values must be equal, and keys equal but for their rotation. This finds
@@ -188,16 +198,38 @@ def check(layers: Layers, repair: Repair, runner: Any, block: int) -> None:
         error = rotation_error(rotary, runner.device, model.dtype, longest)
         if not error <= most:
             raise RefusedError(f"keys cannot be rotated as the model does it (off by {error:.2g})")
+    if any(cells.block != block for cells in layers.cells):
+        raise RefusedError("its backend has blocks of another size")
     if int(runner.kv_cache_config.num_blocks) < _LEAST_BLOCKS:
         raise RefusedError("its KV cache is too small for a check")
     count = min(block, longest // 2)
     tokens = _random_tokens(count, model.get_vocab_size())
     places = torch.arange(count, device=runner.device)
     for shift in sorted({1, longest // 3, longest - count}):
-        first = Gap(blocks=[1], tokens=tokens, begin=0, end=count)
-        repair.run([first, replace(first, blocks=[2], shift=shift)])
+        first = Gap(
+            blocks=[1],
+            tokens=tokens,
+            begin=0,
+            end=count,
+        )
+        repair.run(
+            [
+                first,
+                replace(
+                    first,
+                    blocks=[2],
+                    shift=shift,
+                ),
+            ]
+        )
         turns = layers.turns(places, places + shift)
-        _compare(layers, turns, places, block=block, most=most)
+        _compare(
+            layers,
+            turns,
+            places,
+            block=block,
+            most=most,
+        )
 
 
 def _random_tokens(count: int, vocabulary: int) -> list[int]:
@@ -207,7 +239,12 @@ def _random_tokens(count: int, vocabulary: int) -> list[int]:
 
 
 def _compare(
-    layers: Layers, turns: list[Turn], places: torch.Tensor, *, block: int, most: float
+    layers: Layers,
+    turns: list[Turn],
+    places: torch.Tensor,
+    *,
+    block: int,
+    most: float,
 ) -> None:
     first = Slots.of(places + block, block)
     second = Slots.of(places + 2 * block, block)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-_DIGITS = 4  # of base 64 in the number of a place
-_BITS = 6  # 63 is exact in every type of float
+_MOST = 63  # exact in every type of float
+_TINY = 1e-12
+_SHIFTS = (0, 6, 12, 18)  # of the digits of a place's number, in base 64
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class Slots:
     @classmethod
     def of(cls, numbers: torch.Tensor, block: int) -> Slots:
         """By vLLM's numbers of slots."""
-        return cls(blocks=numbers // block, places=numbers % block)
+        return cls(
+            blocks=numbers // block,
+            places=numbers % block,
+        )
 
 
 class UnknownLayoutError(Exception):
@@ -55,17 +59,34 @@ class Cells:
     def _found(self, layer: Any) -> torch.Tensor:
         """By half (keys, values), token of a block, head and number: the place in the block."""
         device = self._cache.device
+        kind = self._cache.dtype
         shape = (2, self.block, self.heads, self.size)
-        numbers = torch.arange(1, 1 + 2 * self.block * self.heads * self.size, device=device)
+        count = 2 * self.block * self.heads * self.size
+        numbers = torch.arange(1, count + 1, device=device)
         slots = torch.arange(self.block, 2 * self.block, device=device)
-        scratch = torch.zeros((2, *self._cache.shape[1:]), dtype=self._cache.dtype, device=device)
-        found = torch.zeros(scratch[1].numel(), dtype=torch.long, device=device)
-        for digit in range(_DIGITS):
-            part = (numbers >> _BITS * digit) & ((1 << _BITS) - 1)
-            keys, values = part.to(self._cache.dtype).view(shape)
-            layer.impl.do_kv_cache_update(layer, keys, values, scratch, slots)
-            found += scratch[1].reshape(-1).long() << _BITS * digit
-        place = torch.full((len(numbers) + 1,), -1, device=device)
+        two_blocks = (2, *self._cache.shape[1:])
+        scratch = torch.zeros(
+            two_blocks,
+            dtype=kind,
+            device=device,
+        )
+        found = torch.zeros(
+            scratch[1].numel(),
+            dtype=torch.long,
+            device=device,
+        )
+        for shift in _SHIFTS:
+            digit = (numbers >> shift) & _MOST
+            halves = digit.to(kind).view(shape)
+            layer.impl.do_kv_cache_update(
+                layer,
+                halves[0],
+                halves[1],
+                scratch,
+                slots,
+            )
+            found += scratch[1].reshape(-1).long() << shift
+        place = torch.full((count + 1,), -1, device=device)
         place[found] = torch.arange(len(found), device=device)
         where = place[1:].view(shape)
         if int(where.min()) < 0:
@@ -74,27 +95,44 @@ class Cells:
 
     def _plain(self) -> torch.Tensor:
         """The places where a block is ``[heads, tokens, keys and values]``."""
-        numbers = torch.arange(self.heads * self.block * 2 * self.size, device=self._cache.device)
-        block = numbers.view(self.heads, self.block, 2, self.size)
+        count = 2 * self.block * self.heads * self.size
+        numbers = torch.arange(count, device=self._cache.device)
+        block = numbers.view(
+            self.heads,
+            self.block,
+            2,
+            self.size,
+        )
         return block.permute(2, 1, 0, 3)
 
     def read(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each ``[tokens, heads, size]``."""
         if self._rows is not None:
-            keys, values = self._rows[slots.blocks, slots.places].chunk(2, -1)
+            both = self._rows[slots.blocks, slots.places]
+            keys, values = both.chunk(2, -1)
             return keys, values
         rows = slots.blocks[:, None, None]
-        keys = self._flat[rows, self._where[0][slots.places]]
-        values = self._flat[rows, self._where[1][slots.places]]
+        of_keys = self._where[0][slots.places]
+        of_values = self._where[1][slots.places]
+        keys = self._flat[rows, of_keys]
+        values = self._flat[rows, of_values]
         return keys, values
 
-    def write(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(
+        self,
+        slots: Slots,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         if self._rows is not None:
-            self._rows[slots.blocks, slots.places] = torch.cat((keys, values), -1)
+            both = torch.cat((keys, values), -1)
+            self._rows[slots.blocks, slots.places] = both
             return
         rows = slots.blocks[:, None, None]
-        self._flat[rows, self._where[0][slots.places]] = keys
-        self._flat[rows, self._where[1][slots.places]] = values
+        of_keys = self._where[0][slots.places]
+        of_values = self._where[1][slots.places]
+        self._flat[rows, of_keys] = keys
+        self._flat[rows, of_values] = values
 
 
 class Turn:
@@ -104,17 +142,25 @@ class Turn:
     angles does not show. A scale in the table (YaRN) is in the keys already and stays.
     """
 
-    def __init__(self, rotary: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(
+        self,
+        rotary: Any,
+        source: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
         table = rotary.cos_sin_cache
+        device = source.device
         before = table[source.to(table.device)].float()
         after = table[target.to(table.device)].float()
         cos_before, sin_before = before.chunk(2, -1)
         cos_after, sin_after = after.chunk(2, -1)
         scale = cos_before.square() + sin_before.square()
-        cos = (cos_after * cos_before + sin_after * sin_before) / scale
-        sin = (sin_after * cos_before - cos_after * sin_before) / scale
-        self._cos = cos.to(source.device)[:, None]
-        self._sin = sin.to(source.device)[:, None]
+        cos = cos_after * cos_before
+        cos += sin_after * sin_before
+        sin = sin_after * cos_before
+        sin -= cos_after * sin_before
+        self._cos = (cos / scale).to(device).unsqueeze(1)
+        self._sin = (sin / scale).to(device).unsqueeze(1)
         self._size = int(rotary.rotary_dim)
         self._neox = bool(rotary.is_neox_style)
 
@@ -127,26 +173,38 @@ class Turn:
         else:
             one = turned[..., ::2]
             other = turned[..., 1::2]
-        new_one = one * self._cos - other * self._sin
-        new_other = other * self._cos + one * self._sin
+        new_one = one * self._cos
+        new_one -= other * self._sin
+        new_other = other * self._cos
+        new_other += one * self._sin
         if self._neox:
             turned = torch.cat((new_one, new_other), -1)
         else:
-            turned = torch.stack((new_one, new_other), -1).flatten(-2)
-        return torch.cat((turned.to(keys.dtype), rest), -1)
+            pairs = torch.stack((new_one, new_other), -1)
+            turned = pairs.flatten(-2)
+        turned = turned.to(keys.dtype)
+        return torch.cat((turned, rest), -1)
 
 
-def move(cells: Cells, turn: Turn, source: Slots, target: Slots) -> None:
+def move(
+    cells: Cells,
+    turn: Turn,
+    source: Slots,
+    target: Slots,
+) -> None:
     """Move tokens of one layer, all at once: every read comes before every write."""
     keys, values = cells.read(source)
-    cells.write(target, turn(keys), values.clone())
+    turned = turn(keys)
+    cells.write(target, turned, values)
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """The root mean square of the difference, by that of what is wanted."""
     wanted = wanted.float()
-    off = (found.float() - wanted).square().mean().sqrt()
-    return float(off / wanted.square().mean().sqrt().clamp_min(1e-12))
+    off = found.float() - wanted
+    size = wanted.square().mean().sqrt()
+    distance = off.square().mean().sqrt()
+    return float(distance / size.clamp_min(_TINY))
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -59,7 +59,12 @@ class Placement:
         mismatched: the live check has failed, and the scheduler has not heard of it.
     """
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, block: int) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        block: int,
+    ) -> None:
         self.refused = refusal(vllm_config, kv_cache_config) or "the model is not bound"
         self.mismatched = False
         self._config = vllm_config
@@ -124,7 +129,12 @@ class Placement:
     def _compute(self, loads: Iterable[Load]) -> None:
         assert self._repair is not None
         self._repair.run(
-            Gap(blocks=load.blocks, tokens=load.tokens, begin=gap.begin, end=gap.end)
+            Gap(
+                blocks=load.blocks,
+                tokens=load.tokens,
+                begin=gap.begin,
+                end=gap.end,
+            )
             for load in loads
             for gap in load.gaps()
         )

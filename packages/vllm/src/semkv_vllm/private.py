@@ -129,7 +129,12 @@ def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
     return held
 
 
-def names_changed(half: Any, request: str, first: int, limit: int | None) -> None:
+def names_changed(
+    half: Any,
+    request: str,
+    first: int,
+    limit: int | None,
+) -> None:
     """A request's blocks have other hashes from block ``first`` on, and so many of its tokens may be stored."""
     state = state_of(half, request)
     del state.group_states[0].offload_keys[first:]
@@ -137,7 +142,12 @@ def names_changed(half: Any, request: str, first: int, limit: int | None) -> Non
 
 
 def load_blocks(
-    half: Any, request: Any, *, keys: list[bytes], blocks: Sequence[int], others: Sequence[int]
+    half: Any,
+    request: Any,
+    *,
+    keys: list[bytes],
+    blocks: Sequence[int],
+    others: Sequence[int],
 ) -> None:
     """Have vLLM load some keys, which are in host memory, into some blocks of a request.
 
@@ -148,7 +158,11 @@ def load_blocks(
     group = state.group_states[0]
     own = group.offload_keys
     lent = [
-        SimpleNamespace(block_id=block, is_null=False, block_hash=None)
+        SimpleNamespace(
+            block_id=block,
+            is_null=False,
+            block_hash=None,
+        )
         for block in (*blocks, *others)
     ]
     tokens = half.config.kv_group_configs[0].tokens_per_chunk

@@ -70,7 +70,13 @@ class Repair:
             begin = gap.begin
             while begin < gap.end:
                 end = min(gap.end, begin + room)
-                part.append(replace(gap, begin=begin, end=end))
+                part.append(
+                    replace(
+                        gap,
+                        begin=begin,
+                        end=end,
+                    )
+                )
                 room -= end - begin
                 begin = end
                 if room == 0 or len(part) == self._most_gaps:
@@ -116,7 +122,11 @@ class Repair:
         self._forward(common, self._on_device(ids), positions, slots)
 
     def _forward(
-        self, common: Any, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self,
+        common: Any,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
     ) -> None:
         metadata: dict[str, Any] = {}
         mapping: dict[str, torch.Tensor] = {}
@@ -133,4 +143,9 @@ class Repair:
         )
         model = self._runner.get_model()
         with context:
-            model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+            model(
+                input_ids=ids,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )

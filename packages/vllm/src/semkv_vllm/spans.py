@@ -31,7 +31,10 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+)
 class Asked:
     """What a request wants reused; ``repair``: how many first tokens of each document are computed again."""
 
@@ -39,7 +42,10 @@ class Asked:
     repair: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+)
 class Piece:
     """What of a document is reused: whole blocks of it.
 
@@ -114,7 +120,11 @@ class Load:
 
 
 def asked(
-    params: object, tokens: Sequence[int], *, repair: int, separator: Sequence[int] = ()
+    params: object,
+    tokens: Sequence[int],
+    *,
+    repair: int,
+    separator: Sequence[int] = (),
 ) -> Asked | None:
     """What a client says in ``kv_transfer_params.semkv``, or None where that is nothing, or wrong in any way.
 
@@ -132,7 +142,14 @@ def asked(
         return None
     by_mark = given == SEPARATED and separator
     spans = separated(tokens, separator) if by_mark else _checked(given, len(tokens))
-    return Asked(spans=spans, repair=chosen) if spans else None
+    return (
+        Asked(
+            spans=spans,
+            repair=chosen,
+        )
+        if spans
+        else None
+    )
 
 
 def _checked(given: Any, count: int) -> tuple[Span, ...]:
@@ -170,7 +187,13 @@ def separated(tokens: Sequence[int], separator: Sequence[int]) -> tuple[Span, ..
     return tuple(spans) if len(spans) <= MOST_SPANS else ()
 
 
-def piece_of(span: Span, *, block: int, skip: int, exact_end: int) -> Piece | None:
+def piece_of(
+    span: Span,
+    *,
+    block: int,
+    skip: int,
+    exact_end: int,
+) -> Piece | None:
     """What of a document can be reused, or None.
 
     Args:
@@ -182,7 +205,15 @@ def piece_of(span: Span, *, block: int, skip: int, exact_end: int) -> Piece | No
     at_least = max(skip, exact_end - span.begin, 0)
     skip = -(-at_least // block) * block
     size = (span.end - span.begin) // block * block
-    return Piece(begin=span.begin, skip=skip, size=size) if skip < size else None
+    return (
+        Piece(
+            begin=span.begin,
+            skip=skip,
+            size=size,
+        )
+        if skip < size
+        else None
+    )
 
 
 def staged(piece: Piece, block: int) -> Span:
@@ -202,7 +233,11 @@ def renamed(hashes: Sequence[bytes], first: int, nonce: bytes) -> list[bytes]:
     beginning is never found under an exact hash, and neither is one that rests on it.
     """
     own = (
-        hashlib.blake2b(bytes(hashed), key=nonce, digest_size=len(hashed)).digest()
+        hashlib.blake2b(
+            bytes(hashed),
+            key=nonce,
+            digest_size=len(hashed),
+        ).digest()
         for hashed in hashes[first:]
     )
     return [*hashes[:first], *own]
