@@ -96,6 +96,9 @@ def round_of(reuse: Reuse, dice: random.Random, *, every: bool) -> Counter[str]:
             found["wrong"] += off(out, wanted[number]) > CLOSE
     found["aborted"] = len(dropped)
     after = reuse.together([ids for ids, _ in jobs])
+    reuse.forget()
+    after += reuse.together([ids for ids, _ in jobs], load=True)
+    wanted += wanted
     found["wrong"] += sum(off(out, own) > CLOSE for out, own in zip(after, wanted, strict=True))
     found["checked"] += len(after)
     if found["purges"]:

@@ -125,6 +125,7 @@ class Reuse:
         settings = {
             "document_tokens": 0,
             "document_rows": 1000,
+            "capture_decode": True,
             "document_separator": [11, 12, 11],
         }
         usual: dict[str, Any] = {
@@ -181,10 +182,11 @@ class Reuse:
         """Without the connector; vLLM's own cache counts."""
         return self.output(ids, SKIP)
 
-    def together(self, prompts: list[list[int]]) -> list[Any]:
-        """The same of many at once."""
+    def together(self, prompts: list[list[int]], *, load: bool = False) -> list[Any]:
+        """Exact answers to many at once; with ``load`` from what is stored."""
         asked = [prompt(ids) for ids in prompts]
-        return self.engine.outputs(asked, extra_args=SKIP, **DECODE)
+        extra = {"kv_transfer_params": {"max_offload_tokens": 0}} if load else SKIP
+        return self.engine.outputs(asked, extra_args=extra, **DECODE)
 
     def cold(self, ids: list[int]) -> Any:
         """All of it computed."""
@@ -296,7 +298,7 @@ def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
     core = reuse.engine.llm.llm_engine
     for number, (ids, places) in enumerate(jobs):
         said = {"spans": places, "repair": dice.choice([0, 32])} if places else {"skip": True}
-        extra = {"kv_transfer_params": {"semkv": said, "max_offload_tokens": 0}}
+        extra = {"kv_transfer_params": {"semkv": said}}
         params = SamplingParams(
             max_tokens=DECODE["tokens"],
             temperature=0,
@@ -321,12 +323,16 @@ def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
         if number not in dropped and (one_layer or not approximate(done[number]))
     ]
     after = reuse.together([ids for ids, _ in jobs])
+    reuse.forget()
+    stored = reuse.together([ids for ids, _ in jobs], load=True)
     return {
         "wrong": [number for number in checked if off(done[number], wanted[number]) > CLOSE],
         "checked": len(checked),
         "approximate": sum(bool(approximate(out)) for out in done.values()),
         "preempted": len(preempted),
         "wrong after": [n for n, out in enumerate(after) if off(out, wanted[n]) > CLOSE],
+        "wrong from the store": [n for n, out in enumerate(stored) if off(out, wanted[n]) > CLOSE],
+        "loaded": sum(report(out).get("loaded_tokens", 0) for out in stored),
     }
 
 
@@ -482,6 +488,34 @@ def run(checkpoint: Checkpoint, family: str, folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
+def check_crowd(crowd: dict[str, Any]) -> None:
+    assert crowd["wrong"] == crowd["wrong after"] == crowd["wrong from the store"] == []
+    assert crowd["preempted"] > 0
+    assert crowd["approximate"] > 0
+    assert crowd["loaded"] > 0
+
+
+def two_ranks(model: str, cache: str) -> list[Any]:
+    """One layer on two ranks: what is reused must be what is computed."""
+    reuse = Reuse(model, cache, tensor_parallel_size=2)
+    ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
+    wanted = reuse.output(ids, SKIP, tokens=2)
+    reuse.forget()
+    moved = reuse.reused(ids, places, 0, tokens=2)
+    found = [reuse.half.refused, off(moved, wanted), approximate(moved)]
+    found += [reuse.counters["document_mismatches"], reuse.engine.left()]
+    reuse.engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    refused, error, reused, mismatches, left = in_child(two_ranks, checkpoint("llama3"), tmp_path)
+    assert (refused, mismatches, left) == ("", 0, NOTHING)
+    assert error <= CLOSE
+    assert reused > 200
+
+
 @pytest.mark.engine
 def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint, "llama-shallow", tmp_path)
@@ -493,9 +527,7 @@ def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert rules["in place"][1:] == [0, 160]
     assert (rules["without"], rules["errors"]) == (0, 0)
     assert rules["separated"] > 200
-    assert found["crowd"]["wrong"] == found["crowd"]["wrong after"] == []
-    assert found["crowd"]["preempted"] > 0
-    assert found["crowd"]["approximate"] > 0
+    check_crowd(found["crowd"])
     gates = found["gates"]
     assert gates.pop("this") == gates.pop("as it is") == ""
     assert "layer 1" in gates["a layer without rotation"]
@@ -506,9 +538,7 @@ def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_llama3(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint, "llama3", tmp_path)
-    assert found["crowd"]["wrong"] == found["crowd"]["wrong after"] == []
-    assert found["crowd"]["preempted"] > 0
-    assert found["crowd"]["approximate"] > 0
+    check_crowd(found["crowd"])
 
 
 @pytest.mark.engine
