@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -49,6 +49,15 @@ class WorkerNews(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         mismatch = self.mismatch or getattr(other, "mismatch", False)
         return WorkerNews(merged.completed_jobs, merged.transfer_stats, mismatch=mismatch)
+
+
+class _Moves(NamedTuple):
+    """Of tokens that are moved: vLLM's numbers of their slots, and their positions in document and prompt."""
+
+    slots_before: torch.Tensor
+    slots_after: torch.Tensor
+    positions_before: torch.Tensor
+    positions_after: torch.Tensor
 
 
 class Placement:
@@ -152,26 +161,25 @@ class Placement:
             rows = slice(max(0, end - _AT_ONCE), end)
             self._move_some([part[rows] for part in parts])
 
-    def _moves_of(self, load: Load, piece: Piece) -> tuple[torch.Tensor, ...]:
-        """Of a piece's tokens: the slots before and after, and the positions before and after."""
+    def _moves_of(self, load: Load, piece: Piece) -> _Moves:
+        """Of a piece's tokens."""
         count = min(piece.last, load.end) - piece.first
         first = staged(piece, self._block).begin
         before = Span(first, first + count)
         after = Span(piece.first, piece.first + count)
-        return (
-            span_slots(load, [before], self._block),
-            span_slots(load, [after], self._block),
-            torch.arange(piece.skip, piece.skip + count),
-            torch.arange(after.begin, after.end),
+        return _Moves(
+            slots_before=span_slots(load, [before], self._block),
+            slots_after=span_slots(load, [after], self._block),
+            positions_before=torch.arange(piece.skip, piece.skip + count),
+            positions_after=torch.arange(after.begin, after.end),
         )
 
     def _move_some(self, parts: Sequence[torch.Tensor]) -> None:
         assert self._layers is not None
-        on_device = [part.to(self._device, non_blocking=True) for part in parts]
-        slots_before, slots_after, positions_before, positions_after = on_device
-        source = Slots.of(slots_before, self._block)
-        target = Slots.of(slots_after, self._block)
-        turns = self._layers.turns(positions_before, positions_after)
+        moves = _Moves(*(part.to(self._device, non_blocking=True) for part in parts))
+        source = Slots.of(moves.slots_before, self._block)
+        target = Slots.of(moves.slots_after, self._block)
+        turns = self._layers.turns(moves.positions_before, moves.positions_after)
         for cells, turn in zip(self._layers.cells, turns, strict=True):
             move(cells, turn, source, target)
 
