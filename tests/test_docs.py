@@ -55,7 +55,7 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
-    "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type "
+    "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type --worker-cls "
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
     "--mm-processor-cache-type --shm-size --places --write".split()
 )
@@ -165,7 +165,7 @@ def test_commands_and_flags_exist(page: str) -> None:
         if shown:
             assert flags(shown[1]), line
             assert set(_FLAG.findall(shown[2])) <= flags(shown[1]), line
-    named = "serve, run, sweep, verify, purge, report, calibrate, bench semantic, bench connector".split(
+    named = "serve, warm, run, sweep, verify, purge, report, calibrate, bench semantic, bench connector".split(
         ", "
     )
     known = _OTHER_FLAGS.union(*map(flags, named))

@@ -171,6 +171,26 @@ def test_what_could_not_be_kept_is_counted_with_its_reason(tmp_path: Path) -> No
                 assert f"not kept: 1 ({reason})" in out.stderr
 
 
+def test_documents_are_sent_alone_and_no_answer_is_kept(tmp_path: Path) -> None:
+    lines = ["a document", [5, 6, 7]]
+    (tmp_path / "documents").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    (tmp_path / "wrong").write_text('[1, "2"]', "utf-8")
+    with Pair(tmp_path) as pair:
+        said = ["--url", pair.url, "--model", "scripted"]
+        for total in (2, 4):  # again and again: the engine may have dropped them
+            out = semkv("warm", "--documents", tmp_path / "documents", *said)
+            assert out.stdout == "2 sent, 0 failed\n"
+            assert pair.upstream.total == total
+        sent = [body for body in pair.upstream.calls if "prompt" in body][-2:]
+        assert sorted(map(str, (body["prompt"] for body in sent))) == ["[5, 6, 7]", "a document"]
+        assert {body["max_tokens"] for body in sent} == {1}
+        assert {body["add_special_tokens"] for body in sent} == {False}
+        again = httpx.post(f"{pair.url}/v1/completions", json=sent[0])
+        assert kind(again) != "hit"
+    out = invoke(["warm", "--documents", str(tmp_path / "wrong")])
+    assert (out.exit_code, "line 1" in out.stderr) == (2, True)
+
+
 class TestWorkers:
     """Two processes on one port and one directory."""
 

@@ -169,11 +169,28 @@ _MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
     "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
+_SHALLOW = {**_LLAMA, "num_hidden_layers": 2}
+_ONE_LAYER = {**_LLAMA, "num_hidden_layers": 1}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {**_WIDTHS, "ffn_dim": 256, "num_hidden_layers": 3, "word_embed_proj_dim": 128}),
     "llama": ("llama", _LLAMA),
+    "llama-shallow": ("llama", _SHALLOW),
+    "llama3": ("llama", {**_ONE_LAYER, "rope_parameters": _LLAMA3}),
+    "yarn": ("llama", {**_ONE_LAYER, "rope_parameters": _YARN}),
+    "qwen2": ("qwen2", _SHALLOW),
+    "qwen3": ("qwen3", _SHALLOW),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64}),
     "gemma3": (
         "gemma3_text",

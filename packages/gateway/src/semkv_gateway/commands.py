@@ -89,25 +89,42 @@ def _serve(
 
 
 @warm.default
-def _warm(prompts: Path, /, *, url: str = "http://127.0.0.1:8080", model: str = "") -> None:
+def _warm(
+    prompts: Path,
+    /,
+    *,
+    documents: Annotated[bool, Parameter(negative="")] = False,
+    url: str = "http://127.0.0.1:8080",
+    model: str = "",
+) -> None:
     """Send the prompts of a file through a gateway, so that its cache has them.
 
     The API key is taken from OPENAI_API_KEY.
 
     Args:
         prompts: JSON lines: a prompt as a string, or a whole request body.
+        documents: The lines are documents, as strings or token ids. Each is sent alone for one token, so that vLLM's
+            KV connector stores it; no answer is kept. The URL may be vLLM's own.
         url: The gateway.
         model: For lines that name none.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
-    todo = list(_requests_of(prompts, model))
+    todo = list(_documents_of(prompts, model) if documents else _requests_of(prompts, model))
     with _extra():
-        outcomes, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key))
+        outcomes, failures = asyncio.run(_send_all(todo, url.rstrip("/"), key, keep=not documents))
+    if documents:
+        print(f"{outcomes.total()} sent, {len(failures)} failed")
+        _end_with(failures)
+        return
     kept = f"{outcomes.pop(_KEPT, 0)} kept, {outcomes.pop(_THERE, 0)} there already"
     unkept = outcomes
     print(f"{kept}, {unkept.total()} not kept, {len(failures)} failed")
     for reason, count in unkept.most_common():
         print(f"not kept: {count} ({reason})", file=sys.stderr)
+    _end_with(failures)
+
+
+def _end_with(failures: list[str]) -> None:
     if failures:
         print(f"first failure: {failures[0]}", file=sys.stderr)
         sys.exit(1)
@@ -149,10 +166,29 @@ def _requests_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]
         yield ("/v1/chat/completions" if "messages" in given else "/v1/completions"), given
 
 
+def _documents_of(file: Path, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Path and body of every line: a document alone, of which nothing but its KV is wanted.
+
+    A text is not given the special tokens that begin a prompt: in another prompt a document has none.
+
+    Raises:
+        DatasetError: a line is neither a text nor a list of token ids; names file and line.
+    """
+    for number, given in read_json_lines(file):
+        ids = isinstance(given, list) and all(type(token) is int for token in given)
+        if not given or not (ids or isinstance(given, str)):
+            raise DatasetError(f"{file}, line {number}: neither a text nor token ids")
+        body = {"prompt": given, "max_tokens": 1, "temperature": 0, "add_special_tokens": False}
+        yield "/v1/completions", body | ({"model": model} if model else {})
+
+
 async def _send_all(
-    todo: list[tuple[str, dict[str, Any]]], url: str, key: str
+    todo: list[tuple[str, dict[str, Any]]], url: str, key: str, *, keep: bool
 ) -> tuple[Counter[str], list[str]]:
-    """Send requests, a few at a time. Returns how often each outcome came, and a line for each failure."""
+    """Send requests, a few at a time. Where no answer is to be kept, none is looked for either.
+
+    Returns how often each outcome came, and a line for each failure.
+    """
     import aiohttp
     from rich.console import Console
     from rich.progress import track
@@ -160,6 +196,8 @@ async def _send_all(
     outcomes = Counter[str]()
     failures: list[str] = []
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if not keep:
+        headers["Cache-Control"] = "no-cache, no-store"
     pool = aiohttp.TCPConnector(limit=_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
@@ -172,7 +210,7 @@ async def _send_all(
                 if response.status != 200:
                     raise ValueError(f"status {response.status}: {text[:200]}")
                 said = response.headers.get("x-semkv", "")
-            if said.startswith("hit") or "reason=" in said or not said:
+            if not keep or said.startswith("hit") or "reason=" in said or not said:
                 return said
             async with session.post(
                 url + path, json=body, headers={"Cache-Control": "only-if-cached"}

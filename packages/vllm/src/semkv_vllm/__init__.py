@@ -104,6 +104,13 @@ class KVSettings:
             gets there.
         report_loads: tell each client what was loaded for its request (``loaded_tokens``, ``sources``). That also tells
             it what others have asked.
+        document_repair: with `semkv_vllm.worker.DocumentWorker`, how many first tokens of a document are computed again
+            where it is reused at another position, in whole blocks.
+        document_tokens: reuse no documents where that saves fewer tokens.
+        document_rows: how many tokens may be computed again in one step, outside of the step's own budget, while
+            decoding requests wait; 0 for as many as a step may have.
+        document_separator: tokens that stand before, between and after the documents of requests that say
+            ``"spans": "separated"``.
     """
 
     cache_dir: Path = field(default_factory=default_cache_dir)
@@ -119,6 +126,10 @@ class KVSettings:
     unchecked_tiers: bool = False
     allowed_params: tuple[str, ...] = ()
     report_loads: bool = False
+    document_repair: Annotated[int, NOT_NEGATIVE] = 32
+    document_tokens: Annotated[int, NOT_NEGATIVE] = 2048
+    document_rows: Annotated[int, NOT_NEGATIVE] = 0
+    document_separator: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check(self, flags=False)
@@ -221,6 +232,8 @@ class ConnectorOutcome:
         fusion_encoded: media items that the encoder processed for this request. An item in neither count was in
             vLLM's own encoder cache, or lay in a part of the prompt whose KV was there.
         cached_tokens: prompt tokens vLLM did not compute, from its own prefix cache or from the store.
+        approximate_tokens: of the loaded ones, those of documents at another position. Where there are any, the answer
+            is not the one to this prompt, and must not be kept as such.
     """
 
     loaded_tokens: int | None = None
@@ -228,6 +241,7 @@ class ConnectorOutcome:
     fusion_loaded: int | None = None
     fusion_encoded: int | None = None
     cached_tokens: int | None = None
+    approximate_tokens: int = 0
 
 
 def read_outcome(output: object) -> ConnectorOutcome:
@@ -245,6 +259,7 @@ def read_outcome(output: object) -> ConnectorOutcome:
         fusion_loaded=ec[0].get("loaded") if ec else None,
         fusion_encoded=ec[0].get("encoded") if ec else None,
         cached_tokens=getattr(output, "num_cached_tokens", None),
+        approximate_tokens=sum(report.get("approximate_tokens", 0) for report in kv),
     )
 
 

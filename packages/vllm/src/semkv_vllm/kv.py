@@ -47,6 +47,8 @@ from semkv_vllm import (
     wants_skip,
 )
 from semkv_vllm.configuration import UnknownError
+from semkv_vllm.documents import Documents, Matched, refusal_of
+from semkv_vllm.gate import refusal, wanted
 from semkv_vllm.host_memory import (
     OURS,
     SHM,
@@ -60,6 +62,7 @@ from semkv_vllm.identity import Adapters
 from semkv_vllm.media import ByContent, Media
 from semkv_vllm.old_weights import OldWeights
 from semkv_vllm.params import client_params
+from semkv_vllm.placement import Gated, Placement, StepWithLoads, WorkerNews
 from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
 from semkv_vllm.spec import SemKVManager
 
@@ -118,7 +121,7 @@ class SemKVScheduler(OffloadingConnectorScheduler):
         pending = False
         rest = 0
         # With KV events vLLM notes every block that it finds.
-        if isinstance(manager, SemKVManager) and not private.describes_events(self):
+        if isinstance(manager, SemKVManager) and not manager.shared.tells_events:
             held, pending = manager.held(keys, req_context)
         if held < len(keys):
             rest = super()._maximal_prefix_lookup(
@@ -218,6 +221,89 @@ class SemKVConnector(OffloadingConnector):
         self._loads = transfer.is_kv_consumer
         self._stores = transfer.is_kv_producer
         self.shared.storing = self._stores
+        self._documents: Documents | None = None  # in the scheduler's half
+        self._placement: Placement | None = None  # in a worker's
+        self._kv_caches: dict[str, Any] = {}
+        self._step: Any = None  # what the scheduler says of this step
+        if wanted(config):
+            self._prepare_documents(kv_cache_config)
+
+    # ------------------------------------------------------------------ documents at other positions
+
+    def _prepare_documents(self, kv_cache_config: Any) -> None:
+        config = self._config
+        block = self._tokens_per_block[0]
+        if self.connector_scheduler is None:
+            self._placement = Placement(config, kv_cache_config, block)
+        elif reason := refusal(config, kv_cache_config):
+            self._tell_refusal(reason)
+        else:
+            self._documents = Documents(self.scheduler, self.shared, config, block)
+
+    def _tell_refusal(self, reason: str) -> None:
+        log.warning("semkv: no document is reused at another position: %s", reason)
+
+    def bind_runner(self, runner: Any) -> None:
+        """Called by `semkv_vllm.worker.DocumentWorker` with vLLM's model runner, whose KV cache is there."""
+        if self._placement is not None:
+            self._placement.bind(runner, self._kv_caches)
+
+    def get_handshake_metadata(self) -> Any:
+        return None if self._placement is None else Gated(self._placement.refused)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        if self._documents is None:
+            return
+        ranks = self._config.parallel_config.tensor_parallel_size
+        self._documents.refused = refusal_of(list(metadata.values()), ranks)
+        if self._documents.refused:
+            self._tell_refusal(self._documents.refused)
+        else:
+            engine_log.info("semkv: documents are reused at other positions, where requests ask")
+
+    @ours("the documents of a request")
+    def _ask_documents(self, request: Any, sent: Any) -> None:
+        if self._documents is not None and self._loads:
+            self._documents.on_new_request(request, sent)
+
+    @ours("the documents of a request")
+    def _match_documents(self, request: Any, computed: int) -> Matched | None:
+        if self._documents is None:
+            return None
+        try:
+            return self._documents.matched(request, computed)
+        except Exception:
+            self._documents.forget(request)
+            raise
+
+    @ours("the documents of a step")
+    def _news_of_documents(self, meta: Any) -> None:
+        if self._documents is not None and getattr(meta, "mismatch", False):
+            self._documents.mistrust()
+
+    # ------------------------------------------------------------------ worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._kv_caches = kv_caches
+        if self._placement is not None and self._placement.bound:
+            self._placement.distrust("the KV cache was made anew")
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
+
+    def start_load_kv(self, forward_context: Any, **fields: Any) -> None:
+        super().start_load_kv(forward_context, **fields)
+        if self._placement is not None and isinstance(self._step, StepWithLoads):
+            self._placement.put_right(self._step.loads)
+
+    def build_connector_worker_meta(self) -> Any:
+        meta = super().build_connector_worker_meta()
+        if self._placement is None or not self._placement.mismatched:
+            return meta
+        self._placement.mismatched = False
+        return WorkerNews(**vars(meta) if meta is not None else {}, mismatch=True)
 
     # ------------------------------------------------------------------ scheduler half
 
@@ -249,6 +335,8 @@ class SemKVConnector(OffloadingConnector):
             super().on_new_request(self._live[request.request_id])
         finally:
             request.kv_transfer_params = sent if isinstance(sent, dict) else None
+        if params.get("max_load_tokens") is None:
+            self._ask_documents(request, sent)
 
     @ours("a request")
     def _begun(self, request: Any) -> dict[str, Any]:
@@ -288,17 +376,22 @@ class SemKVConnector(OffloadingConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self._tell_old(lambda old: old.looked_up(request.request_id, num_computed_tokens))
-        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            self._seen(request), num_computed_tokens
-        )
+        found: Matched | None = self._match_documents(request, num_computed_tokens)
+        if found is None:
+            found = super().get_num_new_matched_tokens(self._seen(request), num_computed_tokens)
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
         self._tell_old(lambda old: old.allocated(name, blocks.get_block_ids(), num_external_tokens))
-        super().update_state_after_alloc(self._seen(request), blocks, num_external_tokens)
-        if num_external_tokens and self._settings.report_loads:
-            self._note_loads(request, num_external_tokens)
+        loaded = None
+        if self._documents is not None:
+            loaded = self._documents.allocated(request, blocks, num_external_tokens)
+        if loaded is None:
+            loaded = num_external_tokens
+            super().update_state_after_alloc(self._seen(request), blocks, num_external_tokens)
+        if loaded and self._settings.report_loads:
+            self._note_loads(request, loaded)
 
     @ours("a report")
     def _note_loads(self, request: Any, tokens: int) -> None:
@@ -312,12 +405,18 @@ class SemKVConnector(OffloadingConnector):
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         """As vLLM's, which goes through every block; where all are host memory's, there is nothing to go through."""
+        if self._approximate(request):
+            return {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens}
         if num_external_tokens and self._one_group and self._from_host(request):
             return {CacheHitSource.HOST: num_external_tokens}
         sources: dict[Any, int] = super().get_external_cache_hit_sources(
             self._seen(request), num_external_tokens
         )
         return sources
+
+    def _approximate(self, request: Any) -> int:
+        """How many tokens of a request are those of documents at another position."""
+        return 0 if self._documents is None else self._documents.used(request.request_id)
 
     @ours("a report", otherwise=False)
     def _from_host(self, request: Any) -> bool:
@@ -328,7 +427,11 @@ class SemKVConnector(OffloadingConnector):
         self._tell_old(lambda old: old.step(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         self._forget_finished(scheduler_output.finished_req_ids or ())
-        return meta
+        loads = [] if self._documents is None else self._documents.of_step(scheduler_output)
+        if not loads:
+            return meta
+        scheduler_output.has_sync_kv_loads = True  # else vLLM starts loads after the forward pass
+        return StepWithLoads(**vars(meta), loads=loads)
 
     @ours("a step")
     def _step_begins(self, scheduler_output: Any) -> None:
@@ -350,6 +453,7 @@ class SemKVConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._step_ends(connector_output)
+        self._news_of_documents(connector_output.kv_connector_worker_meta)
         super().update_connector_output(connector_output)
 
     @ours("a step")
@@ -384,9 +488,15 @@ class SemKVConnector(OffloadingConnector):
     def _reported(
         self, request: Any, wait: bool, params: dict[str, Any] | None
     ) -> tuple[bool, dict[str, Any] | None]:
-        if not self._settings.report_loads:
+        outcome: dict[str, Any] = {}
+        if self._settings.report_loads:
+            outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
+        if approximate := self._approximate(request):
+            outcome["approximate_tokens"] = approximate
+        if self._documents is not None:
+            self._documents.ended(request.request_id)
+        if not outcome:
             return wait, params
-        outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
         key = (
             REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"
         )  # MultiConnector refuses equal keys
@@ -436,6 +546,8 @@ class SemKVConnector(OffloadingConnector):
     def _reset(self) -> bool:
         shared = self.shared
         used = shared.rename()
+        if self._documents is not None:
+            self._documents.reset()
         super().reset_cache()
         told = identity.may_have_changed(self._instance)
         if shared.store is not None:
@@ -519,6 +631,7 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         log.warning("semkv: no KV is kept on disk: %s", error)
     gate = BreakEven() if settings.break_even else None
     model = identity.namespace_digest(facts)[:16]
+    events = config.kv_events_config
     return KVShared(
         settings,
         store,
@@ -526,6 +639,7 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         facts=lambda: facts | identity.hash_facts(config),
         model=model,
         gate=gate,
+        tells_events=events is not None and events.enable_kv_cache_events,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
@@ -23,7 +23,7 @@ NAMES: dict[ModuleType, tuple[str, ...]] = {
     tiering_manager: ("_maybe_process_finished_jobs", "_request_load_sources", "_metrics"),
     metrics: ("_request_states", "_stats"),
     spec: ("_scheduler_mmap", "_manager"),
-    scheduler: ("_maximal_prefix_lookup", "_events_tracker", "_jobs"),
+    scheduler: ("_maximal_prefix_lookup", "_jobs", "_req_status"),
 }
 """Where each name stands in vLLM."""
 
@@ -111,11 +111,66 @@ def key_positions(context: Any) -> dict[bytes, int]:
 # ---------------------------------------------------------------------- the scheduler's half
 
 
-def describes_events(half: Any) -> bool:
-    """Whether vLLM notes every block that a lookup finds, for its KV events."""
-    return bool(half._events_tracker.self_describing_enabled)
-
-
 def keys_being_stored(half: Any) -> set[bytes]:
     """What is on its way from the GPU to host memory."""
     return {key for job in half._jobs.values() if job.is_store for key in job.keys}
+
+
+def state_of(half: Any, request: str) -> Any:
+    """What vLLM's half knows of a request (``RequestOffloadState``)."""
+    return half._req_status[request]
+
+
+def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
+    """How many of the first keys are in host memory; None where some are on their way there."""
+    context = state_of(half, request.request_id).req_context
+    group = half.config.kv_group_configs[0]
+    held: int | None = half._maximal_prefix_lookup(keys, context, request, group, 0)
+    return held
+
+
+def names_changed(
+    half: Any,
+    request: str,
+    first: int,
+    limit: int | None,
+) -> None:
+    """A request's blocks have other hashes from block ``first`` on, and so many of its tokens may be stored."""
+    state = state_of(half, request)
+    del state.group_states[0].offload_keys[first:]
+    state.max_offload_tokens = limit
+
+
+def load_blocks(
+    half: Any,
+    request: Any,
+    *,
+    keys: list[bytes],
+    blocks: Sequence[int],
+    others: Sequence[int],
+) -> None:
+    """Have vLLM load some keys, which are in host memory, into some blocks of a request.
+
+    vLLM's half loads a run of a request's own keys into its blocks. So for the time of the call the request has these
+    keys, and these blocks come first. Of ``others`` vLLM must know that they are lent now.
+    """
+    state = state_of(half, request.request_id)
+    group = state.group_states[0]
+    own = group.offload_keys
+    lent = [
+        SimpleNamespace(
+            block_id=block,
+            is_null=False,
+            block_hash=None,
+        )
+        for block in (*blocks, *others)
+    ]
+    tokens = half.config.kv_group_configs[0].tokens_per_chunk
+    group.offload_keys = keys
+    state.num_locally_computed_tokens = 0
+    try:
+        half.update_state_after_alloc(request, SimpleNamespace(blocks=(lent,)), len(keys) * tokens)
+    finally:
+        group.offload_keys = own
+    group.next_stored_chunk_idx = 0
+    state.load_key_ranges.clear()

@@ -88,6 +88,7 @@ class KVShared:
         facts: what the namespace is a digest of; called once, when the first request comes.
         model: digest of the facts that are known at the start.
         gate: whether a load from disk is worth it; None where that is not asked.
+        tells_events: whether vLLM's KV events are on: then it notes every block that a lookup finds.
         counters: of this process, its store's too, and of the disk process; see `semkv_vllm.tier.COUNTERS`.
         records: of each block in host memory, its tenant's tag and when it was computed, in seconds since the epoch.
         stamp: another object after each purge and reset; what was found in the index before no longer counts.
@@ -105,6 +106,7 @@ class KVShared:
     facts: Callable[[], dict[str, object]]
     model: str = ""
     gate: BreakEven | None = None
+    tells_events: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     records: dict[bytes, tuple[str, float]] = field(default_factory=dict)
     stamp: object = field(default_factory=object)

@@ -379,5 +379,8 @@ COUNTERS = {
     "spoiled_blocks": "KV blocks not kept because another connector's load had failed",
     "refused_loads": "Requests computed because that was faster than the disk",
     "lora_skipped": "Requests not cached because the weights of their LoRA adapter are not known for certain",
+    "document_tokens": "Prompt tokens of documents that were reused at another position",
+    "document_rows": "Prompt tokens that were computed again beside these, outside of the steps' budget",
+    "document_mismatches": "Live checks of reused documents that failed",
     "errors": "Faults of the disk or of the tier",
 }

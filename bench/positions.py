@@ -1,0 +1,204 @@
+"""Documents at another position: time to the first token against computing them and against vLLM's prefix cache.
+
+    python bench/positions.py --out bench/results/h100/positions.json
+
+One engine with a 7B shape and dummy weights (Qwen2.5-7B's), one request at a time. Documents of 1,024 tokens were
+computed once, alone; a prompt has them in another order behind a system text. The arms take turns: everything is
+computed; documents are reused with their first tokens computed again; vLLM's own prefix cache has all but the question.
+Dummy weights say nothing of answers: that the tokens are right is shown by tests/test_positions.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import machine, write_json
+
+DOCUMENT = 1024
+SYSTEM = 64
+QUESTION = 32
+MOST_DOCUMENTS = 30
+WORKER = "semkv_vllm.worker.DocumentWorker"
+SHAPE = {
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "dtype": "bfloat16",
+    "architectures": ["Qwen2ForCausalLM"],
+}
+TINY = SHAPE | {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "dtype": "float32",
+}
+
+
+class Engine:
+    """vLLM with semkv's connector, and the documents that it has stored."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        from transformers import Qwen2Config
+        from vllm import LLM, SamplingParams
+        from vllm.config import KVTransferConfig
+
+        self.shape = TINY if options.tiny else SHAPE
+        Qwen2Config(**self.shape).save_pretrained(scratch / "model")
+        extra: dict[str, Any] = {
+            "cache_dir": str(scratch / "cache"),
+            "host_bytes": options.host_gib << 30,
+            "break_even": False,
+            "report_loads": True,
+            "document_tokens": 0,
+            "allowed_params": ["semkv"],
+        }
+        self._sampling = SamplingParams
+        self.llm = LLM(
+            model=str(scratch / "model"),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=options.eager,
+            max_model_len=MOST_DOCUMENTS * DOCUMENT + 2 * DOCUMENT,
+            max_num_batched_tokens=options.batch,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=options.kv_gib << 30,
+            gpu_memory_utilization=0.1,
+            worker_cls=WORKER,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="SemKVConnector",
+                kv_role="kv_both",
+                kv_connector_module_path="semkv_vllm.kv",
+                kv_connector_extra_config=extra,
+            ),
+        )
+        self._random = np.random.default_rng(4)
+        self.system = self.drawn(SYSTEM)
+        self.question = self.drawn(QUESTION)
+        self.documents = [self.drawn(DOCUMENT) for _ in range(MOST_DOCUMENTS)]
+        for document in self.documents:
+            self.ask(document)
+        time.sleep(2)  # the last blocks are on their way to host memory
+
+    def drawn(self, count: int) -> list[int]:
+        high = int(self.shape["vocab_size"])
+        return [int(token) for token in self._random.integers(10, high, count)]
+
+    def order(self) -> list[int]:
+        return [int(number) for number in self._random.permutation(MOST_DOCUMENTS)]
+
+    def ask(
+        self, tokens: list[int], semkv: dict[str, Any] | None = None, salt: str = ""
+    ) -> dict[str, Any]:
+        """One answer of one token: milliseconds, and what the connector says of it.
+
+        What is asked under a salt is found under no other.
+        """
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if salt:
+            prompt["cache_salt"] = salt
+        params = {"kv_transfer_params": {"semkv": semkv}} if semkv else None
+        sampling = self._sampling(
+            temperature=0, max_tokens=1, detokenize=False, extra_args=params, ignore_eos=True
+        )
+        start = time.perf_counter()
+        (output,) = self.llm.generate([prompt], sampling, use_tqdm=False)
+        milliseconds = 1e3 * (time.perf_counter() - start)
+        told = (output.kv_transfer_params or {}).get("semkv") or {}
+        return {"ms": milliseconds, "cached": output.num_cached_tokens, **told}
+
+    def forget(self) -> None:
+        """Leave vLLM's prefix cache with nothing but the system text."""
+        assert self.llm.reset_prefix_cache()
+        self.ask(self.system)
+
+
+def measured(engine: Engine, count: int, repairs: list[int], repeats: int) -> dict[str, Any]:
+    """One number of documents: the arms in turns, each after the prefix cache was emptied."""
+    chosen = engine.order()[:count]
+    texts = [engine.documents[number] for number in chosen]
+    prompt = [*engine.system, *(token for text in texts for token in text), *engine.question]
+    spans = [[SYSTEM + DOCUMENT * place, SYSTEM + DOCUMENT * (place + 1)] for place in range(count)]
+    arms: dict[str, dict[str, Any] | None] = {"computed": None}
+    arms |= {f"first {k} again": {"spans": spans, "repair": k} for k in repairs}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*arms, "prefix cache"]}
+    for turn in range(repeats + 1):
+        for name, asked in arms.items():
+            engine.forget()
+            answer = engine.ask(prompt, asked, "" if asked else f"computed {count} {turn}")
+            if turn:  # the first compiles
+                found[name].append(answer)
+        engine.forget()
+        engine.ask(prompt[:-QUESTION], salt="prefix")
+        answer = engine.ask(prompt, salt="prefix")
+        if turn:
+            found["prefix cache"].append(answer)
+    rows = {name: summary(answers) for name, answers in found.items()}
+    for row in rows.values():
+        row["times_as_fast"] = round(rows["computed"]["ms"] / row["ms"], 2)
+    return {"tokens": count * DOCUMENT, "documents": count, "arms": rows}
+
+
+def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    times = [answer["ms"] for answer in answers]
+    last = {name: value for name, value in answers[-1].items() if name != "ms"}
+    return {
+        "ms": round(statistics.median(times), 2),
+        "least_ms": round(min(times), 2),
+        "all_ms": [round(value, 2) for value in times],
+        **last,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--documents", type=int, nargs="+", default=[2, 8, 16, 30])
+    parser.add_argument("--repair", type=int, nargs="+", default=[0, 32, 128])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16384, help="max_num_batched_tokens")
+    parser.add_argument("--host-gib", type=int, default=8)
+    parser.add_argument("--kv-gib", type=int, default=16)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        engine = Engine(options, Path(scratch))
+        rows = []
+        for count in options.documents:
+            row = measured(engine, count, options.repair, options.repeats)
+            rows.append(row)
+            line = ", ".join(f"{name} {arm['ms']} ms" for name, arm in row["arms"].items())
+            print(f"{row['tokens']} tokens: {line}", flush=True)
+            write_json(
+                options.out,
+                {
+                    "machine": machine("vllm", "torch"),
+                    "shape": engine.shape,
+                    "options": {name: str(value) for name, value in vars(options).items()},
+                    "measured": rows,
+                },
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The scheduler's half of reusing documents at other positions: it plans, loads and names.
+
+A request says where its documents stand (`semkv_vllm.spans`). What lies in vLLM's cache or in the store for the
+request's own beginning comes first, exactly. For what follows, whole blocks of the documents are loaded into the
+request's blocks, and a worker puts them right in the step in which the request first runs (`semkv_vllm.placement`).
+
+vLLM commits the blocks of such a load to its prefix cache before that step. So from the first block on that is not
+exact, a request's blocks have names of this request and this attempt: nobody else finds them, and nothing of them is
+stored. A request that is preempted, or finds no room, gets new names.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+from vllm.v1.kv_offload.base import make_offload_key
+from vllm.v1.request import Request
+
+from semkv_vllm import REPORT_KEY, private
+from semkv_vllm.shared import KVShared
+from semkv_vllm.spans import Asked, Load, Piece, Span, asked, piece_of, renamed, staged
+
+Matched = tuple[int | None, bool]
+"""What vLLM's scheduler asks a connector for: how many tokens can be loaded, and whether beside the steps."""
+
+_LATER: Matched = (None, False)
+
+
+@dataclass
+class _Wish:
+    """What is known of a request that asked.
+
+    Attributes:
+        asked: where its documents are.
+        keys: of each document's blocks in the store.
+        limit: vLLM's bound on the request's tokens that may be stored.
+        exact: the request's exact block hashes while its blocks have other names.
+        load: what will be loaded, without the blocks.
+        staged: of each block that is loaded, its place among the request's blocks and its key.
+    """
+
+    asked: Asked
+    keys: list[list[bytes]]
+    limit: int | None
+    exact: list[bytes] | None = None
+    load: Load | None = None
+    staged: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Documents:
+    """See the module. For the scheduler's thread.
+
+    Attributes:
+        refused: why nothing is reused; empty where it may be.
+    """
+
+    def __init__(
+        self,
+        half: Any,
+        shared: KVShared,
+        vllm_config: Any,
+        block: int,
+    ) -> None:
+        self.refused = "no worker has said that its model is right"
+        self._half = half
+        self._shared = shared
+        self._settings = shared.settings
+        self._block = block
+        self._most_rows = (
+            self._settings.document_rows or vllm_config.scheduler_config.max_num_batched_tokens
+        )
+        function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hasher = get_request_block_hasher(block, function)
+        self._wishes: dict[str, _Wish] = {}
+        self._arriving: dict[str, Load] = {}
+        self._used: dict[str, int] = {}  # by request, its tokens that are not exact
+
+    # ------------------------------------------------------------------ a request
+
+    def on_new_request(self, request: Any, sent: Any) -> None:
+        """A request begins, which vLLM's half knows; ``sent``: its client's parameters."""
+        if self.refused or not self._may_reuse(request):
+            return
+        wish = asked(
+            sent.get(REPORT_KEY) if isinstance(sent, dict) else None,
+            request.prompt_token_ids,
+            repair=self._settings.document_repair,
+            separator=self._settings.document_separator,
+        )
+        if wish is None or sum(e - b for b, e in wish.spans) < self._settings.document_tokens:
+            return
+        state = private.state_of(self._half, request.request_id)
+        if state.max_load_tokens is not None:
+            return
+        keys = [self._keys(request, span) for span in wish.spans]
+        for span, own in zip(wish.spans, keys, strict=True):
+            for number, key in enumerate(own, 1):  # so that the index is asked for many at once
+                state.req_context.set_offload_key_position(key, span.begin + number * self._block)
+        self._wishes[request.request_id] = _Wish(
+            asked=wish,
+            keys=keys,
+            limit=state.max_offload_tokens,
+        )
+
+    def _may_reuse(self, request: Any) -> bool:
+        """Whether nothing about a request needs exact KV, or is not handled."""
+        plain = request.prompt_token_ids is not None and request.prompt_embeds is None
+        special = (
+            request.mm_features
+            or request.lora_request
+            or request.resumable
+            or request.skip_reading_prefix_cache
+            or request.sampling_params is None
+            or request.sampling_params.prompt_logprobs is not None
+        )
+        return plain and not special and self._aligned(request)
+
+    def _aligned(self, request: Any) -> bool:
+        """Whether vLLM's hashes are of the blocks that this object thinks of."""
+        return len(request.block_hashes) == int(request.num_tokens) // self._block
+
+    def _keys(self, request: Any, span: Span) -> list[bytes]:
+        """The keys in the store of a request that is one document alone."""
+        alone = Request(
+            request.request_id,
+            request.prompt_token_ids[span.begin : span.end],
+            request.sampling_params,
+            None,
+            cache_salt=request.cache_salt,
+            block_hasher=self._hasher,
+        )
+        return [make_offload_key(hashed, 0) for hashed in alone.block_hashes]
+
+    # ------------------------------------------------------------------ its plan
+
+    def matched(self, request: Any, computed: int) -> Matched | None:
+        """How many tokens are loaded for a request of which vLLM's cache has some; None where it is an exact one."""
+        wish = self._wishes.get(request.request_id)
+        if wish is None:
+            return None
+        self._arriving.pop(request.request_id, None)
+        # With no token to load this only says whether transfers are under way, and makes ready for a lookup.
+        waiting, _ = self._half.get_num_new_matched_tokens(request, computed, 0)
+        if waiting is None:
+            return _LATER
+        if wish.exact is not None:
+            own = wish.load is not None and computed > wish.load.begin
+            self._name_exactly(request, wish)
+            if own:  # the local hit has blocks of an earlier attempt
+                return _LATER
+            self._half.get_num_new_matched_tokens(request, computed, 0)
+        planned = self._plan(request, wish, computed)
+        if planned is None:
+            return _LATER
+        if not self._is_worth_it(planned):
+            self.forget(request)
+            return None
+        if planned.rows + sum(load.rows for load in self._arriving.values()) > self._most_rows:
+            return _LATER
+        self._name_own(request, wish, planned)
+        return planned.end - computed, True
+
+    def _plan(
+        self,
+        request: Any,
+        wish: _Wish,
+        computed: int,
+    ) -> Load | None:
+        """What can be loaded now; None where that is not known yet."""
+        size = self._block
+        state = private.state_of(self._half, request.request_id)
+        most = request.num_tokens - 1
+        own = state.group_states[0].offload_keys[computed // size : most // size]
+        exact = self._held(request, own)
+        wish.staged = list(enumerate(own[: exact or 0], computed // size))
+        exact_end = computed + (exact or 0) * size
+        waits = exact is None
+        seen = {key for _, key in wish.staged}
+        pieces = []
+        for span, keys in zip(wish.asked.spans, wish.keys, strict=True):
+            piece = piece_of(
+                span,
+                block=size,
+                skip=wish.asked.repair,
+                exact_end=exact_end,
+            )
+            piece = self._unseen(piece, keys, seen)
+            if piece is None:
+                continue
+            first = piece.skip // size
+            held = self._held(request, keys[first : piece.size // size])
+            waits |= held is None
+            if held:
+                used = keys[first : first + held]
+                seen.update(used)
+                piece = replace(piece, size=piece.skip + held * size)
+                wish.staged += enumerate(used, staged(piece, size).begin // size)
+                pieces.append(piece)
+        if waits:
+            return None
+        return Load(
+            request=request.request_id,
+            tokens=[],
+            blocks=[],
+            pieces=tuple(pieces),
+            begin=exact_end,
+            end=min(max((piece.last for piece in pieces), default=exact_end), most),
+        )
+
+    def _unseen(
+        self,
+        piece: Piece | None,
+        keys: list[bytes],
+        seen: set[bytes],
+    ) -> Piece | None:
+        """Without its first blocks where those are loaded for another document: a load has each block once."""
+        if piece is None:
+            return None
+        skip = piece.skip
+        while skip < piece.size and keys[skip // self._block] in seen:
+            skip += self._block
+        return replace(piece, skip=skip) if skip < piece.size else None
+
+    def _held(self, request: Any, keys: list[bytes]) -> int | None:
+        """How many of the first keys are in host memory; None where some are on their way there."""
+        if not keys:
+            return 0
+        return private.first_held(self._half, request, keys)
+
+    def _is_worth_it(self, load: Load) -> bool:
+        least = max(1, self._settings.document_tokens)
+        return bool(load.pieces) and load.reused >= least and load.rows <= self._most_rows
+
+    # ------------------------------------------------------------------ its names
+
+    def _name_own(
+        self,
+        request: Any,
+        wish: _Wish,
+        load: Load,
+    ) -> None:
+        """Give a request's blocks names of its own from the first one on that is not exact."""
+        first = load.begin // self._block
+        wish.exact = list(request.block_hashes)
+        wish.load = load
+        nonce = secrets.token_bytes(32)
+        request.block_hashes[:] = renamed(request.block_hashes, first, nonce)
+        limit = load.begin if wish.limit is None else min(load.begin, wish.limit)
+        private.names_changed(self._half, request.request_id, first, limit)
+
+    def _name_exactly(self, request: Any, wish: _Wish) -> None:
+        """Give a request's blocks their exact names again."""
+        if wish.exact is None or wish.load is None:
+            return
+        first = wish.load.begin // self._block
+        request.block_hashes[:] = wish.exact
+        request.update_block_hashes()
+        private.names_changed(self._half, request.request_id, first, wish.limit)
+        wish.exact = None
+        wish.load = None
+
+    def forget(self, request: Any) -> None:
+        """A request is an exact one from now on."""
+        wish = self._wishes.pop(request.request_id, None)
+        self._arriving.pop(request.request_id, None)
+        if wish is not None:
+            self._name_exactly(request, wish)
+
+    # ------------------------------------------------------------------ its load
+
+    def allocated(
+        self,
+        request: Any,
+        blocks: Any,
+        tokens: int,
+    ) -> int | None:
+        """A request has its blocks; None where the load of ``tokens`` is exact, else how many are really loaded."""
+        wish = self._wishes.get(request.request_id)
+        if wish is None or wish.load is None or not tokens:
+            return None
+        own = list(blocks.get_block_ids()[0])
+        load = replace(
+            wish.load,
+            tokens=list(request.all_token_ids[: wish.load.end]),
+            blocks=own,
+        )
+        private.load_blocks(
+            self._half,
+            request,
+            keys=[key for _, key in wish.staged],
+            blocks=[own[place] for place, _ in wish.staged],
+            others=own,
+        )
+        self._arriving[request.request_id] = load
+        self._used[request.request_id] = load.reused
+        self._shared.counters["document_tokens"] += load.reused
+        self._shared.counters["document_rows"] += load.rows
+        return tokens - load.rows
+
+    def of_step(self, scheduled: Any) -> list[Load]:
+        """The loads of requests that run in a step for the first time."""
+        if not self._arriving:
+            return []
+        begins = [new.req_id for new in scheduled.scheduled_new_reqs]
+        names = [*begins, *scheduled.scheduled_cached_reqs.req_ids]
+        return [self._arriving.pop(name) for name in names if name in self._arriving]
+
+    def used(self, request: str) -> int:
+        """How many of a request's tokens are not exact."""
+        return self._used.get(request, 0)
+
+    def ended(self, request: str) -> None:
+        self._wishes.pop(request, None)
+        self._arriving.pop(request, None)
+        self._used.pop(request, None)
+
+    # ------------------------------------------------------------------ all of them
+
+    def reset(self) -> None:
+        """What was loaded so far may be of other weights: it is computed again where it was not used yet."""
+        for name, load in self._arriving.items():
+            self._arriving[name] = replace(load, exact=True)
+
+    def mistrust(self) -> None:
+        """The live check has failed: nothing is reused any more."""
+        self.refused = "rotated keys were not what the model computes"
+        self._shared.counters["document_mismatches"] += 1
+
+
+def refusal_of(answers: Sequence[Any], ranks: int) -> str:
+    """Why some worker refuses; empty where all allow it."""
+    said = [answer.refused for answer in answers]
+    if len(said) < ranks:
+        return "not every worker has looked at its model"
+    return next((reason for reason in said if reason), "")

@@ -1,0 +1,258 @@
+"""Whether an engine may reuse documents at other positions: what is not known to be right is refused, with the reason.
+
+`refusal` looks at the configuration; it says the same in every process. `check` looks at the loaded model, in a worker:
+it computes a text at two places and compares every layer with what rotation makes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from semkv_vllm.moving import Cells, Slots, Turn, UnknownLayoutError, distance, tolerance
+from semkv_vllm.repair import Gap, Repair
+
+WORKER = "semkv_vllm.worker.DocumentWorker"
+"""What ```--worker-cls``` must be: connectors are given the KV cache, and the repair needs the model."""
+
+_ROTARY = "vllm.model_executor.layers.rotary_embedding"
+_KNOWN = {
+    "RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+}
+"""Rotary embeddings that are one table of angles, the same at every length."""
+
+_KEYS = 128  # random keys of a check
+_LEAST_BLOCKS = 3  # vLLM's empty one, and one for each of two texts
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether the operator has turned the reuse of documents on."""
+    return str(vllm_config.parallel_config.worker_cls) == WORKER
+
+
+def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this configuration cannot reuse documents; empty where it can."""
+    kinds = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(kinds) != 1 or type(kinds[0]) is not FullAttentionSpec:
+        return f"its KV cache is not one group of full attention ({_names(kinds)})"
+    found = {
+        **_of_attention(vllm_config, kinds[0]),
+        **_of_model(vllm_config),
+        **_of_ranks(vllm_config.parallel_config),
+    }
+    return next((reason for reason, holds in found.items() if holds), "")
+
+
+def _of_attention(config: Any, kind: Any) -> dict[str, object]:
+    """Reasons against a kind of KV cache, each with whether it holds."""
+    cache_type = config.cache_config.cache_dtype
+    other_type = cache_type != "auto" or kind.dtype != config.model_config.dtype
+    return {
+        "its attention has a window": kind.sliding_window or kind.attention_chunk_size,
+        "its attention is not causal": kind.non_causal,
+        "its KV cache has another type than the model": other_type,
+    }
+
+
+def _of_model(config: Any) -> dict[str, object]:
+    """Reasons against a model and what runs beside it."""
+    model = config.model_config
+    pictures = model.is_multimodal_model or model.uses_mrope
+    events = config.kv_events_config
+    shown = events is not None and events.enable_kv_cache_events
+    return {
+        "models with pictures are not handled yet": pictures,
+        "it has an encoder": model.is_encoder_decoder,
+        "it does not generate text": model.runner_type != "generate",
+        "speculative decoding is on": config.speculative_config is not None,
+        "LoRA is on": config.lora_config is not None,
+        "KV events are on, and would show reused blocks as computed": shown,
+    }
+
+
+def _of_ranks(parallel: Any) -> dict[str, object]:
+    """Reasons against a way to share the work."""
+    context = parallel.prefill_context_parallel_size * parallel.decode_context_parallel_size
+    return {
+        "it has pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "it has data parallelism": parallel.data_parallel_size > 1,
+        "it has context parallelism": context > 1,
+        "it has expert parallelism": parallel.enable_expert_parallel or parallel.enable_eplb,
+        "it splits its batches": parallel.use_ubatching,
+    }
+
+
+def _names(kinds: list[Any]) -> str:
+    return ", ".join(type(kind).__name__ for kind in kinds)
+
+
+class RefusedError(Exception):
+    """This model cannot reuse documents; the text says why."""
+
+
+class Layers:
+    """The attention layers of a loaded model: their caches and rotary embeddings.
+
+    Raises:
+        RefusedError: something about a layer is not known to be right.
+    """
+
+    def __init__(self, runner: Any, caches: dict[str, torch.Tensor]) -> None:
+        modules = dict(runner.get_model().named_modules())
+        attention = get_layers_from_vllm_config(runner.vllm_config, Attention)
+        names = {id(module): name for name, module in modules.items()}
+        self.cells: list[Cells] = []
+        self.rotaries: list[Any] = []
+        if attention.keys() != caches.keys():
+            raise RefusedError("its attention layers do not have a KV cache each")
+        for layer_name, cache in caches.items():
+            layer = attention[layer_name]
+            self._look_at(layer, layer_name)
+            self.cells.append(_cells(layer, layer_name, cache))
+            self.rotaries.append(_rotary(modules, names.get(id(layer), ""), layer_name))
+
+    def _look_at(self, layer: Any, name: str) -> None:
+        """Refuse a layer whose attention is not known to be plain."""
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            raise RefusedError(f"{name} uses the KV of another layer")
+        if getattr(layer.impl, "alibi_slopes", None) is not None:
+            raise RefusedError(f"{name} has ALiBi")
+        if not hasattr(layer.impl, "do_kv_cache_update"):
+            raise RefusedError(f"the backend of {name} writes its KV in a way that is not known")
+
+    def turns(self, source: torch.Tensor, target: torch.Tensor) -> list[Turn]:
+        """For each layer what rotates its keys; layers with one rotary embedding share it."""
+        made = {id(rotary): rotary for rotary in self.rotaries}
+        turns = {name: Turn(rotary, source, target) for name, rotary in made.items()}
+        return [turns[id(rotary)] for rotary in self.rotaries]
+
+
+def _cells(layer: Any, name: str, cache: torch.Tensor) -> Cells:
+    try:
+        return Cells(layer, cache)
+    except UnknownLayoutError as reason:
+        raise RefusedError(f"{name}: {reason}") from reason
+
+
+def _rotary(modules: dict[str, Any], path: str, name: str) -> Any:
+    """The rotary embedding beside an attention layer, or above it."""
+    while path:
+        path = path.rpartition(".")[0]
+        rotary = getattr(modules[path], "rotary_emb", None)
+        if rotary is None:
+            continue
+        kind = type(rotary)
+        if kind.__name__ not in _KNOWN or not kind.__module__.startswith(_ROTARY):
+            raise RefusedError(f"its rotary embedding {kind.__name__} is not known to be right")
+        return rotary
+    raise RefusedError(f"no rotary embedding was found for {name}")
+
+
+def rotation_error(
+    rotary: Any,
+    device: Any,
+    dtype: torch.dtype,
+    longest: int,
+) -> float:
+    """How far `Turn` is from the model's own rotary embedding, on random keys."""
+    draws = torch.Generator().manual_seed(0)
+    size = int(rotary.head_size)
+    keys = torch.randn(_KEYS, size, generator=draws).to(device, dtype)
+    source = torch.randint(0, longest, (_KEYS,), generator=draws).to(device)
+    target = torch.randint(0, longest, (_KEYS,), generator=draws).to(device)
+
+    def at(positions: torch.Tensor) -> torch.Tensor:
+        _, rotated = rotary.forward_native(positions, keys.clone(), keys.clone())
+        return rotated.view(_KEYS, 1, size)
+
+    return distance(Turn(rotary, source, target)(at(source)), at(target))
+
+
+def check(
+    layers: Layers,
+    repair: Repair,
+    runner: Any,
+    block: int,
+) -> None:
+    """Compute one text at the first position and at later ones, and compare all layers.
+
+    Attention sees the text alone each time, so values must be equal, and keys equal but for their rotation. This finds
+    layers without rotation, learned positions, and what depends on the length.
+
+    Raises:
+        RefusedError: they are not.
+    """
+    model = runner.vllm_config.model_config
+    longest = int(model.max_model_len)
+    most = tolerance(model.dtype)
+    rotaries = {id(rotary): rotary for rotary in layers.rotaries}
+    for rotary in rotaries.values():
+        error = rotation_error(rotary, runner.device, model.dtype, longest)
+        if not error <= most:
+            raise RefusedError(f"keys cannot be rotated as the model does it (off by {error:.2g})")
+    if any(cells.block != block for cells in layers.cells):
+        raise RefusedError("its backend has blocks of another size")
+    if int(runner.kv_cache_config.num_blocks) < _LEAST_BLOCKS:
+        raise RefusedError("its KV cache is too small for a check")
+    count = min(block, longest // 2)
+    tokens = _random_tokens(count, model.get_vocab_size())
+    places = torch.arange(count, device=runner.device)
+    for shift in sorted({1, longest // 3, longest - count}):
+        first = Gap(
+            blocks=[1],
+            tokens=tokens,
+            begin=0,
+            end=count,
+        )
+        repair.run(
+            [
+                first,
+                replace(
+                    first,
+                    blocks=[2],
+                    shift=shift,
+                ),
+            ]
+        )
+        turns = layers.turns(places, places + shift)
+        _compare(
+            layers,
+            turns,
+            places,
+            block=block,
+            most=most,
+        )
+
+
+def _random_tokens(count: int, vocabulary: int) -> list[int]:
+    draws = torch.Generator().manual_seed(1)
+    found: list[int] = torch.randint(0, vocabulary, (count,), generator=draws).tolist()
+    return found
+
+
+def _compare(
+    layers: Layers,
+    turns: list[Turn],
+    places: torch.Tensor,
+    *,
+    block: int,
+    most: float,
+) -> None:
+    first = Slots.of(places + block, block)
+    second = Slots.of(places + 2 * block, block)
+    for number, (cells, turn) in enumerate(zip(layers.cells, turns, strict=True)):
+        keys, values = cells.read(first)
+        shifted_keys, shifted_values = cells.read(second)
+        of_keys = distance(turn(keys), shifted_keys)
+        of_values = distance(values, shifted_values)
+        error = max(of_keys, of_values)
+        if not error <= most:
+            raise RefusedError(f"layer {number} depends on more than rotation (off by {error:.2g})")

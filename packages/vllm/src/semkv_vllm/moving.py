@@ -1,0 +1,212 @@
+"""Moving a layer's keys and values to other tokens of its cache, with the keys rotated to their new positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MOST = 63  # exact in every type of float
+_TINY = 1e-12
+_SHIFTS = (0, 6, 12, 18)  # of the digits of a place's number, in base 64
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Tokens of a cache, each by its block and its place in it."""
+
+    blocks: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, block: int) -> Slots:
+        """By vLLM's numbers of slots."""
+        return cls(
+            blocks=numbers // block,
+            places=numbers % block,
+        )
+
+
+class UnknownLayoutError(Exception):
+    """A cache is written in a way that cannot be read back."""
+
+
+class Cells:
+    """The cache of one attention layer, by token.
+
+    Where a backend puts a number is found once, by having it write numbers: vLLM's CPU kernels pack keys in tiles.
+    """
+
+    def __init__(self, layer: Any, cache: torch.Tensor) -> None:
+        """
+        Raises:
+            UnknownLayoutError: the backend loses a number, or has its cache in pieces.
+        """
+        self.heads = int(layer.num_kv_heads)
+        self.size = int(layer.head_size)
+        self.block = int(cache.shape[-2])
+        self._cache = cache
+        self._where = self._found(layer)
+        plain = self._plain()
+        self._rows = cache.transpose(1, 2) if torch.equal(self._where, plain) else None
+        if self._rows is None:
+            try:
+                self._flat = cache.view(cache.shape[0], -1)
+            except RuntimeError as error:
+                raise UnknownLayoutError("its KV cache is not in one piece") from error
+
+    def _found(self, layer: Any) -> torch.Tensor:
+        """By half (keys, values), token of a block, head and number: the place in the block."""
+        device = self._cache.device
+        kind = self._cache.dtype
+        shape = (2, self.block, self.heads, self.size)
+        count = 2 * self.block * self.heads * self.size
+        numbers = torch.arange(1, count + 1, device=device)
+        slots = torch.arange(self.block, 2 * self.block, device=device)
+        two_blocks = (2, *self._cache.shape[1:])
+        scratch = torch.zeros(
+            two_blocks,
+            dtype=kind,
+            device=device,
+        )
+        found = torch.zeros(
+            scratch[1].numel(),
+            dtype=torch.long,
+            device=device,
+        )
+        for shift in _SHIFTS:
+            digit = (numbers >> shift) & _MOST
+            halves = digit.to(kind).view(shape)
+            layer.impl.do_kv_cache_update(
+                layer,
+                halves[0],
+                halves[1],
+                scratch,
+                slots,
+            )
+            found += scratch[1].reshape(-1).long() << shift
+        place = torch.full((count + 1,), -1, device=device)
+        place[found] = torch.arange(len(found), device=device)
+        where = place[1:].view(shape)
+        if int(where.min()) < 0:
+            raise UnknownLayoutError("its backend does not keep what it is given")
+        return where
+
+    def _plain(self) -> torch.Tensor:
+        """The places where a block is ``[heads, tokens, keys and values]``."""
+        count = 2 * self.block * self.heads * self.size
+        numbers = torch.arange(count, device=self._cache.device)
+        block = numbers.view(
+            self.heads,
+            self.block,
+            2,
+            self.size,
+        )
+        return block.permute(2, 1, 0, 3)
+
+    def read(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each ``[tokens, heads, size]``."""
+        if self._rows is not None:
+            both = self._rows[slots.blocks, slots.places]
+            keys, values = both.chunk(2, -1)
+            return keys, values
+        rows = slots.blocks[:, None, None]
+        of_keys = self._where[0][slots.places]
+        of_values = self._where[1][slots.places]
+        keys = self._flat[rows, of_keys]
+        values = self._flat[rows, of_values]
+        return keys, values
+
+    def write(
+        self,
+        slots: Slots,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        if self._rows is not None:
+            both = torch.cat((keys, values), -1)
+            self._rows[slots.blocks, slots.places] = both
+            return
+        rows = slots.blocks[:, None, None]
+        of_keys = self._where[0][slots.places]
+        of_values = self._where[1][slots.places]
+        self._flat[rows, of_keys] = keys
+        self._flat[rows, of_values] = values
+
+
+class Turn:
+    """Rotates keys from some positions to others, by the model's own table of cosines and sines.
+
+    The angles come from two rows of the table, not from the difference of positions: so the rounding of the table's own
+    angles does not show. A scale in the table (YaRN) is in the keys already and stays.
+    """
+
+    def __init__(
+        self,
+        rotary: Any,
+        source: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        table = rotary.cos_sin_cache
+        device = source.device
+        before = table[source.to(table.device)].float()
+        after = table[target.to(table.device)].float()
+        cos_before, sin_before = before.chunk(2, -1)
+        cos_after, sin_after = after.chunk(2, -1)
+        scale = cos_before.square() + sin_before.square()
+        cos = cos_after * cos_before
+        cos += sin_after * sin_before
+        sin = sin_after * cos_before
+        sin -= cos_after * sin_before
+        self._cos = (cos / scale).to(device).unsqueeze(1)
+        self._sin = (sin / scale).to(device).unsqueeze(1)
+        self._size = int(rotary.rotary_dim)
+        self._neox = bool(rotary.is_neox_style)
+
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """``keys``: ``[tokens, heads, size]``."""
+        turned = keys[..., : self._size].float()
+        rest = keys[..., self._size :]
+        if self._neox:
+            one, other = turned.chunk(2, -1)
+        else:
+            one = turned[..., ::2]
+            other = turned[..., 1::2]
+        new_one = one * self._cos
+        new_one -= other * self._sin
+        new_other = other * self._cos
+        new_other += one * self._sin
+        if self._neox:
+            turned = torch.cat((new_one, new_other), -1)
+        else:
+            pairs = torch.stack((new_one, new_other), -1)
+            turned = pairs.flatten(-2)
+        turned = turned.to(keys.dtype)
+        return torch.cat((turned, rest), -1)
+
+
+def move(
+    cells: Cells,
+    turn: Turn,
+    source: Slots,
+    target: Slots,
+) -> None:
+    """Move tokens of one layer, all at once: every read comes before every write."""
+    keys, values = cells.read(source)
+    turned = turn(keys)
+    cells.write(target, turned, values)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The root mean square of the difference, by that of what is wanted."""
+    wanted = wanted.float()
+    off = found.float() - wanted
+    size = wanted.square().mean().sqrt()
+    distance = off.square().mean().sqrt()
+    return float(distance / size.clamp_min(_TINY))
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """How far apart two computations of one value may be; something that is wrong is farther, by far."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
