@@ -21,7 +21,9 @@ EMBEDDING = "embedding"
 """The name of the tier that all layers of embeddings make."""
 
 SAMPLE = 32  # one in so many requests asks a tier that does not pay
-_ALLOWED_HITS = 3  # a tier is left out once it has lost what so many hits would save
+# A tier is left out once it has lost what so many hits would save, and so many seconds in sum.
+_ALLOWED_HITS = 3
+_ALLOWED_S = 1.0
 _LATEST = 32  # misses of one size of which the median counts
 
 
@@ -186,7 +188,8 @@ class Account:
         gate = self._gates.get(tier)  # without one a tier is asked always
         if gate is None or not self._misses:
             return
-        changed = gate.move(seconds, _ALLOWED_HITS * median(self._misses))
+        allowance = max(_ALLOWED_S, _ALLOWED_HITS * median(self._misses))
+        changed = gate.move(seconds, allowance)
         if changed and self.auto:
             self._say(tier, gate)
 

@@ -32,7 +32,7 @@ class Saved(Sums):
     Attributes:
         requests: that reached no upstream.
         input_tokens, output_tokens: of their answers.
-        waited_s: upstream seconds that nobody waited.
+        upstream_s: seconds of the upstream's answers.
         gpu_s: seconds of the upstream's machine that went to nobody.
         money: what these tokens cost, by the prices of that day.
         sent_requests: that the upstream answered.
@@ -42,7 +42,7 @@ class Saved(Sums):
     requests: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    waited_s: float = 0.0
+    upstream_s: float = 0.0
     gpu_s: float = 0.0
     money: float = 0.0
     sent_requests: int = 0

@@ -52,12 +52,14 @@ from semkv_gateway.http import (
 )
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
+from semkv_gateway.prices import Prices, parse_price
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
+from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +272,7 @@ def gateway_of(
     config = settings.cache_config()
     rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     sampling = Sampling.of(settings)
+    prices = Prices([parse_price(price) for price in settings.prices])
     metrics = Metrics(workers)
     where = (
         re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
@@ -307,7 +310,8 @@ def gateway_of(
     cache = CacheClient(
         responses, semantic, metrics, store_s=settings.store_timeout, tag_rules=rules
     )
-    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling)
+    worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
+    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling, worth=worth)
     metrics.read_sizes(gateway.sizes)
     return gateway
 
@@ -386,6 +390,7 @@ class Operations:
         said = {
             "status": "ready" if up else "upstream down",
             "store": self._gateway.cache.responses.store_state,
+            "salt_refused": self._gateway.salts.refused,
         }
         return JSONResponse(said, 200 if up else 503)
 
@@ -401,6 +406,7 @@ class Operations:
     async def stats(self, _: Request) -> Response:
         metrics = self._gateway.metrics
         figures = await self._gateway.cache.figures(metrics.figures)
+        figures["worth"] = await self._gateway.cache.figures(self._gateway.worth.view)
         about = {
             "version": __version__,
             "workers": metrics.workers,
