@@ -39,8 +39,9 @@ class Environment:
     """A source of flags for the command line: variables ``SEMKV_<FLAG>``, and the TOML file that ``--config`` names,
     else ``SEMKV_CONFIG``. A flag overrides a variable, a variable the file.
 
-    Commas separate lists in a variable. Keys of the file are flags without their dashes; a list gives a flag several
-    times. An unknown name is an error, which leaves out the value: it may be a secret.
+    Commas separate lists in a variable. Keys of the file are flags without their dashes. A list gives a flag several
+    times, and so does a table, as ``NAME=VALUE``; a value that is a table stands as ``name=value name=value``. An
+    unknown name is an error, which leaves out the value: it may be a secret.
 
     Args:
         variables: the environment.
@@ -90,8 +91,15 @@ class Environment:
         for key, value in given.items():
             if key not in flags:
                 raise ConfigError(file, key, flags)
-            several = isinstance(value, list) and get_origin(flags[key].hint) is tuple
-            _give(flags[key], map(str, value if several else [value]), f"{file}: {key}", file)
+            repeats = get_origin(flags[key].hint) is tuple
+            _give(flags[key], _words(value) if repeats else [str(value)], f"{file}: {key}", file)
+
+
+def _words(value: object) -> list[str]:
+    """What a value of a file gives a flag that may be repeated."""
+    if isinstance(value, dict):
+        return [f"{name}={' '.join(_words(inner))}" for name, inner in value.items()]
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str) -> None:

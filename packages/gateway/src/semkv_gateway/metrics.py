@@ -353,6 +353,12 @@ class Metrics:
                 "faults": by("faults", "part"),
                 "reasons": by("uncacheable", "reason"),
                 "headers": by("header_values", "header"),
+                "holdout": {
+                    "requests": by("holdout_requests", "group"),
+                    "near": by("holdout_near_hits", "group"),
+                    "seconds": by("holdout_seconds", "group"),
+                    "answers": by("holdout_answers", "outcome"),
+                },
                 **{
                     ours: sum(sample.value for sample in found.get(name, ()))
                     for ours, name in names.items()

@@ -13,12 +13,12 @@ from semkv_gateway.response_cache import Pattern
 _MILLION = 1_000_000
 _KNOWN = 1024  # models whose price is remembered
 PRICE_FORM = (
-    "MODEL=input=PRICE,output=PRICE, per million tokens, such as gpt-4o*=input=2.5,output=10; in a file a table, "
+    "MODEL=input=PRICE output=PRICE, per million tokens, such as gpt-4o*=input=2.5 output=10; in a file a table, "
     '[price] with "gpt-4o*" = { input = 2.5, output = 10 }'
 )
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _PRICE = re.compile(
-    rf"(.+?)=((?:input|output)={_NUMBER}(?:,(?:input|output)={_NUMBER})?)", re.DOTALL
+    rf"(.+?)=((?:input|output)={_NUMBER}(?:\s+(?:input|output)={_NUMBER})?)", re.DOTALL
 )
 
 PriceRule = tuple[Pattern, float, float]
@@ -26,9 +26,9 @@ PriceRule = tuple[Pattern, float, float]
 
 
 def parse_price(text: str, key: str = "--price") -> PriceRule:
-    """Read ``MODEL=input=PRICE,output=PRICE``; a price that is left out is 0.
+    """Read ``MODEL=input=PRICE output=PRICE``; a price that is left out is 0.
 
-    >>> parse_price("gpt-4o*=input=2.5,output=10")
+    >>> parse_price("gpt-4o*=input=2.5 output=10")
     (Pattern(name='model', pattern='gpt-4o*'), 2.5e-06, 1e-05)
 
     Raises:
@@ -37,7 +37,7 @@ def parse_price(text: str, key: str = "--price") -> PriceRule:
     form = _PRICE.fullmatch(text.strip())
     if form is None:
         raise ConfigError(key, text, PRICE_FORM)
-    pairs = [pair.split("=") for pair in form[2].split(",")]
+    pairs = [pair.split("=") for pair in form[2].split()]
     prices = {name: float(price) / _MILLION for name, price in pairs}
     if len(prices) < len(pairs) or not all(map(math.isfinite, prices.values())):
         raise ConfigError(key, text, PRICE_FORM)

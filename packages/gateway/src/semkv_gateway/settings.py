@@ -104,7 +104,7 @@ class ServerSettings(LookupConfig):
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
         encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
-        prices: Such as `gpt-4o*=input=2.5,output=10`, per million tokens; may be repeated, in a file a table.
+        prices: Such as `gpt-4o*=input=2.5 output=10`, per million tokens; may be repeated, in a file a table.
         worth_days: Days for which it is kept what was saved.
         hit_usage: original, or zero: the usage of a hit says that nothing was spent.
         holdout: Share of requests that get no near-hit, so that near-hits are measured against them.
