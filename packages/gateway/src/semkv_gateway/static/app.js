@@ -4,6 +4,7 @@
 const KEY = "semkv-admin-key";
 const EVERY_MS = 2000;
 const $ = (id) => document.getElementById(id);
+const WORTH_ROWS = 14; // days, models or tenants
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 let timer = null;
 let asked = null; // the criteria that were counted last
@@ -226,11 +227,11 @@ function showWorth(worth) {
     + `${seconds(sum("gpu_s"))} of GPU time and ${whole(sum("input_tokens") + sum("output_tokens"))} tokens saved${paid}.`;
   $("worth-tiers").replaceChildren(...Object.entries(worth.tiers).map(([tier, n]) => {
     const share = worth.asked[tier];
-    const often = share === undefined || share === 1 ? "every request" : `1 in ${Math.round(1 / share)}`;
+    const often = share === undefined || share === 1 ? "all" : `1 in ${Math.round(1 / share)}`;
     return row(tier, whole(n.hits), seconds(n.spent_s), seconds(n.saved_s), often);
   }));
   for (const kind of ["day", "model", "tenant"]) {
-    $(`worth-${kind}`).replaceChildren(...Object.entries(worth[kind]).map(([name, n]) =>
+    $(`worth-${kind}`).replaceChildren(...Object.entries(worth[kind]).slice(0, WORTH_ROWS).map(([name, n]) =>
       row(name || "-", whole(n.requests), seconds(n.gpu_s), worth.priced ? money(n.money) : "-")));
   }
 }
@@ -243,7 +244,7 @@ function showHoldout({ requests, near, seconds: took, answers }) {
   const compared = (answers.same || 0) + (answers.other || 0);
   $("holdout").textContent = `Held out from near-hits: ${whole(held)} requests, answered after ${mean("held out", held)}; `
     + `the other ${whole(served)} after ${mean("served", served)}. `
-    + `Of ${whole(compared)} near-hits that were held out and compared, ${whole(answers.other || 0)} say something else than the model.`;
+    + `Near-hits compared with the request's own answer: ${whole(compared)}, of which ${whole(answers.other || 0)} differ.`;
 }
 
 // -- hits ------------------------------------------------------------------------------------------------------
