@@ -165,16 +165,16 @@ class Account:
             if counts:
                 self._move(tier, -seconds)
 
-    def saved(self, tier: str, seconds: float, *, counts: bool = True) -> None:
-        """A hit of a tier saved so many seconds."""
+    def saved(self, tier: str, seconds: float, *, hits: int = 1, counts: bool = True) -> None:
+        """A hit of a tier, or several in sum, saved so many seconds."""
         with self._lock:
             figures = self._of(tier)
-            figures.hits += 1
+            figures.hits += hits
             figures.saved_s += seconds
             if counts:
                 self._move(tier, seconds)
             else:
-                figures.lost_hits += 1
+                figures.lost_hits += hits
 
     def missed(self, seconds: float) -> None:
         """A request that found nothing took so long."""

@@ -4,7 +4,8 @@ A hit saves what a miss of its size takes: the median of the latest, by model. O
 its share of each moment at which it runs: of two at once, a half each. So the shares of all requests make the time in
 which the upstream was busy, and what a hit saves of that is the share of a miss of its size.
 
-The event loop only adds up; counters and files get the sums every few seconds, and whenever they are read.
+The event loop only counts hits; what they saved is looked up, and counters and files get the sums, every few seconds
+and whenever they are read.
 """
 
 from __future__ import annotations
@@ -84,6 +85,17 @@ class Pace:
         self.shares = Typical()
 
 
+class Hits:
+    """How often one answer was given since it was counted last."""
+
+    __slots__ = ("canonical", "count", "payload")
+
+    def __init__(self, canonical: CanonicalRequest, payload: bytes) -> None:
+        self.canonical = canonical
+        self.payload = payload
+        self.count = 0
+
+
 class Worth:
     """See the module. The event loop calls all but what blocks.
 
@@ -110,6 +122,7 @@ class Worth:
         self._tokens: Latest[str, tuple[int, int]] = Latest(_KNOWN)  # by an answer's key
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._exact: dict[str, Hits] = {}  # by the answer's key
         self._new: dict[tuple[int, str, str], Saved] = {}  # by day, model and tenant
         self._unwritten: dict[tuple[int, str, str], Saved] = {}
         self._unwritten_tiers: dict[str, TierFigures] = {}
@@ -166,16 +179,20 @@ class Worth:
 
     def hit(self, lookup: Lookup, response: StoredResponse) -> None:
         """A stored answer was given, or that of a request on its way that asks the same in other words."""
-        tokens = self._tokens.get(response.key)
-        if tokens is None:
+        report = lookup.report
+        if report is not None and lookup.tier != EXACT and report.plan.match is not None:
+            tier = name_of(report.plan.match.tier)
+            counts = tier not in report.left_out
             tokens = tokens_of(response.payload)
-            self._tokens[response.key] = tokens
-        tier = EXACT
-        counts = True
-        if lookup.report is not None and lookup.tier != EXACT and lookup.report.plan.match:
-            tier = name_of(lookup.report.plan.match.tier)
-            counts = tier not in lookup.report.left_out
-        self._add(lookup.canonical, tokens, tier, counts=counts)
+            self._add(lookup.canonical, tokens, tier, counts=counts)
+            return
+        with self._lock:
+            hits = self._exact.get(response.key)
+            if hits is None:
+                hits = self._exact[response.key] = Hits(lookup.canonical, response.payload)
+            hits.count += 1
+        if len(self._exact) >= _WAITING:
+            self._add_exact()
 
     def joined(self, canonical: CanonicalRequest, flight: InFlight) -> None:
         """A request has the answer of an equal one, which is still on its way."""
@@ -186,28 +203,42 @@ class Worth:
 
         flight.task.add_done_callback(ended)
 
+    def _add_exact(self) -> None:
+        """Count the exact hits since the last time."""
+        with self._lock:
+            exact = self._exact
+            self._exact = {}
+        for key, hits in exact.items():
+            with self._lock:
+                tokens = self._tokens.get(key)
+                if tokens is None:
+                    tokens = tokens_of(hits.payload)
+                    self._tokens[key] = tokens
+            self._add(hits.canonical, tokens, EXACT, count=hits.count)
+
     def _add(
         self,
         canonical: CanonicalRequest,
         tokens: tuple[int, int],
         tier: str,
         *,
+        count: int = 1,
         counts: bool = True,
     ) -> None:
-        """Count a request that was not sent."""
+        """Count requests that were not sent, all with one answer."""
         pace = self._paces.get(canonical.model, self._all)
         seconds = pace.whole.seconds(*tokens) or 0.0
         share = pace.shares.seconds(*tokens) or 0.0
-        self._account.saved(tier, seconds, counts=counts)
+        self._account.saved(tier, count * seconds, hits=count, counts=counts)
         money = self._prices.money(canonical.model, *tokens)
         with self._lock:
             worth = self._of(canonical)
-            worth.requests += 1
-            worth.input_tokens += tokens[0]
-            worth.output_tokens += tokens[1]
-            worth.upstream_s += seconds
-            worth.gpu_s += share
-            worth.money += money
+            worth.requests += count
+            worth.input_tokens += count * tokens[0]
+            worth.output_tokens += count * tokens[1]
+            worth.upstream_s += count * seconds
+            worth.gpu_s += count * share
+            worth.money += count * money
 
     def _of(self, canonical: CanonicalRequest) -> Saved:
         """The sum that a request belongs to. Called with the lock."""
@@ -222,6 +253,7 @@ class Worth:
 
     def publish(self) -> None:
         """Let the counters have what is new. Blocks."""
+        self._add_exact()
         with self._lock:
             new, self._new = self._new, {}
         tiers = self._account.take()
