@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,33 @@ import httpx
 import pytest
 
 from command_line import invoke
-from gateway_helpers import NEAR, ONE, OTHER, Pair, a_tenant, kind, wait_until
+from gateway_helpers import NEAR, ONE, OTHER, Pair, a_tenant, chat, kind, wait_until
 from semkv.account import SAMPLE, Account, Typical
 from semkv.cache import SemanticCache
 from semkv.command_line import Environment, parse
 from semkv.config import CacheConfig
+from semkv.engines import EngineResult
 from semkv.errors import ConfigError
 from semkv.stores import worth as stored
 from semkv.stores.worth import OTHERS, Ledger, Saved, today
-from semkv.types import Namespace, Request, TextSegment, TierChoice
+from semkv.types import (
+    CacheMode,
+    Exactness,
+    Match,
+    Namespace,
+    Plan,
+    Request,
+    ReuseReport,
+    Status,
+    TextSegment,
+    TierChoice,
+)
 from semkv_gateway.prices import Prices, parse_price
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.usage import WITHOUT_CACHE, tokens_of, zeroed
 from semkv_gateway.worth import Shares
+from semkv_lab.report import write_report
+from semkv_lab.worth import Savings, worth
 
 # -- the account -----------------------------------------------------------------------------------------------------
 
@@ -356,6 +371,52 @@ def test_a_file_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
         assert [row["requests"] for row in worth["day"].values()] == [1], "it waited"
 
 
+def test_names_of_models_that_no_text_can_hold_do_no_harm(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        for model in ("\ud800", "a\0b\n", "'; DROP TABLE saved; --", "x" * 10_000, ""):
+            body = json.dumps(chat("odd", model=model))
+            headers = {"Content-Type": "application/json"}
+            url = f"{pair.url}/v1/chat/completions"
+            said = [
+                kind(httpx.post(url, content=body, headers=headers, timeout=120)) for _ in range(2)
+            ]
+            assert said in (["miss", "hit"], ["pass", "pass"]), said
+        worth = pair.admin("stats").json()["worth"]
+        assert "'; DROP TABLE saved; --" in worth["model"]
+        assert pair.metric("semkv_requests_saved_total") >= 3
+        assert pair.metric("semkv_faults_total") == 0
+    assert "DROP" in invoke(["stats", "--cache-dir", str(tmp_path)]).stdout
+
+
+def test_a_dry_run_asks_every_tier(tmp_path: Path) -> None:
+    config = CacheConfig(tmp_path, semantic=False, tiers=TierChoice.AUTO, mode=CacheMode.DRY_RUN)
+    with SemanticCache(config) as cache:
+        assert not cache.account.auto
+
+
+def test_the_gateway_leaves_out_a_tier_until_it_pays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Pair(tmp_path, **{**NEAR, "tiers": "auto"}) as pair:
+        assert ServerSettings().tiers is TierChoice.AUTO
+        account = pair.app.gateway.cache.account
+        share = 'semkv_tier_asked_share{tier="semantic_text"}'
+        pair.post(ONE)
+        pair.settle()
+        account.spent("semantic_text", 3600.0)
+        assert pair.metric(share) == 1 / SAMPLE
+        assert pair.post(OTHER).headers["x-semkv"] == "miss"
+        assert pair.metric('semkv_tier_left_out_total{tier="semantic_text"}') == 1
+        pair.settle()
+        assert pair.entries == 2, "a sample may find it"
+        account.saved("semantic_text", 3600.0)
+        assert pair.metric(share) == 1
+        assert "hit tier=text:semantic" in pair.post(f"{ONE} Please?").headers["x-semkv"]
+        assert pair.metric('semkv_tier_seconds_saved_total{tier="semantic_text"}') > 3600
+    said = [record.getMessage() for record in caplog.records if record.name == "semkv"]
+    assert sum("the tier semantic_text" in line for line in said) == 2
+
+
 # -- holdout ---------------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +448,74 @@ def test_the_others_are_counted_beside_them(tmp_path: Path) -> None:
         assert totals["requests"] == {"held out": 0, "served": 2}
         assert totals["near"]["served"] == 1
         assert totals["answers"] == {"same": 0, "other": 0}
+
+
+# -- experiments -----------------------------------------------------------------------------------------------------
+
+RUN = (
+    *("--engine", "labels", "--dataset", "minigqa-text", "--max-samples", "12"),
+    *("--disable-semantic-cache", "--no-embedding-layer", "--quiet", "--purge"),
+)
+
+
+def result(prompt: int, seconds: float, **more: Any) -> EngineResult:
+    plain: dict[str, Any] = {
+        "text": "",
+        "token_ids": (),
+        "prompt_tokens": prompt,
+        "cached_tokens": 0,
+        "loaded_tokens": None,
+        "kv": Status.SKIP,
+        "fusion": Status.SKIP,
+        "ttft_s": seconds,
+        "latency_s": 9.0,
+        "finish_reason": "stop",
+    }
+    return EngineResult(**{**plain, **more})
+
+
+def test_a_run_credits_the_tier_that_saved_something() -> None:
+    account = Account()
+    savings = Savings(account)
+    own = (TextSegment("what is it?"),)
+    donor = (TextSegment("What is it?"),)
+    request = Request("", Namespace(), own)
+    miss = ReuseReport(request, Plan(own), {})
+    match = Match("embedding:prompt", "id", 0.9, Exactness.APPROXIMATE)
+    hit = ReuseReport(request, Plan(donor, 1, match), {})
+    repeat = ReuseReport(request, Plan(own, 1, replace(match, tier="exact_text")), {})
+    savings.note(miss, result(100, 0.5))
+    savings.note(hit, result(100, 0.2))
+    savings.note(hit, result(100, 0.6))
+    savings.note(miss, result(100, 0.1, kv=Status.HIT))
+    savings.note(repeat, result(100, 0.4, fusion=Status.HIT))
+    savings.note(repeat, result(100, 0.5))
+    found = worth(account)
+    assert {tier: row["hits"] for tier, row in found["tiers"].items()} == {
+        "embedding": 2,
+        "kv_cache": 1,
+        "fusion": 1,
+    }
+    saved = {tier: round(row["saved_s"], 6) for tier, row in found["tiers"].items()}
+    assert saved == {"embedding": 0.2, "kv_cache": 0.4, "fusion": 0.1}, "one hit was slower"
+    assert found["gpu_s"] == pytest.approx(0.7)
+
+
+def test_runs_and_reports_show_it(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    folders = ("--cache-dir", str(tmp_path / "cache"), "--data-dir", str(tmp_path / "data"))
+    shown = invoke(["run", *RUN, *folders, "--summary-out", str(summary)])
+    assert shown.exit_code == 0, shown.stdout
+    assert "what looking cost and hits saved" in shown.stdout
+    found = json.loads(summary.read_text())["summary"]
+    assert found["worth"]["tiers"]["exact_text"]["asked"] == 12
+    assert found["worth"]["tiers"]["exact_text"]["spent_s"] > 0
+    log = tmp_path / "sweep.jsonl"
+    log.write_text(json.dumps({"name": "one", "status": "ok", "summary": found}) + "\n")
+    write_report([log], tmp_path / "report.md")
+    page = (tmp_path / "report.md").read_text()
+    assert "## Time that looking cost and hits saved" in page
+    assert re.search(r"\| one \| exact_text \| 12 \|", page)
 
 
 # -- what else operators see -----------------------------------------------------------------------------------------

@@ -190,7 +190,9 @@ class SemanticCache:
         self._similar = SimilarTier(
             config, self._catalog, hook.fingerprint, encoder, least, self._tally, index
         )
-        self.account = Account(auto=config.tiers is TierChoice.AUTO)
+        # A dry run serves no hits, so every tier would seem not to pay.
+        live = config.mode is CacheMode.LIVE
+        self.account = Account(auto=live and config.tiers is TierChoice.AUTO)
         self._matching = Matching(
             config,
             self._catalog,

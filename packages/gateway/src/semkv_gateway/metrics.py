@@ -1,6 +1,6 @@
 """What the gateway counts: Prometheus metrics in a registry of their own, the dashboard's live figures and latest hits.
 
-Events are counters and durations histograms; only sizes are gauges. Labels have few values; tenants are none.
+Events are counters and durations histograms; only sizes are gauges. Labels have few values.
 """
 
 from __future__ import annotations

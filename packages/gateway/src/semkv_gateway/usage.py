@@ -21,7 +21,7 @@ _TOKENS = {
     "input": ("prompt_tokens", "input_tokens"),  # as chats say it, and as all others do
     "output": ("completion_tokens", "output_tokens"),
 }
-_MOST = 1 << 40  # tokens; what says more is no count
+_MOST = 1 << 31  # tokens; what says more is no count
 _decoder = json.JSONDecoder()
 
 

@@ -117,6 +117,7 @@ class Worth:
         self._folder = folder
         self._days = days
         self._ledger: Ledger | None = None
+        self._said = ""  # the fault of the file that was logged
         self._paces: Latest[str, Pace] = Latest(_MODELS)
         self._all = Pace()
         self._tokens: Latest[str, tuple[int, int]] = Latest(_KNOWN)  # by an answer's key
@@ -242,7 +243,8 @@ class Worth:
 
     def _of(self, canonical: CanonicalRequest) -> Saved:
         """The sum that a request belongs to. Called with the lock."""
-        key = (today(), canonical.model[:_NAME] or "-", canonical.partition)
+        name = canonical.model[:_NAME].encode(errors="replace").decode()
+        key = (today(), name or "-", canonical.partition)
         if key not in self._new and len(self._new) >= _WAITING:
             key = (key[0], OTHERS, OTHERS)
         if key not in self._new:
@@ -295,12 +297,18 @@ class Worth:
                 return
             try:
                 self._opened().add(tiers, saved)
-            except StoreError as error:
-                log.debug("what was saved is not written: %s", error)
-                self._metrics.fault("worth")
+            except Exception as error:  # it costs no request anything
+                self._fault(error)
                 with self._lock:
                     _add_all(self._unwritten, saved)
                     _add_all(self._unwritten_tiers, tiers)
+
+    def _fault(self, error: Exception) -> None:
+        """Count a fault of the file, and log the first of several alike."""
+        self._metrics.fault("worth")
+        if str(error) != self._said:
+            self._said = str(error)
+            log.warning("what was saved cannot be written or read: %s", error)
 
     def _opened(self) -> Ledger:
         if self._ledger is None:
@@ -315,8 +323,8 @@ class Worth:
             ledger = self._opened()
             tiers = ledger.tiers(days)
             by = {name: ledger.by(name, days) for name in ("day", "model", "tenant")}
-        except StoreError:
-            self._metrics.fault("worth")
+        except StoreError as error:
+            self._fault(error)
             return None
         tenants = {name[:_TAG]: saved for name, saved in by["tenant"].items()}
         return {
