@@ -62,7 +62,7 @@ COLUMNS = ("tier", "asked", "hits", "spent", "saved", "left out by auto", "with 
 def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """A row for each tier of a summary, and one for the sum."""
     tiers = found.get("tiers", {})
-    made = [
+    made: list[tuple[str, ...]] = [
         (
             name,
             str(row["asked"] or "-"),
