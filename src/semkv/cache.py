@@ -294,13 +294,13 @@ class SemanticCache:
             request,
             sent,
             found.statuses,
-            found.vectors,
-            seconds,
-            answer,
-            proposed,
-            hit_id,
-            found.near,
-            found.left_out,
+            embeddings=found.vectors,
+            lookup_s=seconds,
+            donor_response=answer,
+            proposed=proposed,
+            hit_id=hit_id,
+            near=found.near,
+            left_out=found.left_out,
         )
 
     # -- recording ----------------------------------------------------------------------------------------------

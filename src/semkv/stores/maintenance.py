@@ -314,7 +314,14 @@ def inspect(
         with _noting(found, "worth", file), closing(Ledger(cache_dir, replace=False)) as ledger:
             worth = _worth(ledger, tenants)
     unread = (*found.damaged, *found.unread)
-    return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose, worth)
+    return CacheUse(
+        str(cache_dir),
+        tuple(entries),
+        tuple(stores),
+        unread=unread,
+        tenants=whose,
+        worth=worth,
+    )
 
 
 def _worth(ledger: Ledger, tenants: Sequence[str] | None) -> Worth:
