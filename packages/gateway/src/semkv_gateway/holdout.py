@@ -32,7 +32,7 @@ class Holdout:
         self._share = share
         self._requests = metrics.counter(
             "holdout_requests",
-            "Requests that were looked up for near-hits and had no exact one.",
+            "Requests that could have near-hits, however they were answered.",
             "group",
         )
         self._near = metrics.counter(
@@ -65,11 +65,13 @@ class Holdout:
         return Lookup(canonical, None, found.report.unused())
 
     def answered(self, canonical: CanonicalRequest, lookup: Lookup, seconds: float) -> None:
-        """Count a request that was looked up for a near-hit."""
-        if not self._share or lookup.report is None:
+        """Count a request, whatever it was answered with: an exact hit may be one of an answer that only those who
+        are held out have."""
+        if not self._share or not canonical.route.converts:
             return
         group = HELD if self.holds(canonical) else SERVED
-        is_near = bool(lookup.report.hit_id) and (group == HELD or lookup.tier != EXACT)
+        found = lookup.report is not None and bool(lookup.report.hit_id)
+        is_near = found and (group == HELD or lookup.tier != EXACT)
         self._requests.labels(group).inc()
         self._near.labels(group).inc(is_near)
         self._seconds.labels(group).inc(seconds)
