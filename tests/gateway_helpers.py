@@ -38,7 +38,8 @@ SECRET = "a secret of sufficient length"
 
 
 ONE, OTHER = "How do I bake sourdough bread at home?", "How can I bake sourdough bread at home?"
-PATIENT = {"store_timeout": 60.0, "encoder_timeout": 60.0}  # both servers share one busy process
+# Both servers share one busy process, where lookups may take longer than the upstream's answers.
+PATIENT: dict[str, Any] = {"store_timeout": 60.0, "encoder_timeout": 60.0, "tiers": "all"}
 _PATIENCE = {f"SEMKV_{name.upper()}": str(seconds) for name, seconds in PATIENT.items()}
 NEAR = {"semantic": True, "similarity_threshold": 0.8, **PATIENT}
 numbers = itertools.count()

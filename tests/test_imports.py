@@ -24,7 +24,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
 
 # Parts of the library, lowest first. A module may import its own part and the rows above its part's row.
 ROWS = (
-    "__init__ types errors keys plug tenants user_files counting latest periodic niceness documents",
+    "__init__ account types errors keys plug tenants user_files counting latest periodic niceness documents",
     "config command_line",
     "pictures stores encoders",
     "index",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,44 @@ def test_the_dashboard_says_why_most_requests_cannot_be_kept(tmp_path: Path, bro
         for n in range(20):
             pair.post(f"drawn {n}", temperature=None)
         page.wait_for_selector("#advice:has-text('--default-temperature 0')")
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.evaluate(wide) <= 0
+        page.close()
+
+
+def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
+    prices = ("scripted=input=0 output=1000000",)  # 1 a token
+    with Pair(tmp_path, prices=prices, semantic=True, holdout=1 - 2**-40) as pair:
+        for _ in range(3):
+            answer = pair.post("worth")
+        tokens = answer.json()["usage"]["completion_tokens"]
+        account = pair.app.gateway.cache.account
+        account.auto = True
+        account.pays("semantic_text")
+        account.spent("semantic_text", 3600.0)
+        pair.app.gateway.salts.refused = True
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.set_default_timeout(300_000)
+        page.goto(f"{pair.url}/semkv")
+        page.fill("#key", ADMIN)
+        page.click("#login button")
+        page.wait_for_selector("#worth:not([hidden])")
+        said = page.text_content("#worth-sum")
+        assert said.startswith("2 requests not sent of 3, ")
+        assert f"would have cost {2 * tokens}.00; what was sent upstream cost {tokens}.00" in said
+        assert page.text_content("#worth-days") == "30"
+        for kind, name in (("day", "20"), ("model", "scripted"), ("tenant", "")):
+            (cells,) = page.locator(f"#worth-{kind} tr").all()
+            shown = cells.locator("td").all_text_contents()
+            assert shown[0].startswith(name)
+            assert (shown[1], shown[3]) == ("2", f"{2 * tokens}.00")
+            assert re.fullmatch(r"[\d.]+ m?s", shown[2])
+        cells = page.locator("#worth-tiers tr", has_text="semantic_text").locator("td")
+        assert cells.all_text_contents()[1:] == ["0", "60 min", "0.0 ms", "1 in 32"]
+        exact = page.locator("#worth-tiers tr").filter(has=page.get_by_text("exact", exact=True))
+        assert exact.locator("td").all_text_contents()[1] == "2"
+        assert "Held out from near-hits: 3 requests" in page.text_content("#holdout")
+        assert "the upstream refuses cache_salt" in page.text_content("#state")
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert page.evaluate(wide) <= 0
         page.close()

@@ -23,10 +23,12 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from semkv import plug
+from semkv.account import Account
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
@@ -36,13 +38,23 @@ from semkv.errors import StoreError
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
+from semkv.stores.worth import Ledger
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import EntryLog, Sharing
 from semkv.tiers.similar import SimilarTier
 from semkv.tiers.tier import Tier
-from semkv.types import CacheMode, Entry, Exactness, Namespace, Plan, Request, ReuseReport
+from semkv.types import (
+    CacheMode,
+    Entry,
+    Exactness,
+    Namespace,
+    Plan,
+    Request,
+    ReuseReport,
+    TierChoice,
+)
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -99,7 +111,7 @@ class SemanticCache:
     """Tiers, stores and indexes behind two calls: `try_reuse` before the engine, `add_observation` after it.
 
     `pending` answers requests by others whose answers are not there yet. `media` holds donors' images, and a request's
-    own where a caller puts them there.
+    own where a caller puts them there. `account` has what each tier cost; the caller tells it what hits saved.
 
     Any thread may call any method. Encoders run in the calling thread. A fault inside is counted (`stats`) and the
     request goes on as a miss; only a wrong setting raises.
@@ -188,6 +200,9 @@ class SemanticCache:
             tally=self._tally,
             index=index,
         )
+        # A dry run serves no hits, so every tier would seem not to pay.
+        live = config.mode is CacheMode.LIVE
+        self.account = Account(auto=live and config.tiers is TierChoice.AUTO)
         self._matching = Matching(
             config,
             self._catalog,
@@ -197,6 +212,7 @@ class SemanticCache:
             similar=self._similar,
             tally=self._tally,
             tiers=tiers,
+            account=self.account,
         )
         self._sharing = None
         if log is not None:
@@ -221,9 +237,17 @@ class SemanticCache:
             self._sharing.close()
         self._checking.save()
         self._similar.close()
+        self._keep_account()
         if self._timed is not None:
             self._timed.close()
         self._catalog.close()
+
+    def _keep_account(self) -> None:
+        """Write what is new in the account into the cache directory."""
+        new = self.account.take()
+        if new:
+            with self._tally.boundary("worth"), closing(Ledger(self.config.cache_dir)) as ledger:
+                ledger.add(new)
 
     def warm_up(self) -> None:
         """Run the text encoder once, so that the first request does not pay for its start."""
@@ -286,6 +310,7 @@ class SemanticCache:
             proposed=proposed,
             hit_id=hit_id,
             near=found.near,
+            left_out=found.left_out,
         )
 
     # -- recording ----------------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ class Environment:
     """A source of flags for the command line: variables ``SEMKV_<FLAG>``, and the TOML file that ``--config`` names,
     else ``SEMKV_CONFIG``. A flag overrides a variable, a variable the file.
 
-    Commas separate lists in a variable. Keys of the file are flags without their dashes; a list gives a flag several
-    times. An unknown name is an error, which leaves out the value: it may be a secret.
+    Commas separate lists in a variable. Keys of the file are flags without their dashes. A list gives a flag several
+    times, and so does a table, as ``NAME=VALUE``; a value that is a table stands as ``name=value name=value``. An
+    unknown name is an error, which leaves out the value: it may be a secret.
 
     Args:
         variables: the environment.
@@ -94,8 +95,15 @@ def _give_file(flags: Mapping[str, "Argument"], key: str, file: str) -> None:
     for name, value in given.items():
         if name not in flags:
             raise ConfigError(file, name, flags)
-        several = isinstance(value, list) and get_origin(flags[name].hint) is tuple
-        _give(flags[name], map(str, value if several else [value]), f"{file}: {name}", file)
+        repeats = get_origin(flags[name].hint) is tuple
+        _give(flags[name], _words(value) if repeats else [str(value)], f"{file}: {name}", file)
+
+
+def _words(value: object) -> list[str]:
+    """What a value of a file gives a flag that may be repeated."""
+    if isinstance(value, dict):
+        return [f"{name}={' '.join(_words(inner))}" for name, inner in value.items()]
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str) -> None:

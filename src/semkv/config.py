@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from semkv import plug
 from semkv.errors import ConfigError
-from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope
+from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope, TierChoice
 from semkv_stores.settings import (
     COSINE,
     NOT_NEGATIVE,
@@ -111,6 +111,7 @@ class LookupConfig(PolicyConfig):
     Attributes:
         cache_dir: Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.
         mode: live, dry-run (look up and report, change nothing) or off.
+        tiers: all; or auto, which asks a tier that has cost more than it saved for one request in 32 until it pays.
         semantic: Find similar texts (tier L1).
         normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
             Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
@@ -126,6 +127,7 @@ class LookupConfig(PolicyConfig):
 
     cache_dir: Path = field(default_factory=default_cache_dir)
     mode: Annotated[CacheMode, Parameter(name=("--cache-mode", "--mode")), NEAR] = CacheMode.LIVE
+    tiers: Annotated[TierChoice, NEAR] = TierChoice.ALL
     semantic: Annotated[bool, switch("semantic", "no-semantic", "disable-semantic-cache"), NEAR] = (
         True
     )

@@ -71,6 +71,13 @@ class PolicyName(StrEnum):
     BOUNDED = "bounded"
 
 
+class TierChoice(StrEnum):
+    """``all``: every tier is asked. ``auto``: those that have cost more than they saved are asked for a sample only."""
+
+    ALL = "all"
+    AUTO = "auto"
+
+
 class Scope(StrEnum):
     """Whether the text tiers match within the same media only, or across media."""
 
@@ -269,6 +276,7 @@ class ReuseReport:
         hit_id: names this hit for `SemanticCache.checked` and `SemanticCache.report_wrong`; empty on a miss.
         near: the best approximate match of a whole prompt that the policy refused, and that donor's answer; None where
             there is none, or another match was used. What the engine answers tells whether it would have been right.
+        left_out: tiers that ``--tiers auto`` did not ask; with ``all`` those that it would not have asked.
     """
 
     request: Request
@@ -280,6 +288,7 @@ class ReuseReport:
     proposed: Plan | None = None
     hit_id: str = ""
     near: tuple[Match, str] | None = None
+    left_out: frozenset[str] = frozenset()
 
     @property
     def hit(self) -> bool:

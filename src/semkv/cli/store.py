@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from cyclopts import App
 
-    from semkv.stores.maintenance import CacheUse
+    from semkv.stores.maintenance import CacheUse, Worth
 
 EXIT_DAMAGED = 1
 _ELSEWHERE = f"answers that a gateway keeps elsewhere than in {CATALOG} there (its --store)"
@@ -149,6 +149,51 @@ def _print_use(found: CacheUse) -> None:
     _print_table(
         "Stores", ["store", "namespace", "items", "blocks", "bytes", "oldest", "last used"], stores
     )
+    if found.worth is not None:
+        _print_worth(found.worth)
+
+
+def _print_worth(worth: Worth) -> None:
+    """What was saved: seconds by tier, and all else by day, model and tenant."""
+    if worth.tiers:
+        columns = ["tier", "asked", "hits", "spent, ms", "saved, ms", "left out"]
+        rows = [
+            [name, row.asked, row.hits, _ms(row.spent_s), _ms(row.saved_s), row.left_out]
+            for name, row in worth.tiers.items()
+        ]
+        _print_table(f"What looking cost and hits saved, {worth.days} days", columns, rows)
+    tables = {"day": worth.by_day, "model": worth.by_model, "tenant": worth.by_tenant}
+    for name, table in tables.items():
+        found = [(_tenant(key), row) for key, row in table.items()]
+        columns = [
+            name,
+            "requests saved",
+            "tokens in",
+            "tokens out",
+            "GPU s",
+            "money saved",
+            "requests sent",
+            "money spent",
+        ]
+        rows = [
+            [
+                key,
+                row.requests,
+                row.input_tokens,
+                row.output_tokens,
+                f"{row.gpu_s:,.1f}",
+                f"{row.money:,.2f}",
+                row.sent_requests,
+                f"{row.sent_money:,.2f}",
+            ]
+            for key, row in found
+        ]
+        if rows:
+            _print_table(f"Saved by {name}, {worth.days} days", columns, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.0f}"
 
 
 @verify.default
@@ -430,15 +475,16 @@ def _unattributed(folder: Path) -> list[str]:
     return [_UNATTRIBUTED, *[_OF_GATEWAY] * (not _secret(folder))]
 
 
+_TEXTS = ("tenant", "model", "store", "namespace", "tier", "day")  # columns of text
+
+
 def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(
-            name, justify="left" if name in ("tenant", "model", "store", "namespace") else "right"
-        )
+        table.add_column(name, justify="left" if name in _TEXTS else "right")
     for row in rows:
         table.add_row(*map(str, row))
     console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words

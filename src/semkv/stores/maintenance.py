@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from semkv import plug
+from semkv.account import TierFigures
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores.catalog import CATALOG, EMPTIED, SCHEMA, Catalog, NamespaceUse, Removed
 from semkv.stores.media import check_image
+from semkv.stores.worth import FILE as WORTH
+from semkv.stores.worth import Ledger, Saved
 from semkv_stores import block_index, database
 from semkv_stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv_stores.blocks import BlockStore, Bounds
@@ -32,6 +35,7 @@ from semkv_stores.files import delete_all, described, in_short, make_folder, mat
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
+WORTH_DAYS = 30  # that `inspect` shows of what was saved
 _STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
@@ -46,7 +50,15 @@ _STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
 
 # What semkv writes into a cache directory besides databases and block stores.
 # Earlier versions kept answers on their way to a store in folders `ahead*`.
-_FORMS = (f"{CATALOG}.damaged", "media/??/*", "policy.json", _WEIGHTS, "ahead*/*.log", *_STRAYS)
+_FORMS = (
+    f"{CATALOG}.damaged",
+    f"{WORTH}*",
+    "media/??/*",
+    "policy.json",
+    _WEIGHTS,
+    "ahead*/*.log",
+    *_STRAYS,
+)
 _FOLDERS = (*_STORES, "media", "media/??", "weights", "ahead*")
 
 
@@ -85,16 +97,29 @@ class StoreUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Worth:
+    """What was saved in the latest ``days``: seconds by tier, of all tenants, and requests, tokens and money by day,
+    model and tenant."""
+
+    days: int
+    tiers: Mapping[str, TierFigures]
+    by_day: Mapping[str, Saved]
+    by_model: Mapping[str, Saved]
+    by_tenant: Mapping[str, Saved]
+
+
+@dataclass(frozen=True, slots=True)
 class CacheUse:
     """What a cache directory holds: the catalog by tenant and model, and all else by namespace. ``unread`` has a line
     for each thing that could not be read, and is not counted. ``tenants`` are names of the tenant that is counted; None
-    for all tenants."""
+    for all tenants. ``worth`` is what was saved; None where nothing was."""
 
     cache_dir: str
     entries: tuple[NamespaceUse, ...]
     stores: tuple[StoreUse, ...]
     unread: tuple[str, ...] = ()
     tenants: tuple[str, ...] | None = None
+    worth: Worth | None = None
 
 
 class Maintained(Protocol):
@@ -166,6 +191,10 @@ def is_ours(root: Path) -> bool:
     was opened as ours before, or a store of blocks."""
     file = root / CATALOG
     found = database.is_ours(file)
+    if found is None and database.is_ours(
+        root / WORTH
+    ):  # of a gateway that keeps nothing else here
+        return True
     if found is None:
         found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()
     return found or bool(_block_stores(root))
@@ -317,8 +346,31 @@ def inspect(
             stores += store.usage(tenants)
     stores += _images_use(cache_dir, None if tenants is None else theirs)
     whose = None if tenants is None else tuple(tenants)
+    worth: Worth | None = None
+    file = cache_dir / WORTH
+    if database.is_filled(file):
+        with _noting(found, "worth", file), closing(Ledger(cache_dir, replace=False)) as ledger:
+            worth = _worth(ledger, tenants)
     unread = (*found.damaged, *found.unread)
-    return CacheUse(str(cache_dir), tuple(entries), tuple(stores), unread, whose)
+    return CacheUse(
+        str(cache_dir),
+        tuple(entries),
+        tuple(stores),
+        unread=unread,
+        tenants=whose,
+        worth=worth,
+    )
+
+
+def _worth(ledger: Ledger, tenants: Sequence[str] | None) -> Worth:
+    """What was saved, for the tenants or for all."""
+    return Worth(
+        days=WORTH_DAYS,
+        tiers=ledger.tiers(WORTH_DAYS) if tenants is None else {},
+        by_day=ledger.by("day", WORTH_DAYS, tenants),
+        by_model=ledger.by("model", WORTH_DAYS, tenants),
+        by_tenant=ledger.by("tenant", WORTH_DAYS, tenants),
+    )
 
 
 def _images_use(cache_dir: Path, names: set[str] | None) -> list[StoreUse]:
@@ -494,6 +546,8 @@ def purge(
                 found.counts["files"] = _delete_images(cache_dir, catalog, removed, found)
         if not dry_run:
             _drop_strays(cache_dir)
+    if tenants is not None and tag is None and not dry_run:
+        _forget_worth(cache_dir, tenants, found)
     if salts is not None:
         owners = _owners(salts)
         for name, root in _block_stores(cache_dir):
@@ -506,6 +560,14 @@ def purge(
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
                 found.counts["files"] += sum(store.purge(owner) for owner in owners)
     return found
+
+
+def _forget_worth(cache_dir: Path, tenants: Sequence[str], found: Report) -> None:
+    """Delete what was saved for some tenants."""
+    file = cache_dir / WORTH
+    if database.is_filled(file):
+        with _noting(found, "worth", file), closing(Ledger(cache_dir)) as ledger:
+            ledger.forget(tenants)
 
 
 def _make_room(catalog: Catalog) -> None:

@@ -9,6 +9,7 @@ here by the rules of the text tiers: the whole prompt, after folding, or a simil
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semkv import plug
+from semkv.account import EMBEDDING, Account
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, image_roots
@@ -70,6 +72,7 @@ class Lookup:
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
     near: tuple[Match, str] | None = None  # see `ReuseReport.near`
+    left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
 
 
 class Planner:
@@ -248,7 +251,8 @@ class Planner:
 class Matching:
     """The tiers that the settings name, over one catalog. Any thread may call any method.
 
-    Without an ``encoder`` there is no semantic text tier. ``tiers`` are the user's own.
+    Without an ``encoder`` there is no semantic text tier. ``tiers`` are the user's own. The ``account`` says which
+    tiers pay.
 
     Raises:
         ConfigError: a tier is none, or has the name of another.
@@ -264,8 +268,11 @@ class Matching:
         similar: SimilarTier,
         tally: Tally,
         tiers: Sequence[Tier] = (),
+        *,
+        account: Account,
     ) -> None:
         self._config = config
+        self._account = account
         self._catalog = catalog
         self._hook = hook
         self._planner = planner
@@ -282,6 +289,13 @@ class Matching:
                 )
             taken.append(tier.name)
         self._names = (*built_in, *(tier.name for tier in self._tiers))
+        is_on = {
+            EXACT: config.exact,
+            EMBEDDING: bool(config.embedding_layers),
+            SEMANTIC: encoder is not None,
+            **{tier.name: True for tier in self._tiers},
+        }
+        self._accounted = {name for name, on in is_on.items() if on}
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -296,6 +310,7 @@ class Matching:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
         """
         found = Lookup(request, self.statuses())
+        found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
             with self._tally.boundary("catalog"):
@@ -303,18 +318,29 @@ class Matching:
                     self._similar.refresh()
             asked = (
                 (EXACT, self._exact(found, keyed)),
-                ("embedding", self._by_layers(found, keyed, given)),
+                (EMBEDDING, self._by_layers(found, keyed, given)),
                 (SEMANTIC, self._by_meaning(found, keyed)),
                 *((tier.name, self._plugged(found, keyed, tier)) for tier in self._tiers),
                 # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
                 (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
             )
-            for name, candidates in asked:
-                with self._tally.boundary(name):
-                    self._planner.take(found, candidates)
-                if found.plan is not None:
-                    break
+            self._ask(found, asked)
         return found
+
+    def _ask(self, found: Lookup, asked: Iterable[tuple[str, Iterable[Candidate]]]) -> None:
+        """Ask the tiers that pay until one has a donor, and book what that costs."""
+        spent: dict[str, float] = {}
+        for name, candidates in asked:
+            if name in found.left_out and self._account.auto:
+                continue
+            start = time.perf_counter()
+            with self._tally.boundary(name):
+                self._planner.take(found, candidates)
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+            if found.plan is not None:
+                break
+        for name in spent.keys() & self._accounted:
+            self._account.spent(name, spent[name], counts=name not in found.left_out)
 
     def _exact(self, found: Lookup, keyed: Keyed) -> Iterator[Candidate]:
         if self._config.exact:

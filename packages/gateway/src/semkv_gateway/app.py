@@ -50,6 +50,7 @@ from semkv_gateway.http import (
 )
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
+from semkv_gateway.prices import Prices, parse_price
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.store import Selector, SteadyClock
@@ -59,6 +60,7 @@ from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
+from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
 
@@ -272,6 +274,7 @@ def gateway_of(
     tag_rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     rules = Rules.of(settings)
     sampling = Sampling.of(settings)
+    prices = Prices([parse_price(price) for price in settings.prices])
     metrics = Metrics(workers)
     where = (
         re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
@@ -314,7 +317,17 @@ def gateway_of(
         tag_rules=tag_rules,
         least_cosine=rules.least_cosine,
     )
-    gateway = Gateway(settings, secret, upstream, cache, metrics, sampling=sampling, rules=rules)
+    worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
+    gateway = Gateway(
+        settings,
+        secret,
+        upstream,
+        cache,
+        metrics,
+        sampling=sampling,
+        worth=worth,
+        rules=rules,
+    )
     metrics.read_sizes(gateway.sizes)
     return gateway
 
@@ -393,6 +406,7 @@ class Operations:
         said = {
             "status": "ready" if up else "upstream down",
             "store": self._gateway.cache.responses.store_state,
+            "salt_refused": self._gateway.salts.refused,
         }
         return JSONResponse(said, 200 if up else 503)
 
@@ -408,6 +422,7 @@ class Operations:
     async def stats(self, _: Request) -> Response:
         metrics = self._gateway.metrics
         figures = await self._gateway.cache.figures(metrics.figures)
+        figures["worth"] = await self._gateway.cache.figures(self._gateway.worth.view)
         about = {
             "version": __version__,
             "workers": metrics.workers,

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from semkv.account import Account
 from semkv.cache import CacheStats, SemanticCache
 from semkv.niceness import set_niceness
 from semkv.tiers.matching import PendingEntry
+from semkv.tiers.tier import SEMANTIC
 from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
@@ -114,6 +116,7 @@ class CacheClient:
     ) -> None:
         self.responses = responses
         self.semantic = semantic
+        self.account = Account() if semantic is None else semantic.account
         self._metrics = metrics
         self._store_s = store_s
         self._tag_rules = tag_rules
@@ -200,7 +203,9 @@ class CacheClient:
 
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""
+        start = time.perf_counter()
         found = await self.stored(*canonical.keys)
+        self.account.spent(EXACT, time.perf_counter() - start)
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
@@ -229,11 +234,18 @@ class CacheClient:
         stored = self.responses.keeps(canonical, tags=self._tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
 
+    def leaves_out_similar(self, lookup: Lookup) -> bool:
+        """Whether a request is not compared with others, since that does not pay."""
+        report = lookup.report
+        return self.account.auto and report is not None and SEMANTIC in report.left_out
+
     async def join(self, lookup: Lookup, others: Mapping[PendingEntry, str]) -> Lookup | None:
         """What a request that found nothing may use of others whose answers are on their way; None for nothing. All but
         the prompt must be equal: the key of the request with the donor's prompt must be the donor's own, which
         ``others`` has."""
+        start = time.perf_counter()
         joined = await self._guarded("semantic", _in_thread(self._join, lookup, others))
+        self.account.spent(SEMANTIC, time.perf_counter() - start)
         if joined is not None:
             self._count(found=True)
         return joined
@@ -300,12 +312,14 @@ class CacheClient:
         """Whether the unchanged request should be run, too."""
         return self.semantic is not None and self.semantic.should_check(report)
 
-    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> None:
-        """Compare the unchanged request's own answer with the one that was given, and record it."""
-        if self.semantic is not None:
-            await self._guarded(
-                "semantic", self._records.run(None, _check, self.semantic, report, own, given)
-            )
+    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> bool | None:
+        """Compare the unchanged request's own answer with the one that was given, and record it. Whether they say the
+        same; None where that is not known."""
+        if self.semantic is None:
+            return None
+        return await self._guarded(
+            "semantic", self._records.run(None, _check, self.semantic, report, own, given)
+        )
 
     async def report_wrong(self, hit_id: str) -> None:
         """A hit was wrong: see `SemanticCache.report_wrong`."""
@@ -363,9 +377,11 @@ async def _in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     return await asyncio.wait_for(asyncio.to_thread(work, *args, **kwargs), _LOOKUP_S)
 
 
-def _check(semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> None:
-    semantic.checked(report.hit_id, semantic.same_answer(text_of(own), text_of(given)))
+def _check(semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> bool:
+    same = semantic.same_answer(text_of(own), text_of(given))
+    semantic.checked(report.hit_id, same)
     semantic.add_observation(report.unchanged(), text_of(own))
+    return same
 
 
 def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:

@@ -25,6 +25,7 @@ from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
+from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
 from semkv_gateway.logs import ONLY
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
@@ -40,6 +41,8 @@ from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
 from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
 from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_of
+from semkv_gateway.usage import zeroed
+from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +114,7 @@ class Asking:
     streams: bool  # a stream is asked for
     started: float  # by `time.perf_counter`
     since: str  # an invalidation after it removes the answer
+    begun: float = 0.0  # what `Worth.sent` returned
 
     async def send(self) -> Reply:
         if self.gateway.stopping.is_set():
@@ -129,7 +133,10 @@ class Asking:
     async def keep(self, flight: InFlight) -> None:
         """Store a whole answer that has the form that was asked for."""
         seconds = time.perf_counter() - self.started
-        self.gateway.computed(seconds, usable=flight.whole)
+        self.gateway.metrics.upstream_seconds.observe(seconds)
+        if flight.payload is not None and flight.whole:
+            worth = self.gateway.worth
+            worth.computed(self.canonical, flight.payload, seconds=seconds, begun=self.begun)
         converts = self.canonical.route.converts
         in_this_form = flight.streamed == self.streams or (converts and not flight.verbatim)
         writes = self.request.controls.write and not flight.refused
@@ -154,13 +161,16 @@ class Gateway:
         metrics: Metrics,
         *,
         sampling: Sampling,
+        worth: Worth,
         rules: Rules | None = None,
     ) -> None:
         self.settings = settings
+        self.worth = worth
+        self.holdout = Holdout(settings.holdout, metrics)
         self.upstream = upstream
         self.cache = cache
         self.metrics = metrics
-        self.recent_hits = RecentHits(metrics)
+        self.recent_hits = RecentHits()
         self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
@@ -260,10 +270,11 @@ class Gateway:
 
     async def _answer(self, request: GatewayRequest) -> Answer:
         """The answer to a request that memory has none for: looked up, joined to another's, or asked upstream."""
-        found = Lookup(request.canonical)
+        found = held = Lookup(request.canonical)
         try:
             if request.controls.read and request.blocked != SAMPLED:
-                found = await self.cache.look_up(request.canonical, writes=request.controls.write)
+                held = await self.cache.look_up(request.canonical, writes=request.controls.write)
+                found = self.holdout.applied(request.canonical, held)
                 answer = await self._without_asking(request, found)
                 if answer is not None:
                     return answer
@@ -271,6 +282,7 @@ class Gateway:
                 return self._none_stored(MISS)
             if request.reader is None:
                 self._start(request, found)
+            self._compare_held(request, found, held)
             return await self._serve(request, found)
         except UpstreamError as error:
             request.leave()
@@ -307,12 +319,6 @@ class Gateway:
         """Note what the head of a client's answer says; why the answer may go to nobody else, empty where it may."""
         self._answered(client, status)
         return self._separation.refusal(headers, by_credentials=client.by_credentials)
-
-    def computed(self, seconds: float, *, usable: bool) -> None:
-        """Note how long the upstream took for a whole answer."""
-        self.metrics.upstream_seconds.observe(seconds)
-        if usable:
-            self.recent_hits.computed(seconds)
 
     def _answered(self, client: Client, status: int) -> None:
         """Note whether the upstream accepts these credentials, and tell the store where that changed."""
@@ -366,6 +372,7 @@ class Gateway:
             stream=canonical.route.stream(),
         )
         request.reader = self.flights.start(flight, shared=shared)
+        asking.begun = self.worth.sent(flight)
         if lookup.report is not None:
             pending = Pending(lookup, flight)
             if shared:
@@ -376,7 +383,7 @@ class Gateway:
         """What a request that found nothing may use of others on their way that ask the same in other words. They are
         listed before anything is awaited."""
         own = found.entry
-        if own is None:
+        if own is None or self.cache.leaves_out_similar(found):
             return None
         others = dict[PendingEntry, str]()
         for pending in self.pending:
@@ -437,7 +444,12 @@ class Gateway:
             self.metrics.joins.labels(SIMILAR).inc()
         asked = None if lookup.tier == EXACT else request.canonical.request
         self.recent_hits.add(lookup, found, asked, request.client.tenant[:TAG_DIGITS], seconds)
+        self.worth.hit(lookup, found.response)
+        self.holdout.answered(request.canonical, lookup, seconds)
         self._check_soon(request, lookup.report, payload)
+        is_zeroed = self.settings.hit_usage == "zero"
+        if is_zeroed:
+            answer.body = zeroed(answer.body)
         answer.outcome = Outcome(
             "hit",
             tier=lookup.tier,
@@ -446,6 +458,7 @@ class Gateway:
             age_s=found.age_s,
             stale=found.stale,
             joined=joined,
+            zeroed=is_zeroed,
             payload=lambda: payload,
         )
         return answer
@@ -496,9 +509,12 @@ class Gateway:
         if request.reader.joined:
             tier = JOINED
             self.metrics.joins.labels(EQUAL).inc()
+            self.worth.joined(lookup.canonical, flight)
         elif why := request.why:
             self.metrics.unkept(why)
-        self.metrics.request(tier, flight.status, time.perf_counter() - request.start)
+        seconds = time.perf_counter() - request.start
+        self.metrics.request(tier, flight.status, seconds)
+        self.holdout.answered(request.canonical, lookup, seconds)
         answer.outcome = Outcome(
             tier,
             reason=why,
@@ -761,6 +777,21 @@ class Gateway:
         if own is not None:
             await self.cache.check(report, own, given)
 
+    def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
+        """Compare the near-hit that a request was not given with the answer that it gets."""
+        if found is held or held.found is None or request.reader is None:
+            return
+        assert held.report is not None
+        given = held.found.response.payload
+        self.spawn(self._compare(request.reader.flight, held.report, given))
+
+    async def _compare(self, flight: InFlight, report: ReuseReport, given: bytes) -> None:
+        await asyncio.wait((flight.task,))
+        if flight.whole and flight.payload is not None:
+            same = await self.cache.check(report, flight.payload, given)
+            if same is not None:
+                self.holdout.compared(same=same)
+
     async def _fetch(
         self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool = False
     ) -> bytes | None:
@@ -786,6 +817,7 @@ class Gateway:
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
+        self.worth.publish()
         sizes = self.cache.sizes()
         sizes["gauges"] |= {
             "salt_refused": float(self.salts.refused),
@@ -803,6 +835,7 @@ class Gateway:
         if self.background:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()
+        await asyncio.to_thread(self.worth.close)
         await self.cache.aclose()
 
 

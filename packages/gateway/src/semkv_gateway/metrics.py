@@ -1,6 +1,6 @@
 """What the gateway counts: Prometheus metrics in a registry of their own, the dashboard's live figures and latest hits.
 
-Events are counters and durations histograms; only sizes are gauges. Labels have few values; tenants are none.
+Events are counters and durations histograms; only sizes are gauges. Labels have few values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from semkv.periodic import Every
 from semkv.types import MediaSegment, Request, Segment
 from semkv_gateway.response_cache import Found
 from semkv_gateway.responses.store import StoredResponse
-from semkv_gateway.sse import text_of, usage_of
+from semkv_gateway.sse import text_of
 
 if TYPE_CHECKING:
     from semkv_gateway.cache_client import Lookup
@@ -62,7 +62,6 @@ _VALUES = 10_000  # latest values of headers that are known again
 _OFTEN = 8  # new values, from which on a header has a label of its own
 _LABELS = 32  # headers that have one
 _SHOWN = 100  # latest hits, and as many approximate ones
-_KNOWN = 4_096
 _TEXT = 4_000  # characters of one text that are shown
 _TEXTS = 8_000  # of all texts of a prompt, each counted with the fields around it
 _FIELDS = 100
@@ -219,10 +218,8 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._counted: dict[str, float] = {}
         self.live = Live()
-        self._events = self._counter("cache_events", "What the caches counted, by event.", "event")
-        self._requests = self._counter(
-            "requests", "Requests, by tier and status.", "tier", "status"
-        )
+        self._events = self.counter("cache_events", "What the caches counted, by event.", "event")
+        self._requests = self.counter("requests", "Requests, by tier and status.", "tier", "status")
         self._seconds = self._histogram(
             "request_seconds", "From the whole request to the start of the answer.", "tier"
         )
@@ -230,24 +227,24 @@ class Metrics:
         self.lookup_seconds = self._histogram(
             "semantic_lookup_seconds", "Semantic lookups, encoders included."
         )
-        self._uncacheable = self._counter(
+        self._uncacheable = self.counter(
             "uncacheable",
             "Requests that the cache could not answer, and answers that it could not keep.",
             "reason",
         )
-        self.turned_away = self._counter(
+        self.turned_away = self.counter(
             "turned_away",
             "Requests answered with 503, or cut, for want of room, by what there is too much of.",
             "what",
         )
         for what in ("connections", "bodies", "unread"):
             self.turned_away.labels(what)
-        self._headers = self._counter(
+        self._headers = self.counter(
             "header_values",
             "New values of headers that nobody has reviewed, each of which separates requests; '?' is the query.",
             "header",
         )
-        self._documents = self._counter(
+        self._documents = self.counter(
             "documents",
             "Requests with several documents, by what became of their order.",
             "outcome",
@@ -255,21 +252,22 @@ class Metrics:
         self._values: Latest[int, None] = Latest(_VALUES)
         self._split = Busiest(_COUNTED)
         self._labels: set[str] = set()
-        self._faults = self._counter("faults", "Faults that became a miss.", "part")
-        self.joins = self._counter(
+        self._faults = self.counter("faults", "Faults that became a miss.", "part")
+        self.joins = self.counter(
             "single_flight_joins",
             "Requests that joined another's, by how much alike they are.",
             "kind",
         )
         for kind in (EQUAL, SIMILAR):
             self.joins.labels(kind)
-        self.tokens = self._counter("tokens_saved", "Completion tokens not computed.")
+        self.tokens = self.counter("tokens_saved", "Completion tokens not computed.")
         self._children = lru_cache(256)(self._labelled)
-        self.saved = self._counter(
+        self.saved = self.counter(
             "seconds_saved", "Upstream seconds not spent, as measured on misses."
         )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A new counter of all processes."""
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
@@ -364,6 +362,12 @@ class Metrics:
                 "faults": by("faults", "part"),
                 "reasons": by("uncacheable", "reason"),
                 "headers": by("header_values", "header"),
+                "holdout": {
+                    "requests": by("holdout_requests", "group"),
+                    "near": by("holdout_near_hits", "group"),
+                    "seconds": by("holdout_seconds", "group"),
+                    "answers": by("holdout_answers", "outcome"),
+                },
                 **{
                     ours: sum(sample.value for sample in found.get(name, ()))
                     for ours, name in names.items()
@@ -421,20 +425,13 @@ class Hit:
 class RecentHits:
     """Keeps the latest hits; approximate ones are not pushed out by exact ones. Used only on the event loop."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self) -> None:
         self._hits: dict[bool, deque[Hit]] = {kind: deque(maxlen=_SHOWN) for kind in (True, False)}
-        self._tokens: Latest[str, int] = Latest(_KNOWN)  # by key
-        self._mean_s = 0.0
-
-    def computed(self, seconds: float) -> None:
-        """The upstream has answered in so many seconds."""
-        self._mean_s = seconds if not self._mean_s else 0.95 * self._mean_s + 0.05 * seconds
 
     def add(
         self, lookup: Lookup, found: Found, asked: Request | None, tenant: str, seconds: float
     ) -> None:
-        """Note a hit and what it saved: tokens, and the seconds of an average miss."""
+        """Note a hit."""
         response, report = found.response, lookup.report
         shown = response
         if len(response.payload) > _PAYLOAD or len(response.prompt) > _TEXT:
@@ -455,15 +452,6 @@ class RecentHits:
             sent = None if asked is None else _parts(asked.segments)
             hit = replace(hit, hit_id=report.hit_id, asked=sent, donor=_parts(report.plan.segments))
         self._hits[exact].append(hit)
-        tokens = self._tokens.get(response.key)
-        if tokens is None:
-            writes = bool(
-                lookup.canonical.route.fixed_by
-            )  # others, as embeddings, hold megabytes of numbers instead
-            usage = usage_of(response.payload) if writes else {}
-            tokens = self._tokens[response.key] = max(0, usage.get("output_tokens", 0))
-        self._metrics.tokens.inc(tokens)
-        self._metrics.saved.inc(max(0.0, self._mean_s - seconds))
 
     def recent(self) -> list[Hit]:
         """The latest hits, newest first."""

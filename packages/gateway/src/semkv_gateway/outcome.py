@@ -21,6 +21,7 @@ class Outcome:
         joined: whether the client waited for an answer to another request, which is stored now.
         steadied: whether the request was given the temperature 0.
         reordered: whether its documents were sent in another order than they came in.
+        zeroed: whether its usage says that nothing was spent.
         tenant: the beginning of the digest of its tenant.
         model: as the client named it; empty where the body was not read.
         payload: reads the whole answer; None until there is one.
@@ -36,6 +37,7 @@ class Outcome:
     joined: bool = False
     steadied: bool = False
     reordered: bool = False
+    zeroed: bool = False
     tenant: str = ""
     model: str = ""
     payload: Callable[[], bytes | None] = lambda: None
@@ -54,6 +56,8 @@ class Outcome:
             words.append("stale")
         if self.joined:
             words.append("joined")
+        if self.zeroed:
+            words.append("usage=zero")
         if self.reordered:
             words.append("reordered")
         if self.steadied:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter, validators
@@ -24,7 +24,8 @@ from cyclopts import Parameter, validators
 from semkv import plug
 from semkv.config import BOUNDS, NEAR, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
-from semkv.types import CacheMode
+from semkv.types import CacheMode, TierChoice
+from semkv_gateway.prices import PRICE_FORM, is_price
 from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
 
 _KEY_LENGTH = 16
@@ -74,6 +75,9 @@ ZERO = Allowed("0, since with another temperature answers are drawn at random", 
 DRAWN = Parameter(group="What is kept")
 LIFE = Parameter(group="Lifetimes and labels")
 TENANTS = Parameter(group="Tenants")
+WORTH = Parameter(group="Worth")
+PRICE = Allowed(PRICE_FORM, is_price, each=True)
+SHARE = Allowed("0, or a share below 1, such as 0.01", lambda share: 0.0 <= share < 1.0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,13 @@ class ServerSettings(LookupConfig):
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
         encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
+        prices: Such as `gpt-4o*=input=2.5 output=10`, per million tokens; may be repeated, in a file a table.
+        worth_days: Days for which it is kept what was saved.
+        hit_usage: original, or zero: the usage of a hit says that nothing was spent.
+        holdout: Share of requests that get no near-hit, so that near-hits are measured against them.
     """
+
+    tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
 
     upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
     store: str = ""
@@ -146,6 +156,10 @@ class ServerSettings(LookupConfig):
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
+    prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
+    worth_days: Annotated[int, POSITIVE, WORTH] = 90
+    hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"
+    holdout: Annotated[float, SHARE, WORTH] = 0.0
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:

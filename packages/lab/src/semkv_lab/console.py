@@ -25,6 +25,7 @@ from rich.table import Table
 
 from semkv import __version__
 from semkv.errors import ConfigError
+from semkv_lab import worth
 from semkv_lab.metrics import COLUMNS, Estimate, Figures, read_estimate
 from semkv_lab.samples import Sample, SampleRecord
 
@@ -129,6 +130,8 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
             for row in summary["tiers"]
         ]
         console.print(table("by tier", names, rows))
+    if found := worth.rows(summary.get("worth", {})):
+        console.print(table("what looking cost and hits saved", worth.COLUMNS, found))
     place = ("on disk", f"{decimal(summary['bytes_on_disk'])} in {settings.cache.cache_dir}")
     console.print(table("figures", (), [*figures(summary), place]))
 

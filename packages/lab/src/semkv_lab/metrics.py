@@ -512,7 +512,7 @@ def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more
 
     ``cold`` has every answer of the cold pass, more than the records have where a run was interrupted. ``more`` is what
     the run itself knows: ``refused`` (approximate matches that were turned down after the search), ``bytes_on_disk``,
-    ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``.
+    ``interrupted``, ``skipped`` (ids of samples without an image file), ``faults``, ``worth`` (`semkv_lab.worth`).
     """
     run = Run(records, cold)
     found = {
@@ -532,6 +532,7 @@ def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more
         "interrupted": False,
         "skipped": (),
         "faults": {},
+        "worth": {},
     } | more
     for column in COLUMNS:
         *groups, name = column.path.split(".")

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from matplotlib.figure import Figure
 
 from semkv import __version__
-from semkv_lab import metrics
+from semkv_lab import metrics, worth
 from semkv_lab.console import keep_apart, percent, seconds, shown, writing
 from semkv_lab.metrics import Estimate, given, read_estimate, without, wrong_hit
 from semkv_lab.results import Experiment, Point, Wrong, points, read_logs, wrong_hits
@@ -93,7 +93,8 @@ def _counts(experiments: Sequence[Experiment]) -> str:
 def _sections(experiments: Sequence[Experiment]) -> list[Section]:
     plane = points(experiments)
     colors = dict(zip(dict.fromkeys(e.group for e in experiments), cycle(SERIES), strict=False))
-    found = [_tradeoff(plane, colors), _tiers(experiments, colors), *_table(experiments)]
+    figures = [_tradeoff(plane, colors), _tiers(experiments, colors)]
+    found = [*figures, _worth(experiments), *_table(experiments)]
     return [
         *filter(None, found),
         _wrong(experiments),
@@ -135,6 +136,21 @@ COLUMNS: Mapping[str, Column] = {
     "note": Column("error or note", lambda e: e.error.strip() or e.notes or "-"),
 }
 """Every column by its title."""
+
+
+def _worth(experiments: Sequence[Experiment]) -> Section | None:
+    """What each tier cost and saved in each experiment."""
+    rows = [
+        {"experiment": e.name, **dict(zip(worth.COLUMNS, row, strict=True))}
+        for e in experiments
+        for row in worth.rows((e.summary or {}).get("worth", {}))
+    ]
+    said = (
+        "Spent is the time of a tier's lookups, hits or misses. A hit saves what the first token of a miss of its size "
+        "takes longer than its own; below zero it took longer. The last columns count the requests for which --tiers "
+        "auto would not have asked a tier, and the hits that would have been lost."
+    )
+    return Section("Time that looking cost and hits saved", said, rows) if rows else None
 
 
 def _table(experiments: Sequence[Experiment]) -> list[Section]:

@@ -62,6 +62,7 @@ from semkv_lab.samples import (
     read_rows,
 )
 from semkv_lab.settings import RunSettings
+from semkv_lab.worth import Savings, worth
 from semkv_stores.files import described
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def run(
         interrupted = True
     finally:
         stats = cache.stats() if cache is not None else CacheStats()
+        found = worth(cache.account) if cache is not None else {}
         if cache is not None:
             cache.close()
     summary = summarise(
@@ -114,6 +116,7 @@ def run(
         bytes_on_disk=bytes_on_disk(settings),
         interrupted=interrupted,
         skipped=runner.skipped,
+        worth=found,
         refused=stats.refused + sum(stats.vetoes.values()),
         faults={**runner.faults, **{f"cache fault: {kind}": n for kind, n in stats.faults.items()}},
     )
@@ -134,6 +137,11 @@ class _Runner:
     faults: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
     _failed: set[str] = field(default_factory=set)
+    _savings: Savings | None = None
+
+    def __post_init__(self) -> None:
+        if self._cache is not None:
+            self._savings = Savings(self._cache.account)
 
     def run(self, baseline: Path | None) -> None:
         if self.settings.baseline and baseline is None:
@@ -299,6 +307,8 @@ class _Runner:
         """
         start = time.perf_counter()
         cache = self._cache
+        if self._savings is not None:
+            self._savings.note(report, result)
         if cache is not None and (self.settings.reuse == "inputs" or not report.plan.substituted):
             cache.add_observation(report, result.text, metadata=self._metadata(result))
             if report.plan.substituted and cache.should_check(report):

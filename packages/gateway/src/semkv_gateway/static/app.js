@@ -4,6 +4,7 @@
 const KEY = "semkv-admin-key";
 const EVERY_MS = 2000;
 const $ = (id) => document.getElementById(id);
+const WORTH_ROWS = 14; // days, models or tenants
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 let timer = null;
 let asked = null; // the criteria that were counted last
@@ -205,6 +206,45 @@ function showStats(stats) {
   $("faults").textContent = faults.length ? faults.map(([part, n]) => `${part}: ${whole(n)}`).join(", ") : "none";
   $("faults").className = faults.length ? "bad" : "dim";
   showSizes(gauges);
+  showWorth(stats.worth);
+  showHoldout(totals.holdout);
+}
+
+// -- worth -----------------------------------------------------------------------------------------------------
+
+const money = (amount) => amount.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: amount < 1 ? 4 : 2 });
+
+function showWorth(worth) {
+  $("worth").hidden = !worth;
+  if (!worth) return;
+  const days = Object.values(worth.day);
+  const sum = (name) => days.reduce((a, day) => a + day[name], 0);
+  $("worth-days").textContent = whole(worth.days);
+  const paid = worth.priced
+    ? `, which would have cost ${money(sum("money"))}; what was sent upstream cost ${money(sum("sent_money"))}`
+    : "; --price says what they would have cost";
+  $("worth-sum").textContent = `${whole(sum("requests"))} requests not sent of ${whole(sum("requests") + sum("sent_requests"))}, `
+    + `${seconds(sum("gpu_s"))} of GPU time and ${whole(sum("input_tokens") + sum("output_tokens"))} tokens saved${paid}.`;
+  $("worth-tiers").replaceChildren(...Object.entries(worth.tiers).map(([tier, n]) => {
+    const share = worth.asked[tier];
+    const often = share === undefined || share === 1 ? "all" : `1 in ${Math.round(1 / share)}`;
+    return row(tier, whole(n.hits), seconds(n.spent_s), seconds(n.saved_s), often);
+  }));
+  for (const kind of ["day", "model", "tenant"]) {
+    $(`worth-${kind}`).replaceChildren(...Object.entries(worth[kind]).slice(0, WORTH_ROWS).map(([name, n]) =>
+      row(name || "-", whole(n.requests), seconds(n.gpu_s), worth.priced ? money(n.money) : "-")));
+  }
+}
+
+function showHoldout({ requests, near, seconds: took, answers }) {
+  const held = requests["held out"] || 0, served = requests.served || 0;
+  $("holdout").hidden = !held;
+  if (!held) return;
+  const mean = (group, n) => (n ? seconds(took[group] / n) : "-");
+  const compared = (answers.same || 0) + (answers.other || 0);
+  $("holdout").textContent = `Held out from near-hits: ${whole(held)} requests, answered after ${mean("held out", held)}; `
+    + `the other ${whole(served)} after ${mean("served", served)}. `
+    + `Near-hits compared with the request's own answer: ${whole(compared)}, of which ${whole(answers.other || 0)} differ.`;
 }
 
 // -- hits ------------------------------------------------------------------------------------------------------
@@ -314,7 +354,8 @@ async function refresh() {
     $("state").textContent = `version ${stats.version}, ${stats.workers > 1 ? `${stats.workers} workers, ` : ""}refreshed ${new Date().toLocaleTimeString()}`
       + (away ? ", the store is away: answers come from memory alone" : "")
       + (refuses ? `, the store takes no new answers (/readyz says why): ${waiting} are in memory alone` : "");
-    $("state").className = away || refuses ? "bad" : "";
+    if (stats.gauges.salt_refused) $("state").textContent += ", the upstream refuses cache_salt: tenants share its prefix cache";
+    $("state").className = away || refuses || stats.gauges.salt_refused ? "bad" : "";
     showStats(stats);
     showHits();
     return true;
