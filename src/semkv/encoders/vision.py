@@ -167,9 +167,10 @@ class SmallCopy:
 
         image = read_picture(data, most_pixels=MOST_PIXELS, side=_SMALL_SIDE)
         copy = image.resize((_CELLS, _CELLS), Resampling.BOX).convert("YCbCr")
-        luma, blues, reds = np.moveaxis(np.asarray(copy, np.float32) - 128, -1, 0)
-        halves = [plane.reshape(-1, 2).mean(axis=1) for plane in (blues, reds)]
-        numbers = np.concatenate([(luma - luma.mean()).ravel(), *halves])
+        levels = np.asarray(copy, np.float32) - 128
+        luma = levels[:, :, 0]
+        chroma = levels[:, :, 1:].reshape(-1, 2, 2).mean(axis=1)
+        numbers = np.concatenate([(luma - luma.mean()).ravel(), chroma.ravel()])
         numbers += 1  # no vector of a gray picture is zero
         unit: Vector = at_unit_length(numbers[None])[0]
         return unit
