@@ -229,7 +229,9 @@ def simulated(trace: Trace, orders: list[Order], tokens: int, block: int) -> dic
 class Engine:
     """vLLM in this process."""
 
-    def __init__(self, name: str, folder: Path, tokens: int, block: int, more: Any) -> None:
+    def __init__(
+        self, name: str, folder: Path, *, tokens: int, block: int, longest: int, more: Any
+    ) -> None:
         from vllm import LLM
 
         if name == "tiny":
@@ -247,7 +249,7 @@ class Engine:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=8192,
+            max_model_len=longest,
             max_num_seqs=4,
             enable_prefix_caching=True,
             num_gpu_blocks_override=tokens // block + 1,  # one is vLLM's own
@@ -330,7 +332,12 @@ def main() -> None:
         tokens = options.caches[0]
         with tempfile.TemporaryDirectory() as folder:
             engine = Engine(
-                options.engine, Path(folder), tokens, options.block, options.engine_args
+                options.engine,
+                Path(folder),
+                tokens=tokens,
+                block=options.block,
+                longest=SYSTEM + QUESTION + options.each * options.sizes[1] + 1,
+                more=options.engine_args,
             )
             engine.ask(trace, trace.requests[:20])  # warm
             result["engine"] = {name: list[Any]() for name in orders}

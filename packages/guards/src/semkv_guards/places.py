@@ -6,8 +6,9 @@ say anything, so it asks as well whether a text is in a language that has a file
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 
 from semkv_guards.language import Language, languages
@@ -19,6 +20,9 @@ _SAMPLE = 2000  # characters of a document by which its language is told
 _NEAR = 3  # words between a word for a document and one for a place
 _TELLING = 14  # words of a text of which one or more must be frequent words of its language
 _KNOWN = 0.6  # of all words of a text without one
+_FIGURES = 3
+_TOKEN = re.compile(r"[^\W\d_]+|\d+")
+_ROMAN = re.compile(r"[ivx]+", re.IGNORECASE)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)*")
 _OPEN = r"[\[({<#【（]\s*"
 _CLOSED = r"\s*[\])}>,;:】）–-]"
@@ -33,9 +37,13 @@ class _Places:
 
     def __init__(self, language: Language) -> None:
         self._language = language
-        self._of_place = _any_of(language.placed | language.ordinals)
+        self._of_place = language.placed | language.ordinals
         self._numbers = _any_of(language.numbers.keys())
-        self._nouns = _any_of(language.documents | language.pieces)
+        self._near = language.placed_near | language.numbers.keys()
+        self._nouns = language.documents | language.pieces
+        self._last_of_phrases = {phrase.split()[-1] for phrase in language.placed_phrases}
+        phrases = "|".join(map(_phrase, language.placed_phrases)) or "(?!)"
+        self._phrases = _pattern(rf"\b(?:{phrases})\b(?!\s+(?:to|that)\b)")
 
     def has(self, text: str) -> bool:
         """Whether a text is in this language."""
@@ -54,25 +62,41 @@ class _Places:
         nouns = _any_of(self._language.together)
         return _pattern(rf"\bfollowing{between}\s+{nouns}\b|\b{nouns}{between}\s+below\b")
 
-    @cached_property
-    def _told(self) -> re.Pattern[str]:
-        otherwise = _any_of(self._language.placed_otherwise)
-        near = _any_of(self._language.placed_near | self._language.numbers.keys())
-        between = rf"\W+(?:[^\W\d_]+\s+){{0,{_NEAR}}}"
-        number = rf"(?:\d+|{self._numbers}|[ivx]+)"
-        phrases = map(_phrase, self._language.placed_phrases)
-        return _pattern(
-            rf"\b{self._of_place}\b(?!\s+{otherwise}\b)"
-            rf"|\b{self._nouns}[\W_]*(?:{_any_of(self._language.labels)}\W*)?{number}\b"
-            rf"|\b{self._nouns}\s+(?-i:[A-Z])\b"
-            rf"|\b(?:{near}|\d+){between}{self._nouns}\b"
-            rf"|\b{self._nouns}{between}{near}\b"
-            rf"|\b(?:{'|'.join(phrases)})\b(?!\s+(?:to|that)\b)"
-        )
+    def _tells(self, text: str) -> bool:
+        tokens = _TOKEN.findall(text)
+        words = [token.lower() for token in tokens]
+        if self._last_of_phrases.intersection(words) and self._phrases.search(text):
+            return True
+        for at, word in enumerate(words):
+            if word in self._of_place and not self._is_time(words, at):
+                return True
+            if word in self._nouns and self._is_told(tokens, words, at):
+                return True
+        return False
 
-    @cached_property
-    def _inside(self) -> re.Pattern[str]:
-        return _pattern(rf"\b{self._of_place}\s+{_any_of(self._language.documents)}\b")
+    def _is_time(self, words: Sequence[str], at: int) -> bool:
+        """Whether a word for a place tells a time or a name, as in "last year"."""
+        return any(word in self._language.placed_otherwise for word in words[at + 1 : at + 2])
+
+    def _is_told(self, tokens: Sequence[str], words: Sequence[str], at: int) -> bool:
+        """Whether words near one for a document tell which one."""
+        before = words[max(0, at - _NEAR - 1) : at]
+        after = words[at + 1 : at + _NEAR + 2]
+        if any(word in self._near or _is_count(word) for word in before):
+            return True
+        if any(word in self._near for word in after):
+            return True
+        following = tokens[at + 1 : at + 3]
+        if following and following[0].lower() in self._language.labels:
+            following = following[1:]
+        return bool(following) and _is_label(following[0])
+
+    def _tells_others(self, document: str) -> bool:
+        words = [token.lower() for token in _TOKEN.findall(document)]
+        return any(
+            word in self._of_place and following in self._language.documents
+            for word, following in itertools.pairwise(words)
+        )
 
     @cached_property
     def _label(self) -> re.Pattern[str]:
@@ -93,15 +117,26 @@ class _Places:
     def told(self, text: str, *, in_front: bool) -> bool:
         """Whether a text tells documents by their places."""
         left = self._together.sub(" ", text) if in_front else text
-        return self._told.search(left) is not None
+        return self._tells(left)
 
     def numbered(self, document: str) -> bool:
         """Whether a document has a number or another label, or tells others by their places."""
         return (
             self._label.search(document[:_HEAD]) is not None
             or self._last_label.search(document[-_TAIL:]) is not None
-            or self._inside.search(document) is not None
+            or self._tells_others(document)
         )
+
+
+def _is_count(word: str) -> bool:
+    """Whether a word may count documents; a longer number is a year."""
+    return word.isdigit() and len(word) <= _FIGURES
+
+
+def _is_label(token: str) -> bool:
+    """Whether what stands behind a word for a document may name one: a number or a capital letter."""
+    is_letter = len(token) == 1 and token.isupper()
+    return is_letter or token.isdigit() or _ROMAN.fullmatch(token) is not None
 
 
 def _any_of(words: Iterable[str]) -> str:
