@@ -10,6 +10,7 @@
 #   fusion     fusion_load: encoder outputs
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
+#   positions  positions: documents at another position, Qwen2.5-7B's shape
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
 #              start takes a minute, the first arm of a data set starts two: about 20 minutes in all (STEP_S)
@@ -83,9 +84,10 @@ families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3
 identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
 identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
+positions) bench positions positions.py --out "$out/positions.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,17p' "$0"; exit 2 ;;
+*) sed -n '2,18p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left
