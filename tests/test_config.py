@@ -157,7 +157,7 @@ class TestFile:
         self, write: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         page = Path(__file__).parent.parent / "docs" / "operations.md"
-        (text,) = re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        text = "".join(re.findall(r"```toml\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
         started: list[Any] = []
         monkeypatch.setattr(
             "semkv_gateway.serve.run_server",
@@ -173,6 +173,7 @@ class TestFile:
             salt=False,
             default_temperature=0.0,
             sampled_rules=("model:o4-*=keep",),
+            prices=("gpt-4o-mini*=input=0.15 output=0.6", "text-embedding-*=input=0.02"),
         )
 
     def test_flags_override_variables_and_variables_the_file(

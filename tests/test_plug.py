@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,7 @@ def confused(default: Path, max_bytes: int) -> Confused:
 
 
 def test_a_store_that_errs_or_breaks_costs_hits_only(tmp_path: Path) -> None:
+    Confused.latest = StoredResponse("another", "tenant", "model", b"{}", time.time())
     with Pair(tmp_path, store=f"{__name__}:confused", semantic=False) as pair:
         for text in ("first", "second", "third"):
             answer = pair.post(text)

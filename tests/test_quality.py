@@ -182,7 +182,7 @@ def test_the_commands_from_file_to_figure(tmp_path: Path, monkeypatch: pytest.Mo
         for n, topic in enumerate(topics):
             noise = {
                 "a": f"what is a good {topic}",
-                "b": f"what is a good {topic} teacher",
+                "b": f"what is a really good {topic}",
                 "same": n % 2,
             }
             file.write(json.dumps(noise) + "\n")

@@ -341,7 +341,9 @@ class TestAdvice:
 
 
 FIELDS = st.dictionaries(
-    st.sampled_from(["temperature", "top_p", "seed", "n", "max_tokens", "stop", "tools", "odd"]),
+    st.sampled_from(
+        ["temperature", "top_p", "seed", "n", "max_tokens", "stop", "tools", "mirostat"]
+    ),
     st.none() | st.integers(-1, 2) | st.just("x"),
 )
 
@@ -353,7 +355,9 @@ def test_no_request_that_names_how_to_draw_is_changed(fields: dict[str, Any]) ->
     sampling = Sampling(steady=True, keep=False, rules=[])
     settled = sampling.settled(asked, Controls())
     named = [
-        name for name in ("temperature", "top_p", "seed", "odd") if fields.get(name) is not None
+        name
+        for name in ("temperature", "top_p", "seed", "mirostat")
+        if fields.get(name) is not None
     ]
     if settled.steadied:
         assert not named

@@ -246,15 +246,18 @@ def _noting(found: Report, name: str, file: Path) -> Iterator[None]:
 
 @contextmanager
 def _entries(
-    found: Report, cache_dir: Path, *, whole: bool = False
+    found: Report, cache_dir: Path, *, whole: bool = False, room: bool = False
 ) -> Iterator[tuple[Catalog, list[Maintained]]]:
-    """The catalog, and the stores beside it. With ``whole`` the structure of the database is checked before."""
+    """The catalog, and the stores beside it. With ``whole`` the structure of the database is checked before, with
+    ``room`` there is room for what a deletion writes: also the stores beside it may write when they are opened."""
     file = cache_dir / CATALOG
     if not database.is_filled(file):
         raise FileNotFoundError(file)
     with ExitStack() as opened:
         catalog = Catalog(file, timeout_s=_WAIT_S, replace=False)
         opened.enter_context(closing(catalog))
+        if room:
+            _make_room(catalog)
         beside = _beside(found, catalog)
         for store in beside:
             opened.enter_context(closing(store))
@@ -482,11 +485,13 @@ def collect(cache_dir: Path, max_age_days: float | None = None) -> Report:
             found.counts[name] = store.sweep()
     with (
         _noting(found, "catalog", cache_dir / CATALOG),
-        _entries(found, cache_dir, whole=bool(max_age_s)) as (catalog, beside),
+        _entries(found, cache_dir, whole=bool(max_age_s), room=bool(max_age_s)) as (
+            catalog,
+            beside,
+        ),
     ):
         if max_age_s:
             before = now - max_age_s
-            _make_room(catalog)
             for other in beside:
                 found.counts[other.name] += other.collect(before)
             removed = catalog.invalidate(before=before)
@@ -532,10 +537,8 @@ def purge(
     if tenants is not None or tag is not None:
         with (
             _noting(found, "catalog", cache_dir / CATALOG),
-            _entries(found, cache_dir, whole=True) as (catalog, beside),
+            _entries(found, cache_dir, whole=True, room=not dry_run) as (catalog, beside),
         ):
-            if not dry_run:
-                _make_room(catalog)
             for other in beside:
                 found.counts[other.name] += other.purge(tenants=tenants, tag=tag, dry_run=dry_run)
             removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)

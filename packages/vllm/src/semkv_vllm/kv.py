@@ -121,7 +121,7 @@ class SemKVScheduler(OffloadingConnectorScheduler):
         pending = False
         rest = 0
         # With KV events vLLM notes every block that it finds.
-        if isinstance(manager, SemKVManager) and not manager.shared.tells_events:
+        if isinstance(manager, SemKVManager) and not manager.tells_events:
             held, pending = manager.held(keys, req_context)
         if held < len(keys):
             rest = super()._maximal_prefix_lookup(

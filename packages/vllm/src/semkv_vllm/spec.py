@@ -47,6 +47,7 @@ class SemKVManager(TieringOffloadingManager):
     checks what comes from other tiers."""
 
     shared: KVShared
+    tells_events: bool  # of this engine's KV, to vLLM
     _seals: Seals | None
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _under_way: dict[bytes, str]  # to host memory, each with its tenant's tag
@@ -58,6 +59,7 @@ class SemKVManager(TieringOffloadingManager):
         made: Any = manager
         made.__class__ = cls
         made.shared = shared
+        made.tells_events = shared.tells_events
         made._seals = None
         made._doomed = set()
         made._spoiled = set()
