@@ -19,6 +19,8 @@ from semkv_guards.language import languages
 WORDS = Path(__file__).parent / "words" / "spelling" / "en.toml"
 SHORTEST = 5
 """Letters of a word that may have been meant."""
+LONGEST = 24
+"""Letters of a word that may be a slip: what is made of one by slips grows with the square of its length."""
 _LONG = 8  # of one that lost its first letter
 _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -71,7 +73,7 @@ def _differing(a: str, b: str) -> Iterator[str]:
     """The words that one text alone has, in small letters and without the signs around them."""
     for chunk in set(a.split()).symmetric_difference(b.split()):
         word = chunk.strip(_EDGES).lower()
-        if len(word) >= SHORTEST and word.isalpha() and word.isascii():
+        if SHORTEST <= len(word) <= LONGEST and word.isalpha() and word.isascii():
             yield word
 
 
@@ -88,7 +90,12 @@ def _meant(word: str) -> frozenset[str]:
     be one of several."""
     known = _spelling()
     nothing: frozenset[str] = frozenset()
-    if len(word) < SHORTEST or word in known.common or word in known.rare or word in _lookalikes():
+    if (
+        not SHORTEST <= len(word) <= LONGEST
+        or word in known.common
+        or word in known.rare
+        or word in _lookalikes()
+    ):
         return nothing
     near = _near(word) & known.common
     found = frozenset(each for each in near if word in slips(each))
@@ -116,8 +123,9 @@ def _plain_words(text: str) -> frozenset[str]:
 
 def _starts(text: str, place: int) -> bool:
     """Whether a sentence starts at a place."""
-    before = text[:place].rstrip()
-    return not before or before[-1] in ".?!"
+    while place and text[place - 1].isspace():
+        place -= 1
+    return not place or text[place - 1] in ".?!"
 
 
 def _put_right(text: str, meant: dict[str, str]) -> str:
