@@ -27,6 +27,9 @@ from semkv_demo.screen import is_right, make_console, notes, show, summed_up
 from semkv_demo.turns import Ask, Found, Reply, in_turns, say
 from semkv_lab.console import environment, to_json, version, write_json, writing
 
+_SETTLED_S = (
+    2.0  # an engine keeps nothing of weights that were written in the second before its start
+)
 _BATCH = 2048  # tokens; vLLM tries a step of as many when it starts
 _KV_BYTES = 1 << 29
 _GPU_SHARE = 0.1  # of memory that must be free when an engine starts; two run at once
@@ -87,6 +90,7 @@ class _Demo:
         writing.start()
         asked = questions(self.sizes.pictures + 1)
         writing.join()
+        time.sleep(_SETTLED_S)
         later = self._store(context)
         say("a server and the gateway start")
         server.ready()
