@@ -106,7 +106,8 @@ class KVSettings:
             it what others have asked.
         document_repair: with `semkv_vllm.worker.DocumentWorker`, how many first tokens of a document are computed again
             where it is reused at another position, in whole blocks.
-        document_tokens: reuse no documents where that saves fewer tokens.
+        document_tokens: reuse no documents where that saves fewer tokens: on an H100 2,048 of them cost more than
+            computing them (`bench/results/h100/positions.json`).
         document_rows: how many tokens may be computed again in one step, outside of the step's own budget, while
             decoding requests wait; 0 for as many as a step may have.
         document_separator: tokens that stand before, between and after the documents of requests that say
@@ -127,7 +128,7 @@ class KVSettings:
     allowed_params: tuple[str, ...] = ()
     report_loads: bool = False
     document_repair: Annotated[int, NOT_NEGATIVE] = 32
-    document_tokens: Annotated[int, NOT_NEGATIVE] = 2048
+    document_tokens: Annotated[int, NOT_NEGATIVE] = 4096
     document_rows: Annotated[int, NOT_NEGATIVE] = 0
     document_separator: tuple[int, ...] = ()
 
