@@ -201,6 +201,7 @@ def test_a_job_that_hangs_is_given_up_while_others_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     fake = Fake(BlockStore(tmp_path, "kv"), monkeypatch, {1})
+    monkeypatch.setattr(disk_process, "_SILENT_S", 60.0)  # engines of other tests are patient
     now = [100.0]
     monkeypatch.setattr(disk_process, "time", SimpleNamespace(monotonic=lambda: now[0]))
     hangs = fake.disk.submit(**job(file))
@@ -217,6 +218,7 @@ def test_a_job_that_hangs_is_given_up_while_others_are_answered(
 
 
 def test_a_job_that_waits_behind_others_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_process, "_SILENT_S", 60.0)  # engines of other tests are patient
     waiting = disk_process._UnderWay(threads=2)
     for number in range(6):
         waiting.add(number)

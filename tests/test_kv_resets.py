@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,9 @@ def busy(model: str, cache: str) -> dict[str, Any]:
     for name, ids in asked.items():
         engine.start(name, ids, 16)
     engine.until(*asked)
+    while engine.shared.counters["stored_blocks"] == stored and "old and short" not in engine.done:
+        time.sleep(0.1)  # the disk is a process of its own, and tells in a step
+        engine.step()
     found["old beside"] = sorted(name.rpartition("-")[0] for name in engine.shared.old.requests)
     found["stored beside"] = engine.shared.counters["stored_blocks"] - stored
     engine.until("old and short")
