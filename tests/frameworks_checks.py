@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
+from langchain_core.load import dumps
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.outputs import ChatGeneration, Generation
 from langchain_openai import ChatOpenAI
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
@@ -167,6 +170,47 @@ def test_langchain_tool_calls_come_back_equal(upstream: Served, cache: SemanticC
     assert len(upstream.app.calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        ({"finish_reason": "STOP"}, True),
+        ({"stopReason": "end_turn"}, True),
+        ({"status": "completed", "incomplete_details": None}, True),
+        ({"stopReason": "max_tokens"}, False),
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, False),
+        ({"details": {"finish_reason": "length"}}, False),
+        ({"finish_reason": ["stop"]}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_langchain_keeps_what_is_known_to_be_whole(
+    told: dict[str, Any], kept: bool, cache: SemanticCache
+) -> None:
+    answers = LangChainCache(cache)
+    message = AIMessage("an answer", response_metadata=told)
+    answers.update("a question", "[]", [ChatGeneration(message=message)])
+    assert (answers.lookup("a question", "[]") is not None) is kept
+
+
+def test_langchain_caches_nothing_that_is_only_named(cache: SemanticCache) -> None:
+    answers = LangChainCache(cache)
+    whole = [Generation(text="x", generation_info={"finish_reason": "stop"})]
+    named = f"[('response_format', {AnswerCache!r})]"
+    unwritten = dumps([HumanMessage(ONE), object()])
+    for prompt, settings in (
+        (ONE, named),
+        (ONE, dumps(object()) + "---[]"),
+        (unwritten, "[]"),
+        (json.dumps([ONE]), "[]"),
+    ):
+        answers.update(prompt, settings, whole)
+        assert answers.lookup(prompt, settings) is None
+    deep = "[" * 100_000
+    answers.update(deep, "[]", whole)
+    assert answers.lookup(deep, "[]") is not None
+
+
 # -- LiteLLM ------------------------------------------------------------------------------------
 
 
@@ -242,7 +286,8 @@ def test_litellm_keeps_what_is_whole_as_long_as_it_may(complete: Any, upstream: 
     for _ in range(2):
         complete("What is it? [length]")
         complete(ONE, cache={"ttl": 0})
-    assert len(upstream.app.calls) == 4
+        complete(OTHER, cache={"ttl": "soon"})
+    assert len(upstream.app.calls) == 6
 
 
 # -- LlamaIndex ---------------------------------------------------------------------------------
@@ -282,6 +327,18 @@ def test_llama_index_settings_separate(upstream: Served, cache: SemanticCache) -
         pictured = ChatMessage(role="user", blocks=[TextBlock(text=ONE), named])
         model_of(upstream, cache).chat([pictured])
     assert len(upstream.app.calls) == 6
+
+
+def test_llama_index_unknown_functions_and_objects_are_not_cached(
+    upstream: Served, cache: SemanticCache
+) -> None:
+    for ending in ("", " in verse"):
+        model = model_of(upstream, cache, completion_to_prompt=lambda text, e=ending: text + e)
+        assert model.complete(ONE).raw is not None
+    odd = ChatMessage(role="user", content=ONE, additional_kwargs={"x": object()})
+    for _ in range(2):
+        assert model_of(upstream, cache).chat([odd]).message.content == SAID
+    assert len(upstream.app.calls) == 4
 
 
 def test_llama_index_asks_the_model_for_calls_of_tools(

@@ -10,6 +10,9 @@ import pytest
 
 from gateway_helpers import NEAR, ONE, OTHER, Pair, kind
 from semkv.errors import ConfigError
+from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
+from semkv_gateway.routes import texts_in
+from semkv_gateway.rules import OFF, Rules
 from semkv_gateway.settings import ServerSettings
 
 SKIP = (
@@ -23,6 +26,9 @@ SKIP = (
 
 def twice(pair: Pair, text: str, **more: Any) -> list[str]:
     return [kind(pair.post(text, **more)) for _ in range(2)]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -49,6 +55,20 @@ class TestSkipped:
             ("in a part", {"messages": [
                 {"role": "user", "content": [{"type": "text", "text": "passport 7"}]},
             ]}),
+            ("a tool's name", {"tools": [{"type": "custom", "custom": {"name": "book_flight"}}]}),
+            ("PA\u00adSSPORT \uff50\u00adassport", {}),
+            ("since then", {"messages": [
+                {"role": "user", "content": "a horoscope"},
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "the stars"},
+            ]}),
+            ("escaped", {"messages": [
+                {"role": "assistant", "tool_calls": [CALL | {"function": {
+                    "name": "f", "arguments": '{"a": "p\\u0061ssport"}',
+                }}]},
+                {"role": "user", "content": "What is it?"},
+            ]}),
+            ("a parameter", {"tools": [tool("x") | {"properties": {"passport": {}}}]}),
             ("a tool's text", {"tools": [tool("x") | {"about": "reads a passport"}]}),
         ],
         ids=str,
@@ -82,7 +102,44 @@ class TestSkipped:
         assert pair.metric('semkv_uncacheable_total{reason="rule"}') > 0
 
 
+def asked(body: dict[str, Any], endpoint: str = "/v1/chat/completions") -> CanonicalRequest:
+    return canonicalise(body, Deployment(endpoint, "a tenant", b"secret"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "skipped"),
+    [
+        ("/v1/completions", {"prompt": [1, 2]}, True),
+        ("/v1/completions", {"prompt": ["one", "a horoscope"]}, True),
+        ("/v1/embeddings", {"input": ["one", "a horoscope"]}, True),
+        ("/v1/embeddings", {"input": ["one", "two"]}, False),
+    ],
+)
+def test_other_routes(endpoint: str, body: dict[str, Any], skipped: bool) -> None:
+    rules = Rules.of(ServerSettings(skip_rules=SKIP))
+    assert rules.skips(asked({"model": "m", **body}, endpoint)) is skipped
+
+
+def test_a_label_by_a_rule_and_a_deep_body() -> None:
+    settings = ServerSettings(skip_rules=("tag:stars",), tag_rules=("prompt:*horoscope*=stars",))
+    rules = Rules.of(settings)
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a horoscope"}]}
+    assert rules.skips(asked(chat))
+    assert rules.least_cosine(asked(chat)) == OFF
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    assert list(texts_in([deep, "last"])) == ["last"]
+
+
 class TestNearRepeats:
+    def test_a_donor_from_before_a_rule(self, tmp_path: Path) -> None:
+        with Pair(tmp_path, **NEAR) as pair:
+            pair.post(ONE)
+            pair.settle()
+        with Pair(tmp_path, skip_rules=(f"prompt:{ONE}",), **NEAR) as pair:
+            assert pair.post(OTHER).headers["x-semkv"] == "miss"
+
     def test_off_for_some(self, tmp_path: Path) -> None:
         rules = ("prompt:*sourdough*=off",)
         with Pair(tmp_path, near_rules=rules, **NEAR) as pair:

@@ -6,6 +6,7 @@ equal: earlier messages, model, tools, sampling. What is not understood is compa
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -13,9 +14,9 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from semkv.cache import SemanticCache
 from semkv.types import Namespace, Request, ReuseReport, TextSegment
@@ -26,9 +27,12 @@ OPEN_LOOKUPS = 4096
 """Misses whose answers are awaited. An older one is looked up again when its answer comes."""
 
 WHOLE_ENDINGS = frozenset(
-    {None, "stop", "tool_calls", "function_call", "end_turn", "tool_use", "stop_sequence"}
+    "stop stop_sequence end_turn eos_token complete completed tool_use tool_calls function_call".split()
 )
-"""Reasons of an answer's end that say that it is whole. None: the framework gives no reason."""
+"""Reasons of an answer's end that say that it is whole; case does not count."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _CALLS = frozenset({"tool_call", "tool_use", "function_call"})
 _USERS = frozenset({"user", "human"})
@@ -74,6 +78,50 @@ class StoredAnswer:
         }
 
 
+def fault_is_miss(work: Callable[_P, _T | None]) -> Callable[_P, _T | None]:
+    """The same work, whose exceptions are a line in the log and None."""
+
+    @functools.wraps(work)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            return work(*args, **kwargs)
+        except Exception as error:
+            logger.warning("answer cache: %s: %r: taken for a miss", work.__name__, error)
+            return None
+
+    return guarded
+
+
+def ends_whole(metadata: Any) -> bool:
+    """Whether metadata of an answer give a reason of its end, and every reason in them says that it is whole.
+
+    >>> ends_whole({"stopReason": "end_turn"}), ends_whole({"finish_reason": "length"}), ends_whole({})
+    (True, False, False)
+    """
+    reasons = list(_reasons_in(metadata))
+    return bool(reasons) and all(
+        isinstance(reason, str) and reason.lower() in WHOLE_ENDINGS for reason in reasons
+    )
+
+
+def _reasons_in(metadata: Any) -> Iterator[Any]:
+    if hasattr(metadata, "model_dump"):
+        metadata = metadata.model_dump()
+    if isinstance(metadata, list | tuple):
+        for item in metadata:
+            yield from _reasons_in(item)
+    if not isinstance(metadata, Mapping):
+        return
+    for name, value in metadata.items():
+        word = str(name).lower()
+        is_stop_token = word == "stop_reason" and metadata.get("finish_reason")  # of vLLM
+        is_reason = word.endswith("reason") or word == "status"
+        if is_reason and value is not None and not is_stop_token:
+            yield value
+        yield from _reasons_in(value)
+
+
+@fault_is_miss
 def chat_request(
     messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> ChatRequest | None:
@@ -91,12 +139,9 @@ def chat_request(
         return None
     history = [dict(message) for message in messages]
     question = _take_question(history[-1])
+    asked = {"messages": history, "settings": dict(settings), "compared": question is not None}
     try:
-        rest = json.dumps(
-            {"messages": history, "settings": dict(settings), "compared": question is not None},
-            sort_keys=True,
-            allow_nan=False,
-        )
+        rest = json.dumps(asked, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError):
         return None
     scope = hashlib.sha256(rest.encode()).hexdigest()
@@ -171,22 +216,16 @@ class AnswerCache:
         self._open: OrderedDict[ChatRequest, ReuseReport] = OrderedDict()
         self._lock = threading.Lock()
 
+    @fault_is_miss
     def find(self, asked: ChatRequest | None) -> StoredAnswer | None:
         """The answer to an equal or similar request; None on a miss. None asks for nothing."""
         if asked is None:
             return None
-        try:
-            return self._find(asked)
-        except Exception as error:
-            logger.warning("answer cache: %r: taken for a miss", error)
-            return None
-
-    def _find(self, asked: ChatRequest) -> StoredAnswer | None:
         report = self._look_up(asked)
         match = report.plan.match
         if match is None or not report.plan.full or report.donor_response is None:
             with self._lock:
-                self._open[asked] = report
+                self._open[asked] = report.unchanged()  # a framework sends it as it is
                 if len(self._open) > OPEN_LOOKUPS:
                     self._open.popitem(last=False)
             return None
@@ -202,6 +241,7 @@ class AnswerCache:
             hit_id=report.hit_id,
         )
 
+    @fault_is_miss
     def keep(
         self, asked: ChatRequest | None, answer: str, *, lifetime_s: float | None = None
     ) -> None:
@@ -214,17 +254,14 @@ class AnswerCache:
         """
         if asked is None:
             return
-        try:
-            with self._lock:
-                report = self._open.pop(asked, None)
-            if report is None:
-                report = self._look_up(asked).unchanged()
-            limit = self._lifetime_s if lifetime_s is None else lifetime_s
-            until = None if limit is None else time.time() + limit
-            stored = json.dumps({"answer": answer, "until": until})
-            self._cache.add_observation(report, stored, tags=(self._tag,))
-        except Exception as error:
-            logger.warning("answer cache: %r: an answer was not kept", error)
+        with self._lock:
+            report = self._open.pop(asked, None)
+        if report is None:
+            report = self._look_up(asked).unchanged()
+        limit = self._lifetime_s if lifetime_s is None else lifetime_s
+        until = None if limit is None else time.time() + limit
+        stored = json.dumps({"answer": answer, "until": until})
+        self._cache.add_observation(report, stored, tags=(self._tag,))
 
     def clear(self) -> int:
         """Delete this tenant's answers; how many they were.

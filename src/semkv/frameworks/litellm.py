@@ -20,7 +20,13 @@ from litellm.types.caching import LiteLLMCacheType
 from pydantic import BaseModel
 
 from semkv.cache import SemanticCache
-from semkv.frameworks.answers import WHOLE_ENDINGS, AnswerCache, ChatRequest, chat_request
+from semkv.frameworks.answers import (
+    AnswerCache,
+    ChatRequest,
+    chat_request,
+    ends_whole,
+    fault_is_miss,
+)
 
 HARMLESS = frozenset(
     {
@@ -51,6 +57,7 @@ class LiteLLMCache(Cache):
         )
         self._answers = AnswerCache(cache, tenant=tenant, lifetime_s=lifetime_s)
 
+    @fault_is_miss
     def get_cache(self, dynamic_cache_object: Any = None, **kwargs: Any) -> Any:
         """The answer as LiteLLM keeps it, a dictionary; None on a miss."""
         if self.should_use_cache(**kwargs) is not True:
@@ -69,6 +76,7 @@ class LiteLLMCache(Cache):
         """The same, in a thread."""
         return await asyncio.to_thread(self.get_cache, **kwargs)
 
+    @fault_is_miss
     def add_cache(self, result: Any, **kwargs: Any) -> None:
         """Keep an answer that is whole."""
         if self.should_use_cache(**kwargs) is not True:
@@ -105,7 +113,7 @@ def _is_whole(answer: Any) -> bool:
     if not choices:
         return False
     return all(
-        choice.get("finish_reason") in WHOLE_ENDINGS
+        ends_whole({"finish_reason": choice.get("finish_reason")})
         and ((choice.get("message") or {}).get("content") or choice["message"].get("tool_calls"))
         for choice in choices
     )

@@ -31,17 +31,28 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.llms import LLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
-from pydantic import BaseModel, PrivateAttr
+from pydantic import PrivateAttr
 
 from semkv.cache import SemanticCache
-from semkv.frameworks.answers import WHOLE_ENDINGS, AnswerCache, ChatRequest, chat_request
+from semkv.frameworks.answers import (
+    AnswerCache,
+    ChatRequest,
+    chat_request,
+    ends_whole,
+    fault_is_miss,
+)
+
+_OUTSIDE_PROMPTS = frozenset({"callback_manager", "rate_limiter"})
+"""What models leave out of their dictionary without its shaping an answer."""
 
 
 class CachedLLM(FunctionCallingLLM):
     """A model behind a cache.
 
     Attributes:
-        inner: the model that is asked on a miss. All its settings separate, its API key among them.
+        inner: the model that is asked on a miss. All its settings separate, its API key among them. With a function of
+            your own that makes prompts it is not cached: nothing tells two such functions apart. Nor do two HTTP
+            clients of your own separate.
     """
 
     inner: LLM
@@ -100,6 +111,7 @@ class CachedLLM(FunctionCallingLLM):
         await asyncio.to_thread(self._keep, asked, _as_chat(computed))
         return computed
 
+    @fault_is_miss
     def _find(self, asked: ChatRequest | None) -> ChatResponse | None:
         found = None if self._answers is None else self._answers.find(asked)
         if found is None:
@@ -107,29 +119,31 @@ class CachedLLM(FunctionCallingLLM):
         message = ChatMessage.model_validate(json.loads(found.answer))
         return ChatResponse(message=message, raw={"semkv": found.note})
 
+    @fault_is_miss
     def _keep(self, asked: ChatRequest | None, answer: ChatResponse) -> None:
         """Keep an answer that is whole, and that is read back as it was."""
-        if self._answers is None or not _is_whole(answer):
+        if self._answers is None or answer.logprobs or not _is_whole(answer):
             return
         try:
             written = json.dumps(answer.message.model_dump(mode="json"))
-            is_kept_whole = ChatMessage.model_validate(json.loads(written)) == answer.message
         except (TypeError, ValueError):
-            is_kept_whole = False
-        if is_kept_whole:
+            return
+        if ChatMessage.model_validate(json.loads(written)) == answer.message:
             self._answers.keep(asked, written)
 
+    @fault_is_miss
     def _asked(
         self, messages: Sequence[ChatMessage], arguments: Mapping[str, Any]
     ) -> ChatRequest | None:
-        settings = {"model": self.inner.to_dict(), "arguments": dict(arguments)}
+        settings = {"model": _settings(self.inner), "arguments": dict(arguments)}
         return chat_request([_message(message) for message in messages], settings)
 
+    @fault_is_miss
     def _asked_text(
         self, prompt: str, formatted: bool, arguments: Mapping[str, Any]
     ) -> ChatRequest | None:
         settings = {
-            "model": self.inner.to_dict(),
+            "model": _settings(self.inner),
             "arguments": dict(arguments),
             "formatted": formatted,
         }
@@ -178,10 +192,26 @@ def _with_tools(model: LLM) -> FunctionCallingLLM:
     raise TypeError(f"{type(model).__name__} calls no tools")
 
 
+def _settings(model: LLM) -> dict[str, Any]:
+    """All that shapes a model's answers, with what it leaves out of its own dictionary."""
+    left_out = {
+        name: _name_of(getattr(model, name))
+        for name, field in type(model).model_fields.items()
+        if field.exclude and name not in _OUTSIDE_PROMPTS
+    }
+    return {"settings": model.to_dict(), "left out": left_out}
+
+
+def _name_of(value: Any) -> Any:
+    """The name of a function of LlamaIndex's own; else the value, which only JSON makes cacheable."""
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '<none>')}"
+    return name if name.startswith("llama_index.") and "<" not in name else value
+
+
 def _message(message: ChatMessage) -> dict[str, Any]:
     written = message.model_dump(mode="json")
     parts = [_part(block) for block in written.pop("blocks")]
-    is_text = len(parts) == 1 and parts[0].get("type") == "text"
+    is_text = len(parts) == 1 and parts[0].keys() == {"type", "text"} and parts[0]["type"] == "text"
     return {**written, "content": parts[0]["text"] if is_text else parts}
 
 
@@ -202,12 +232,8 @@ def _part(block: dict[str, Any]) -> dict[str, Any]:
 
 def _as_chat(answer: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role="assistant", content=answer.text)
-    return ChatResponse(message=message, raw=answer.raw)
+    return ChatResponse(message=message, raw=answer.raw, logprobs=answer.logprobs)
 
 
 def _is_whole(answer: ChatResponse) -> bool:
-    raw = answer.raw.model_dump() if isinstance(answer.raw, BaseModel) else answer.raw
-    told = raw if isinstance(raw, dict) else {}
-    endings = {told.get("stop_reason"), told.get("done_reason")}
-    endings |= {choice.get("finish_reason") for choice in told.get("choices") or ()}
-    return endings <= WHOLE_ENDINGS and bool((answer.message.content or "").strip())
+    return ends_whole(answer.raw) and bool((answer.message.content or "").strip())

@@ -162,7 +162,8 @@ class CacheClient:
             and canonical.request.media
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
-        running = f"{canonical.key} {self.responses.begin()}"  # after an invalidation no lookup that began before it
+        # After an invalidation no lookup that began before it. Rules look at fields that are in no key.
+        running = f"{canonical.key} {self.responses.begin()} {self._least_cosine(canonical)}"
         found = await self._shared(running, canonical)
         # The lookup may be another request's: from here on it has this request's own fields, such as ``request_id``.
         report = found.report
@@ -175,6 +176,8 @@ class CacheClient:
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)
+        if found.score is not None and found.score < self._least_cosine(other):
+            return replace(found, canonical=canonical, report=report.unchanged())
         return Lookup(other, await self.stored(other.key), report)
 
     async def _shared(self, key: str, canonical: CanonicalRequest) -> Lookup:
@@ -312,13 +315,15 @@ class CacheClient:
         """Whether the unchanged request should be run, too."""
         return self.semantic is not None and self.semantic.should_check(report)
 
-    async def check(self, report: ReuseReport, own: bytes, given: bytes) -> bool | None:
-        """Compare the unchanged request's own answer with the one that was given, and record it. Whether they say the
-        same; None where that is not known."""
+    async def check(
+        self, report: ReuseReport, own: bytes, given: bytes, *, keep: bool
+    ) -> bool | None:
+        """Compare the unchanged request's own answer with the one that was given, and record it where it may be kept.
+        Whether they say the same; None where that is not known."""
         if self.semantic is None:
             return None
         return await self._guarded(
-            "semantic", self._records.run(None, _check, self.semantic, report, own, given)
+            "semantic", self._records.run(None, _check, self.semantic, report, own, given, keep)
         )
 
     async def report_wrong(self, hit_id: str) -> None:
@@ -377,10 +382,13 @@ async def _in_thread(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     return await asyncio.wait_for(asyncio.to_thread(work, *args, **kwargs), _LOOKUP_S)
 
 
-def _check(semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes) -> bool:
+def _check(
+    semantic: SemanticCache, report: ReuseReport, own: bytes, given: bytes, keep: bool
+) -> bool:
     same = semantic.same_answer(text_of(own), text_of(given))
     semantic.checked(report.hit_id, same)
-    semantic.add_observation(report.unchanged(), text_of(own))
+    if keep:
+        semantic.add_observation(report.unchanged(), text_of(own))
     return same
 
 

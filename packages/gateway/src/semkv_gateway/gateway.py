@@ -210,8 +210,6 @@ class Gateway:
         except Unkeyable as error:
             self.advice.count(str(error))
             return await self.forward(call, receive, str(error))
-        if self.rules.skips(asked):
-            return await self.forward(call, receive, "rule")
         request = GatewayRequest(
             call=call,
             canonical=settled,
@@ -691,7 +689,10 @@ class Gateway:
         self, call: Call, client: Client, controls: Controls
     ) -> tuple[CanonicalRequest, CanonicalRequest]:
         """A request as it came, and as it is keyed and sent. Raises `Unkeyable` where it has no canonical form."""
-        asked = self.documents.settled(self._canonicalise(call, client))
+        given = self._canonicalise(call, client)
+        if self.rules.skips(given):
+            raise Unkeyable("rule")
+        asked = self.documents.settled(given)
         return asked, self._sampling.settled(asked, controls)
 
     def _canonicalise(self, call: Call, client: Client) -> CanonicalRequest:
@@ -774,8 +775,8 @@ class Gateway:
             own = await self._fetch(request, request.canonical)
         finally:
             self._checks -= 1
-        if own is not None:
-            await self.cache.check(report, own, given)
+        if own is not None and own.payload is not None:
+            await self.cache.check(report, own.payload, given, keep=own.stored)
 
     def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
         """Compare the near-hit that a request was not given with the answer that it gets."""
@@ -788,14 +789,14 @@ class Gateway:
     async def _compare(self, flight: InFlight, report: ReuseReport, given: bytes) -> None:
         await asyncio.wait((flight.task,))
         if flight.whole and flight.payload is not None:
-            same = await self.cache.check(report, flight.payload, given)
+            same = await self.cache.check(report, flight.payload, given, keep=flight.stored)
             if same is not None:
                 self.holdout.compared(same=same)
 
     async def _fetch(
         self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool = False
-    ) -> bytes | None:
-        """The upstream's answer to a request, stored on the way; None where there is none."""
+    ) -> InFlight | None:
+        """The upstream's answer to a request, stored on the way where it may be; None where there is none."""
         if request.reader is None and not self._join(request, canonical):
             self._start(request, Lookup(canonical), stream=stream)
         assert request.reader is not None
@@ -803,7 +804,7 @@ class Gateway:
         try:
             await flight.until(lambda: not flight.shared)
             is_usable = flight.status == 200 and not flight.refused and not flight.verbatim
-            return flight.payload if is_usable else None
+            return flight if is_usable else None
         finally:
             request.leave()
 

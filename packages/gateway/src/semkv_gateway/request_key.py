@@ -23,7 +23,9 @@ from semkv_gateway.routes import (
     Content,
     Route,
     Unkeyable,
+    holds_token_ids,
     is_hint,
+    last_turn,
     texts_in,
     tool_names,
 )
@@ -231,6 +233,16 @@ class CanonicalRequest:
     def texts(self) -> Iterator[str]:
         """Every text in it."""
         return texts_in(self._body)
+
+    @property
+    def last_turn(self) -> Iterator[str]:
+        """Every text of a user's last turn."""
+        return last_turn(self._body)
+
+    @property
+    def has_unread_texts(self) -> bool:
+        """Whether texts in it are token ids."""
+        return holds_token_ids(self._body)
 
     @property
     def tools(self) -> tuple[str, ...]:

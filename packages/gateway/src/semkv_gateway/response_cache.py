@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -76,8 +77,16 @@ class Pattern:
 
     def matches(self, values: Iterable[str]) -> bool:
         """Whether one of the values is what it picks."""
-        pattern = self.pattern.casefold()
-        return any(fnmatchcase(value.casefold(), pattern) for value in values)
+        pattern = _as_read(self.pattern)
+        return any(fnmatchcase(_as_read(value), pattern) for value in values)
+
+
+def _as_read(text: str) -> str:
+    """A text without case, without what is not seen, and in one form where Unicode has several."""
+    if text.isascii():
+        return text.lower()
+    seen = (letter for letter in text if unicodedata.category(letter) != "Cf")
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", "".join(seen)).casefold())
 
 
 @dataclass(frozen=True, slots=True)

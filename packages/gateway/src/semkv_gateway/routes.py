@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,9 @@ _TEXTS = (
     "messages",
 )
 _NOTHING: tuple[object, ...] = (None, False, [])
+
+# Below these stand names that a client chose.
+_NAMED_BY_CLIENTS = ("properties", "input", "arguments")
 
 Slot = tuple[int, int | None]  # message, and part where its content is a list
 
@@ -554,21 +558,69 @@ def tool_names(body: Mapping[str, Any]) -> tuple[str, ...]:
 def _tool_name(tool: Any) -> str:
     if not isinstance(tool, Mapping):
         return ""
-    function = tool.get("function")
-    named = function if isinstance(function, Mapping) else tool
+    kinds = (tool.get("function"), tool.get("custom"))
+    named = next((kind for kind in kinds if isinstance(kind, Mapping)), tool)
     return str(named.get("name") or tool.get("type") or "")
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from texts_in(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from texts_in(item)
+    """Every text in a JSON value, also those in a text that is JSON itself, such as a tool's arguments. What a client
+    names itself is a text, too: parameters of tools."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+            left.append(_read_within(item))
+        elif isinstance(item, Mapping):
+            left.extend(item.values())
+            named = (item.get(name) for name in _NAMED_BY_CLIENTS)
+            left.extend(list(names) for names in named if isinstance(names, Mapping))
+        elif isinstance(item, list):
+            left.extend(item)
+
+
+def _read_within(text: str) -> Any:
+    """Names and values of a text that is JSON, where they may be written in another way than they read."""
+    if "\\" not in text or text.lstrip()[:1] not in ("{", "[", '"'):
+        return None
+    try:
+        return json.loads(
+            text, object_pairs_hook=lambda pairs: [part for pair in pairs for part in pair]
+        )
+    except (ValueError, RecursionError):
+        return None
+
+
+def holds_token_ids(body: Mapping[str, Any]) -> bool:
+    """Whether a request has texts as numbers, which nobody reads here."""
+    listed = (body.get(name) for name in ("prompt", *_TEXTS))
+    return any(
+        isinstance(item, int | list)
+        for items in listed
+        if isinstance(items, list)
+        for item in items
+    )
+
+
+def last_turn(body: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of a user's last turn, also where a tool or the assistant has spoken since."""
+    said = next((body[name] for name in ("prompt", *_TEXTS) if body.get(name) is not None), None)
+    turns = said if isinstance(said, list) else [said]
+    of_users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    with_text = [turn for turn in of_users if any(map(_is_text, _parts(turn)))]
+    yield from texts_in(_parts(with_text[-1]) if with_text else said if not of_users else None)
+
+
+def _parts(turn: Mapping[str, Any]) -> list[Any]:
+    content = turn.get("content")
+    return content if isinstance(content, list) else [content]
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str) or (
+        isinstance(part, Mapping) and isinstance(part.get("text"), str)
+    )
 
 
 def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:

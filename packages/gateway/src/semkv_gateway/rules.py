@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Pattern
 from semkv_gateway.routes import texts_in
 from semkv_gateway.settings import ServerSettings
+from semkv_gateway.tenancy import TagRule, parse_tag_rule
 
 TAG_DIGITS = 8
 """Digits of a tenant's digest that operators see, and by which a rule names a tenant."""
@@ -47,6 +49,7 @@ class Rules:
         skip: picks requests that pass.
         skip_answers: picks texts of answers that are not kept.
         near: the first one that fits decides.
+        labels: give tags.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class Rules:
         skip: Sequence[Pattern] = (),
         skip_answers: Sequence[Pattern] = (),
         near: Sequence[NearRule] = (),
+        labels: Sequence[TagRule] = (),
     ) -> None:
+        self._labels = labels
         self._skip = skip
         self._skip_answers = skip_answers
         self._near = near
@@ -69,11 +74,12 @@ class Rules:
             skip=[pattern for pattern in patterns if pattern.name != _ANSWER],
             skip_answers=[pattern for pattern in patterns if pattern.name == _ANSWER],
             near=[parse_near_rule(rule, least) for rule in settings.near_rules],
+            labels=[parse_tag_rule(rule) for rule in settings.tag_rules],
         )
 
     def skips(self, request: CanonicalRequest) -> bool:
         """Whether a request passes."""
-        return any(_picks(pattern, request) for pattern in self._skip)
+        return any(self._picks(pattern, request) for pattern in self._skip)
 
     def keeps(self, payload: bytes, *, verbatim: bool) -> bool:
         """Whether an answer may be kept. A stream that could not be put together has no texts to look at."""
@@ -85,9 +91,25 @@ class Rules:
         return not any(pattern.matches(texts) for pattern in self._skip_answers)
 
     def least_cosine(self, request: CanonicalRequest) -> float:
-        """The least cosine of a near-repeat; `OFF` where there is to be none, 0 where no rule says anything."""
-        fits = (least for pattern, least in self._near if _picks(pattern, request))
+        """The least cosine of a near-repeat; `OFF` where there is to be none, 0 where no rule says anything. A request
+        that passes may be a donor from a time before the rule."""
+        if self.skips(request):
+            return OFF
+        fits = (least for pattern, least in self._near if self._picks(pattern, request))
         return next(fits, 0.0)
+
+    def _picks(self, pattern: Pattern, request: CanonicalRequest) -> bool:
+        if pattern.name in ("text", "prompt"):
+            texts = request.texts
+            if pattern.name == "prompt":
+                texts = itertools.chain([request.prompt], request.last_turn)
+            return request.has_unread_texts or pattern.matches(texts)
+        if pattern.name == "tool":
+            return pattern.matches(request.tools)
+        if pattern.name == "tenant":
+            return pattern.matches([request.partition[:TAG_DIGITS]])
+        given = (rule.tag for rule in self._labels if rule.fits(request.prompt, request.model))
+        return pattern.fits("", request.model, [*request.tags, *given])
 
 
 def parse_skip_rule(text: str, key: str = "--skip-rule") -> Pattern:
@@ -118,13 +140,3 @@ def parse_near_rule(text: str, threshold: float, key: str = "--near-rule") -> Ne
     if least != OFF and not threshold <= least <= 1.0:
         raise ConfigError(key, text, _NEAR_FORM)
     return Pattern(form[1], form[2]), least
-
-
-def _picks(pattern: Pattern, request: CanonicalRequest) -> bool:
-    if pattern.name == "text":
-        return pattern.matches(request.texts)
-    if pattern.name == "tool":
-        return pattern.matches(request.tools)
-    if pattern.name == "tenant":
-        return pattern.matches([request.partition[:TAG_DIGITS]])
-    return pattern.fits(request.prompt, request.model, request.tags)
