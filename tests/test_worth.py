@@ -271,6 +271,18 @@ def test_usage_is_set_to_zero_and_keeps_what_was_spent() -> None:
         }
 
 
+@pytest.mark.parametrize("head", ["", "data: "])
+def test_what_a_tool_is_called_with_is_no_usage(head: str) -> None:
+    """Tools may have an argument of this name."""
+    spent = {"input_tokens": 7, "output_tokens": 2}
+    call = {"type": "tool_use", "input": {"usage": {"hours": 8}}}
+    answer = {"content": [call], "usage": spent}
+    payload = head + json.dumps(answer) + "\n\n"
+    found = json.loads(zeroed(payload.encode()).removeprefix(head.encode()))
+    zero = {"input_tokens": 0, "output_tokens": 0, WITHOUT_CACHE: spent}
+    assert found == {"content": [call], "usage": zero}
+
+
 # -- the gateway -----------------------------------------------------------------------------------------------------
 
 
