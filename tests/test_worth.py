@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -34,10 +35,12 @@ from semkv.types import (
     TextSegment,
     TierChoice,
 )
+from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
+from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.usage import WITHOUT_CACHE, tokens_of, zeroed
-from semkv_gateway.worth import Shares
+from semkv_gateway.worth import Shares, Worth
 from semkv_lab.report import write_report
 from semkv_lab.worth import Savings, worth
 
@@ -223,6 +226,17 @@ def test_what_is_wrong_ends_the_start_and_is_named(tmp_path: Path, wrong: str) -
     file.write_text(wrong)
     with pytest.raises(ConfigError, match=r"semkv\.toml.*expected"):
         parse(ServerSettings, [], Environment({"SEMKV_CONFIG": str(file)}))
+
+
+def test_long_names_of_models_are_priced_and_not_remembered(tmp_path: Path) -> None:
+    long = "m" * 1000
+    prices = Prices([parse_price("m*=input=1000000")])
+    assert prices.money(long, 2, 0) == 2.0
+    assert prices._of.cache_info().currsize == 0
+    gateway = Worth(Account(), prices, Metrics(), tmp_path, days=1)
+    asked = SimpleNamespace(model=long, partition="tenant")
+    gateway.computed(cast("CanonicalRequest", asked), b"{}", seconds=1.0, begun=0.0)
+    assert max(map(len, gateway._paces)) <= 100
 
 
 # -- usage -----------------------------------------------------------------------------------------------------------
