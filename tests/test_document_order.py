@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,8 +20,8 @@ from gateway_helpers import OTHER, Pair, a_tenant, kind, picture, words
 from semkv.documents import MOST_DOCUMENTS, Document, DocumentOrder, objection
 from semkv.errors import ConfigError
 from semkv.types import Plan
-from semkv_gateway.documents import Layout
-from semkv_gateway.request_key import Deployment, canonicalise
+from semkv_gateway.documents import Documents, Layout
+from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv_gateway.settings import ServerSettings
 from semkv_guards.places import has_place, may_tell_by_place
 
@@ -239,6 +241,9 @@ def test_documents_that_tell_others_or_end_with_a_number_or_are_not_understood()
 
 
 # -- the gateway -------------------------------------------------------------------------------------------------------
+
+
+LAYOUT = Layout(["field", "parts", "<document>"])
 
 
 def text_of(name: str) -> str:
@@ -539,6 +544,39 @@ class TestOperators:
         assert found.reordered
 
 
+def test_many_runs_of_documents_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred kilobytes of short runs took the gateway half a minute."""
+    encoded = list[int]()
+
+    def counted(value: Any) -> str:
+        text = json.dumps(value)
+        encoded.append(len(text))
+        return text
+
+    monkeypatch.setattr("semkv_gateway.documents._encode", counted)
+    content = "<document>a</document><document>b</document>x" * 200 + QUESTION
+    body = {"messages": [{"role": "user", "content": content}]}
+    places = set[bytes]()
+
+    def visit(before: bytes, documents: Sequence[str]) -> Sequence[int]:
+        places.add(before)
+        return (1, 0)
+
+    LAYOUT.visited(body, visit)
+    assert len(places) == 200
+    assert sum(encoded) < 5 * len(content)
+
+
+@pytest.mark.parametrize("messages", [5, [5], [None], [{"role": "user", "content": [5, "a"]}]])
+def test_what_has_no_form_is_no_fault(messages: Any) -> None:
+    faults = list[str]()
+    order = Documents(["parts"], faults.append, faults.append)
+    asked = cast("CanonicalRequest", SimpleNamespace(endpoint=CHAT, given={"messages": messages}))
+    assert order.settled(asked) is asked
+    order.sent(asked)
+    assert not faults
+
+
 # -- any body ----------------------------------------------------------------------------------------------------------
 
 TEXTS = st.sampled_from(
@@ -555,7 +593,6 @@ MESSAGE = st.fixed_dictionaries(
         "content": st.one_of(TEXTS, st.lists(PART, max_size=6), st.none()),
     }
 )
-LAYOUT = Layout(["field", "parts", "<document>"])
 
 
 @given(st.lists(MESSAGE, max_size=5), st.lists(TEXTS, max_size=3), st.randoms())

@@ -115,6 +115,56 @@ def test_documents_between_separators(tokens: list[int], found: list[tuple[int, 
     assert (asked.spans if asked else ()) == tuple(found)
 
 
+def planner(**shared: Any) -> Any:
+    """The scheduler's half without an engine, for what no engine can be made to do."""
+    from semkv_vllm.documents import Documents
+
+    half = Documents.__new__(Documents)
+    half.refused = ""
+    half._block = 16
+    half._arriving = {}
+    half._shared = SimpleNamespace(**shared)
+    return half
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_block_is_loaded_once(first: int) -> None:
+    """Also where a document comes twice and its beginning was exact the first time."""
+    keys = [bytes([number]) for number in range(4)]
+    piece = Piece(begin=100, skip=0, size=64)
+    for last in range(first, 5):
+        seen = set(keys[first:last])
+        found = planner()._unseen(piece, keys, seen)
+        blocks = range(found.skip // 16, found.size // 16) if found else range(0)
+        assert seen.isdisjoint(keys[number] for number in blocks)
+        assert bool(blocks) == (len(seen) < 4)
+
+
+@pytest.mark.parametrize(("computed", "found"), [(64, (None, False)), (32, None), (0, None)])
+def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
+    computed: int, found: Any
+) -> None:
+    """What follows such blocks would be found under exact names."""
+    from semkv_vllm.documents import _Wish
+
+    exact = [bytes([number]) * 32 for number in range(6)]
+    own = spans.renamed(exact, 2, b"nonce")
+    faults = list[str]()
+    half = planner(fault=faults.append)
+    state = SimpleNamespace(group_states=[SimpleNamespace(offload_keys=[])], max_offload_tokens=32)
+    broken = mock.Mock(side_effect=ValueError)
+    half._half = SimpleNamespace(_req_status={"name": state}, get_num_new_matched_tokens=broken)
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
+    wish = _Wish(asked=mock.Mock(), keys=[], limit=None, exact=exact, load=plan)
+    half._wishes = {"name": wish}
+    request = mock.Mock(request_id="name", block_hashes=list(own))
+    assert half.matched(request, computed) == found
+    assert request.block_hashes == exact
+    assert not half._wishes
+    assert len(faults) == 1
+    assert half.matched(request, 0) is None, "an exact one from then on"
+
+
 # ---------------------------------------------------------------------- engines
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -34,10 +35,12 @@ from semkv.types import (
     TextSegment,
     TierChoice,
 )
+from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
+from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.usage import WITHOUT_CACHE, tokens_of, zeroed
-from semkv_gateway.worth import Shares
+from semkv_gateway.worth import Shares, Worth
 from semkv_lab.report import write_report
 from semkv_lab.worth import Savings, worth
 
@@ -225,6 +228,17 @@ def test_what_is_wrong_ends_the_start_and_is_named(tmp_path: Path, wrong: str) -
         parse(ServerSettings, [], Environment({"SEMKV_CONFIG": str(file)}))
 
 
+def test_long_names_of_models_are_priced_and_not_remembered(tmp_path: Path) -> None:
+    long = "m" * 1000
+    prices = Prices([parse_price("m*=input=1000000")])
+    assert prices.money(long, 2, 0) == 2.0
+    assert prices._of.cache_info().currsize == 0
+    gateway = Worth(Account(), prices, Metrics(), tmp_path, days=1)
+    asked = SimpleNamespace(model=long, partition="tenant")
+    gateway.computed(cast("CanonicalRequest", asked), b"{}", seconds=1.0, begun=0.0)
+    assert max(map(len, gateway._paces)) <= 100
+
+
 # -- usage -----------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +283,18 @@ def test_usage_is_set_to_zero_and_keeps_what_was_spent() -> None:
                 "list": [{"n": 0}],
             },
         }
+
+
+@pytest.mark.parametrize("head", ["", "data: "])
+def test_what_a_tool_is_called_with_is_no_usage(head: str) -> None:
+    """Tools may have an argument of this name."""
+    spent = {"input_tokens": 7, "output_tokens": 2}
+    call = {"type": "tool_use", "input": {"usage": {"hours": 8}}}
+    answer = {"content": [call], "usage": spent}
+    payload = head + json.dumps(answer) + "\n\n"
+    found = json.loads(zeroed(payload.encode()).removeprefix(head.encode()))
+    zero = {"input_tokens": 0, "output_tokens": 0, WITHOUT_CACHE: spent}
+    assert found == {"content": [call], "usage": zero}
 
 
 # -- the gateway -----------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Documents:
 
     def settled(self, asked: CanonicalRequest) -> CanonicalRequest:
         """The request with its documents as they shall be sent."""
-        if self._layout is None or asked.endpoint not in _ROUTES:
+        if self._layout is None or not _has_known_form(asked):
             return asked
         try:
             outcome, settled = self._settled(self._layout, asked)
@@ -99,12 +99,11 @@ class Documents:
 
     def sent(self, canonical: CanonicalRequest) -> None:
         """Note that a request goes upstream."""
-        if self._layout is None or canonical.endpoint not in _ROUTES:
+        if self._layout is None or not _has_known_form(canonical):
             return
-        scope = _scope_of(canonical)
 
         def note(before: bytes, documents: Sequence[str]) -> Sequence[int]:
-            self._order.sent(scope, before, _known(documents))
+            self._order.sent(_scope_of(canonical), before, _known(documents))
             return range(len(documents))
 
         try:
@@ -240,9 +239,9 @@ class Layout:
         front.add([body.get(name) for name in _IN_FRONT])
         listed = body.get("documents")
         if self._field and isinstance(listed, list) and _are_documents(listed):
-            before = front.digest(())
+            before = front.hasher()
             texts = [_encode(item) for item in listed]
-            order = visit(before, texts)
+            order = visit(before.digest(), texts)
             new["documents"] = [listed[i] for i in order]
         front.add(new.get("documents"))
         messages = list[Any]()
@@ -289,10 +288,14 @@ class Layout:
     ) -> dict[str, Any]:
         parts = self._pieces(message)
         pieces = list(_flat(parts))
+        seen = 0
+        hasher = None  # of all in front of a run; each piece is encoded once, however many runs there are
         for run in _runs(pieces):
             texts = [pieces[at][1] for at in run]
-            before = front.digest(pieces[: run[0]])
-            order = visit(before, texts)
+            hasher = hasher or front.hasher()
+            _update(hasher, pieces[seen : run[0]])
+            seen = run[0]
+            order = visit(hasher.digest(), texts)
             for at, place in zip(run, order, strict=True):
                 pieces[at] = (_DOCUMENT, texts[place])
         content = message["content"]
@@ -379,6 +382,18 @@ def _flat(parts: Iterable[Iterable[Piece]]) -> Iterator[Piece]:
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
+def _has_known_form(asked: CanonicalRequest) -> bool:
+    """Whether a request has messages whose contents are texts or parts. The upstream refuses what has not."""
+    messages = asked.given.get("messages")
+    if asked.endpoint not in _ROUTES or not isinstance(messages, list):
+        return False
+    if not all(isinstance(message, dict) for message in messages):
+        return False
+    contents = (message.get("content") for message in messages)
+    parts = (content for content in contents if isinstance(content, list))
+    return all(isinstance(part, dict) for content in parts for part in content)
+
+
 def _is_users(message: Any) -> bool:
     """Whether a message is one of the user's, with nothing in it that a tool has said."""
     if not isinstance(message, dict) or message.get("role") != "user":
@@ -456,11 +471,13 @@ class _Front:
     def add(self, value: Any) -> None:
         self._waiting.append(value)
 
-    def digest(self, more: Sequence[Piece]) -> bytes:
-        """Of what was added, and of more that belongs to a message in the middle of which the documents stand."""
-        for value in self._waiting:
-            self._hasher.update(_encode(value).encode("utf-8", "surrogatepass") + b"\n")
+    def hasher(self) -> blake2b:
+        """Of what was added. The caller may update it with what belongs to the middle of a message."""
+        _update(self._hasher, self._waiting)
         self._waiting.clear()
-        hasher = self._hasher.copy()
-        hasher.update(_encode(more).encode("utf-8", "surrogatepass"))
-        return hasher.digest()
+        return self._hasher.copy()
+
+
+def _update(hasher: blake2b, values: Iterable[Any]) -> None:
+    for value in values:
+        hasher.update(_encode(value).encode("utf-8", "surrogatepass") + b"\n")

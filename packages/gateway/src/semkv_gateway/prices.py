@@ -12,6 +12,7 @@ from semkv_gateway.response_cache import Pattern
 
 _MILLION = 1_000_000
 _KNOWN = 1024  # models whose price is remembered
+_LONGEST = 100  # characters of their names: a client may send some megabytes
 PRICE_FORM = (
     "MODEL=input=PRICE output=PRICE, per million tokens, such as gpt-4o*=input=2.5 output=10; in a file a table, "
     '[price] with "gpt-4o*" = { input = 2.5, output = 10 }'
@@ -74,5 +75,6 @@ class Prices:
 
     def money(self, model: str, input_tokens: int, output_tokens: int) -> float:
         """What an answer costs; 0 for a model without a price."""
-        input_price, output_price = self._of(model)
+        of = self._of if len(model) <= _LONGEST else self._find
+        input_price, output_price = of(model)
         return input_tokens * input_price + output_tokens * output_price

@@ -21,6 +21,8 @@ _TOKENS = {
     "input": ("prompt_tokens", "input_tokens"),  # as chats say it, and as all others do
     "output": ("completion_tokens", "output_tokens"),
 }
+_DATA = b"data:"
+_ANSWERS = ("message", "response")  # where an event has an answer
 _MOST = 1 << 31  # tokens; what says more is no count
 _decoder = json.JSONDecoder()
 
@@ -61,13 +63,36 @@ def _count(said: dict[str, Any], kind: str) -> int:
 
 def zeroed(payload: bytes) -> bytes:
     """The same answer, whose usage says that nothing was spent, and what was spent when it was computed."""
+    if payload.lstrip()[:1] == b"{":
+        return _zeroed(payload)
+    lines = payload.splitlines(keepends=True)
+    return b"".join(_zeroed(line, _DATA) if line.startswith(_DATA) else line for line in lines)
+
+
+def _zeroed(said: bytes, head: bytes = b"") -> bytes:
+    """One JSON object behind ``head``, with its usage set to zero; what a tool is called with may be named so, too."""
+    own = _own(said[len(head) :]) if b'"usage"' in said else []
     parts = []
     at = 0
-    for start, end, said in _found(payload):
-        usage = {**_zero(said), WITHOUT_CACHE: said}
-        parts += [payload[at:start], json.dumps(usage, separators=(",", ":")).encode()]
+    for start, end, usage in _found(said):
+        if usage not in own:
+            continue
+        zero = {**_zero(usage), WITHOUT_CACHE: usage}
+        parts += [said[at:start], json.dumps(zero, separators=(",", ":")).encode()]
         at = end
-    return b"".join((*parts, payload[at:]))
+    return b"".join((*parts, said[at:]))
+
+
+def _own(text: bytes) -> list[Any]:
+    """The usage of an answer or of an event, which is at its top, or at that of the answer in the event."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    if not isinstance(answer, dict):
+        return []
+    owners = [answer, *(answer.get(name) for name in _ANSWERS)]
+    return [owner.get("usage") for owner in owners if isinstance(owner, dict)]
 
 
 def _zero(value: Any) -> Any:

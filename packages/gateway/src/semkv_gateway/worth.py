@@ -165,14 +165,14 @@ class Worth:
         """The upstream has answered in so many seconds; ``begun`` is what `sent` returned."""
         tokens = tokens_of(payload)
         share = self.shares.at - begun
-        model = canonical.model
+        model = canonical.model[:_NAME]
         if model not in self._paces:
             self._paces[model] = Pace()
         for pace in (self._paces[model], self._all):
             pace.whole.measured(seconds, *tokens)
             pace.shares.measured(share, *tokens)
         self._account.missed(seconds)
-        money = self._prices.money(model, *tokens)
+        money = self._prices.money(canonical.model, *tokens)
         with self._lock:
             worth = self._of(canonical)
             worth.sent_requests += 1
@@ -227,7 +227,7 @@ class Worth:
         counts: bool = True,
     ) -> None:
         """Count requests that were not sent, all with one answer."""
-        pace = self._paces.get(canonical.model, self._all)
+        pace = self._paces.get(canonical.model[:_NAME], self._all)
         seconds = pace.whole.seconds(*tokens) or 0.0
         share = pace.shares.seconds(*tokens) or 0.0
         self._account.saved(tier, count * seconds, hits=count, counts=counts)

@@ -139,10 +139,28 @@ class Documents:
     # ------------------------------------------------------------------ its plan
 
     def matched(self, request: Any, computed: int) -> Matched | None:
-        """How many tokens are loaded for a request of which vLLM's cache has some; None where it is an exact one."""
+        """How many tokens are loaded for a request of which vLLM's cache has some; None where it is an exact one.
+
+        After a fault it is one, but not yet where vLLM has found blocks of an earlier attempt: what follows them would
+        get exact names.
+        """
         wish = self._wishes.get(request.request_id)
         if wish is None:
             return None
+        has_own = wish.load is not None and computed > wish.load.begin
+        try:
+            return self._matched(request, wish, computed)
+        except Exception:
+            self._shared.fault("the documents of a request")
+            self.forget(request)
+            return _LATER if has_own else None
+
+    def _matched(
+        self,
+        request: Any,
+        wish: _Wish,
+        computed: int,
+    ) -> Matched | None:
         self._arriving.pop(request.request_id, None)
         # With no token to load this only says whether transfers are under way, and makes ready for a lookup.
         waiting, _ = self._half.get_num_new_matched_tokens(request, computed, 0)
@@ -154,6 +172,9 @@ class Documents:
             if own:  # the local hit has blocks of an earlier attempt
                 return _LATER
             self._half.get_num_new_matched_tokens(request, computed, 0)
+        if self.refused:  # since the live check has failed
+            self.forget(request)
+            return None
         planned = self._plan(request, wish, computed)
         if planned is None:
             return _LATER
@@ -218,13 +239,27 @@ class Documents:
         keys: list[bytes],
         seen: set[bytes],
     ) -> Piece | None:
-        """Without its first blocks where those are loaded for another document: a load has each block once."""
+        """The first blocks of a document that are not loaded for another one.
+
+        A load has each block once: vLLM counts a block's loads one by one and ends them together, so one that came
+        twice would never leave host memory.
+        """
         if piece is None:
             return None
-        skip = piece.skip
-        while skip < piece.size and keys[skip // self._block] in seen:
-            skip += self._block
-        return replace(piece, skip=skip) if skip < piece.size else None
+        first = piece.skip // self._block
+        last = piece.size // self._block
+        while first < last and keys[first] in seen:
+            first += 1
+        end = first
+        while end < last and keys[end] not in seen:
+            end += 1
+        if first == end:
+            return None
+        return replace(
+            piece,
+            skip=first * self._block,
+            size=end * self._block,
+        )
 
     def _held(self, request: Any, keys: list[bytes]) -> int | None:
         """How many of the first keys are in host memory; None where some are on their way there."""

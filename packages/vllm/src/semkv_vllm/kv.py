@@ -268,13 +268,7 @@ class SemKVConnector(OffloadingConnector):
 
     @ours("the documents of a request")
     def _match_documents(self, request: Any, computed: int) -> Matched | None:
-        if self._documents is None:
-            return None
-        try:
-            return self._documents.matched(request, computed)
-        except Exception:
-            self._documents.forget(request)
-            raise
+        return None if self._documents is None else self._documents.matched(request, computed)
 
     @ours("the documents of a step")
     def _news_of_documents(self, meta: Any) -> None:
