@@ -10,8 +10,8 @@ A request is a system text, five documents drawn by Zipf's law and shuffled, and
     digest         sorted by their digests: one order for each set, and nothing learned
     popularity     sorted by how often they come in the whole trace: nobody can know that before its end
     semkv          `semkv.documents.DocumentOrder`
-    contextpilot   ContextPilot's index (pip install contextpilot, numpy and scipy), asked for one request after the
-                   other, in the Python that is named; neither it nor semkv is told what the engine evicts
+    contextpilot   ContextPilot's index (pip install contextpilot, numpy and scipy), in the Python that is named. It
+                   orders one request after the other. Neither it nor semkv learns what the engine evicts
 
 Without ``--engine`` the prefix cache is simulated as vLLM's is: hashes of blocks that chain, the last token computed,
 blocks freed from the end of a prompt, the one that was freed first taken first. ``--engine`` asks vLLM itself, one

@@ -5,7 +5,7 @@
 The clients run under the Python that is named, which need not have semkv; those that it lacks are left out. Of each
 the file has the requests of its second call, how many of them were hits, how many of a call with another key were, and
 how many values of headers came that nobody has reviewed. Every such value is a tenant of its own, so one that is new at
-each request allows no hit. LlamaIndex sends temperature 0.1 unless it is told, so it is told 0.
+each request allows no hit. LlamaIndex sends temperature 0.1 by default, so it is given 0.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Engine:
     ) -> dict[str, Any]:
         """One answer of one token: milliseconds, and what the connector says of it.
 
-        What is asked under a salt is found under no other.
+        Blocks that were stored with one salt are not found with another.
         """
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if salt:

@@ -438,14 +438,14 @@ class RecentHits:
             payload = response.payload if len(response.payload) <= _PAYLOAD else b""
             shown = replace(response, payload=payload, prompt=response.prompt[:_TEXT])
         hit = Hit(
-            secrets.token_hex(8),
-            time.time(),
-            lookup.tier,
-            lookup.score,
-            seconds,
-            found.age_s,
-            tenant,
-            shown,
+            number=secrets.token_hex(8),
+            at=time.time(),
+            tier=lookup.tier,
+            score=lookup.score,
+            seconds=seconds,
+            age_s=found.age_s,
+            tenant=tenant,
+            response=shown,
         )
         exact = report is None or lookup.tier == "exact"
         if report is not None and not exact:
