@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "exact": ("--no-semantic",),
     "semantic": ("--tiers", "all"),  # also where looking costs more than this upstream
 }
+BEFORE = ("before", "before_exact")  # kinds that run the other checkout's code
 FIGURES = ("requests_per_s", "p50_ms", "p99_ms", "cpu_ms")
 TICK_MS = 1000.0 / os.sysconf("SC_CLK_TCK")
 BODY = {
@@ -207,7 +208,7 @@ def figures(name: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rounds: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rounds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     up, pass_on = free_port(), free_port()
     upstream = f"http://127.0.0.1:{up}"
     urls: dict[str, str] = {}
@@ -215,6 +216,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     kinds = dict(KINDS)
     if args.before:
         kinds["before"] = ()
+        kinds["before_exact"] = KINDS["exact"]
     if args.workers:
         kinds = {
             f"{count}_workers": ("--no-semantic", "--workers", str(count)) for count in args.workers
@@ -231,7 +233,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             port = free_port()
             urls[kind] = f"http://127.0.0.1:{port}"
             command = gateway(Path(folder) / kind, port, upstream, *flags)
-            code = {"PYTHONPATH": sources(args.before)} if kind == "before" else {}
+            code = {"PYTHONPATH": sources(args.before)} if kind in BEFORE else {}
             running = servers.enter_context(process(command, f"{urls[kind]}/healthz", **code))
             pids[kind] = running.pid
             wrk(urls[kind], 1, 5, kind="words", run="warm")  # until it is known what lookups find
@@ -244,7 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.rounds):
             for name, url in urls.items():
                 for figure, given in figures(name).items():
-                    if args.only not in figure or (args.before and "hit" in figure):
+                    if args.only not in figure:
                         continue
                     kind = figure.partition("_")[0].replace("hit", "")
                     before = processor_ms(pids[name]) if name in pids else 0.0
@@ -258,20 +260,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     spent = processor_ms(pids[name]) - before if name in pids else 0.0
                     answered = found_now["requests_per_s"] * args.seconds
                     found_now["cpu_ms"] = spent / max(answered, 1.0)
-                    rounds[f"{name}_{figure}"].append(found_now)
+                    rounds[name, figure].append(found_now)
             print(f"  round {number + 1} of {args.rounds}", flush=True)
-    found: dict[str, Any] = {
-        name: {figure: round(median(row[figure] for row in rows), 3) for figure in FIGURES}
-        | {"errors": [row["errors"] for row in rows if row["errors"]]}
-        for name, rows in rounds.items()
-    }
-    for name, row in found.items():
-        kind, _, figure = name.partition("_")
-        if kind != "bare" and "hit" not in figure and f"bare_{figure}" in found:
-            row["adds_p50_ms"] = round(row["p50_ms"] - found[f"bare_{figure}"]["p50_ms"], 3)
-        if kind in ("semantic", "before") and (plain := found.get(f"exact_{figure}")):
-            row["of_exact"] = round(row["requests_per_s"] / plain["requests_per_s"], 3)
-            row["more_cpu_ms"] = round(row["cpu_ms"] - plain["cpu_ms"], 3)
+    found: dict[str, Any] = {}
+    for (name, figure), rows in rounds.items():
+        row: dict[str, Any] = {
+            measured: round(median(one[measured] for one in rows), 3) for measured in FIGURES
+        }
+        row["errors"] = [one["errors"] for one in rows if one["errors"]]
+        found[f"{name}_{figure}"] = row
+        bare = found.get(f"bare_{figure}")
+        if bare and name != "bare" and "hit" not in figure:
+            row["adds_p50_ms"] = round(row["p50_ms"] - bare["p50_ms"], 3)
+        exact = found.get(f"exact_{figure}")
+        if exact and name in ("semantic", *BEFORE):
+            row["of_exact"] = round(row["requests_per_s"] / exact["requests_per_s"], 3)
+            row["more_cpu_ms"] = round(row["cpu_ms"] - exact["cpu_ms"], 3)
     return found
 
 
@@ -339,7 +343,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=2, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="figures whose names have this, as _64")
-    parser.add_argument("--before", type=Path, help="another checkout, to be measured in turns")
+    parser.add_argument("--before", type=Path, help="another checkout, measured in turns")
     parser.add_argument("--litellm-python", default="", help="a Python that has litellm[proxy]")
     parser.add_argument(
         "--workers", nargs="+", type=int, help="only exact hits, by these numbers of workers"
