@@ -109,6 +109,9 @@ INCOMPLETE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/v1/chat/completions", chat(called(arguments="[]")), {}, "broken call"),
     ("/v1/chat/completions", chat(called(arguments='{"a": NaN}')), {}, "broken call"),
     ("/v1/chat/completions", chat(called(arguments="{}{}")), {}, "broken call"),
+    ("/v1/chat/completions", chat(called(arguments='{"a": 1, "a": 2}')), {}, "broken call"),
+    ("/v1/chat/completions", chat({"content": " \n"}), {}, "empty"),
+    ("/v1/chat/completions", chat({"content": [{"type": "text", "text": ""}]}), {}, "empty"),
     ("/v1/chat/completions", chat(called(arguments={})), {}, "broken call"),
     ("/v1/chat/completions", chat(called(name="")), {}, "broken call"),
     ("/v1/chat/completions", chat({"content": "x", "tool_calls": [5]}), {}, "unknown form"),
@@ -132,7 +135,7 @@ INCOMPLETE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/v1/embeddings", vectors([0.5]), {"input": ["x", "y"]}, "not as many as asked"),
     ("/v1/embeddings", vectors([]), {"input": "x"}, "unfinished"),
     ("/v1/embeddings", vectors([0.5, None]), {"input": "x"}, "unfinished"),
-    ("/v1/embeddings", vectors([float("nan")]), {"input": "x"}, "unfinished"),
+    ("/v1/embeddings", vectors([float("nan")]), {"input": "x"}, "no JSON"),
     ("/v1/embeddings", vectors(""), {"input": "x"}, "unfinished"),
     ("/score", scores(0.5), {"text_1": "x", "text_2": DOCUMENTS}, "not as many as asked"),
     ("/score", scores(None), {"text_1": "x", "text_2": "y"}, "unfinished"),
@@ -189,3 +192,19 @@ def test_a_stream_of_messages_is_put_together_to_be_judged() -> None:
     assert refusal(events(start, block, *pieces, *end)) == "unfinished"
     assert refusal(events(start, *end)) == "empty"
     assert refusal(events(start, *pieces, *end)) == "no JSON"
+    for out_of_order in (
+        (start, start, block, *pieces, stop, *end),
+        (start, block, block, *pieces, stop, *end),
+        (start, block, stop, *pieces, *end),
+        (start, block, *pieces, stop, stop, *end),
+    ):
+        assert refusal(events(*out_of_order)) == "no JSON"
+
+
+def test_an_answer_that_readers_read_differently_is_not_kept() -> None:
+    whole = json.dumps(chat({"content": "x"}))
+    for odd in (
+        whole.replace('"content"', '"content": "y", "content"'),
+        whole[:-1] + ', "a": NaN}',
+    ):
+        assert ROUTES["/v1/chat/completions"].refusal(odd.encode()) == "no JSON"

@@ -6,10 +6,11 @@ words why the answer is not complete; an empty text stands for a complete one.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from semkv_gateway.strict_json import read_objects
 
 Body = Mapping[str, Any]
 Rule = Callable[[Any, Body], str]
@@ -38,23 +39,10 @@ def is_json_object(text: object) -> bool:
 
 def count_objects(text: str) -> int:
     """How many JSON objects a text is a row of; 0 where something else is in it."""
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
-    count = 0
-    at = len(text) - len(text.lstrip())
     try:
-        while at < len(text):
-            value, end = decoder.raw_decode(text, at)
-            if not isinstance(value, dict):
-                return 0
-            count += 1
-            at = len(text) - len(text[end:].lstrip())
+        return len(read_objects(text))
     except (ValueError, RecursionError):
         return 0
-    return count
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
 
 
 def _first(faults: Iterable[str]) -> str:
@@ -67,7 +55,8 @@ def _is_number(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    """Whether a value is a text with more in it than blanks."""
+    return isinstance(value, str) and not value.isspace() and value != ""
 
 
 # -- chats and completions ---------------------------------------------------------------------------------------------
@@ -87,8 +76,15 @@ def _count_inputs(value: object) -> int:
 
 
 def says_something(value: object) -> bool:
-    """Whether the value of a field is a text, or parts of one."""
-    return isinstance(value, str | list) and bool(value)
+    """Whether the value of a field is a text that is not blank, or has a part that is none."""
+    if isinstance(value, list):
+        return any(map(_is_saying_part, value))
+    return _is_text(value)
+
+
+def _is_saying_part(part: object) -> bool:
+    """Whether a part of a content says something; only texts are looked at."""
+    return not isinstance(part, dict) or "text" not in part or _is_text(part["text"])
 
 
 def chat(answer: Any, body: Body) -> str:

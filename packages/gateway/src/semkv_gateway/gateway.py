@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from semkv.tiers.matching import PendingEntry
 from semkv.types import ReuseReport
-from semkv_gateway import http
+from semkv_gateway import http, strict_json
 from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.documents import Documents
@@ -476,7 +476,8 @@ class Gateway:
         if not request.canonical.route.converts:
             return Answer(200, [http.EVENTS], payload)
         try:
-            body = replay(json.loads(payload), include_usage=request.canonical.include_usage)
+            stored = strict_json.read(payload)
+            body = replay(stored, include_usage=request.canonical.include_usage)
         except (NotKeepable, ValueError, AttributeError, TypeError, LookupError, RecursionError):
             self.metrics.unkept("no stream of it")
             return None
@@ -699,10 +700,7 @@ class Gateway:
         """The canonical form of a request. Raises `Unkeyable` where it has none."""
         if not client.believed:
             raise Unkeyable("tenant")
-        if (
-            http.header(call.scope, b"content-type").partition(";")[0].strip().lower()
-            != "application/json"
-        ):
+        if not http.is_json(http.header(call.scope, b"content-type")):
             raise Unkeyable("content type")
         settings, scope = self.settings, call.scope
         tags = self._tenants.tags_of(scope)

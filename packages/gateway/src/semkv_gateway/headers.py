@@ -18,7 +18,7 @@ from semkv_gateway.http import Headers, Scope
 
 HARMLESS: dict[str, str] = {
     "They say how this connection and this body are sent.": """
-        connection content-digest content-encoding content-language content-length content-md5 content-type date
+        connection content-digest content-encoding content-length content-md5 content-type date
         digest expect host http2-settings keep-alive max-forwards proxy-connection te trailer transfer-encoding upgrade
         x-http-version""",
     "They say which forms the client reads. An upstream that heeds one says so by Vary.": """
@@ -38,24 +38,24 @@ HARMLESS: dict[str, str] = {
     "They name a session of an agent, which sends the whole conversation with each request.": """
         x-claude-code-session-id""",
     "A proxy says by them from where, and on which way, the request came.": """
-        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cf-worker
-        cloudfront-viewer-address cloudfront-viewer-country fastly-client-ip fastly-ff fly-client-ip fly-forwarded-port
-        fly-forwarded-proto fly-region fly-request-id forwarded front-end-https l5d-client-id l5d-dst-canonical
-        render-proxy-ttl true-client-ip via x-amz-cf-id x-appengine-city x-appengine-citylatlong x-appengine-country
-        x-appengine-region x-arr-log-id x-arr-ssl x-azure-clientip x-azure-fdid x-azure-ref x-azure-socketip
-        x-client-ip x-cluster-client-ip x-envoy-attempt-count x-envoy-decorator-operation x-envoy-external-address
-        x-envoy-expected-rq-timeout-ms x-envoy-internal x-envoy-original-path x-envoy-peer-metadata
-        x-envoy-peer-metadata-id x-fd-healthprobe x-forwarded-by x-forwarded-client-ip x-forwarded-for
-        x-forwarded-host x-forwarded-path x-forwarded-port x-forwarded-prefix x-forwarded-proto x-forwarded-scheme
-        x-forwarded-server x-forwarded-ssl x-kong-request-id x-nginx-proxy x-original-forwarded-for x-original-host
-        x-original-uri x-proxy-id x-queue-start x-real-ip x-real-port x-request-start x-scheme x-varnish
-        x-vercel-forwarded-for x-vercel-id x-vercel-ip-city x-vercel-ip-country x-vercel-ip-country-region""",
+        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cf-worker cloudfront-viewer-address
+        cloudfront-viewer-country fastly-client-ip fastly-ff fly-client-ip fly-forwarded-port fly-forwarded-proto
+        fly-region fly-request-id forwarded front-end-https l5d-dst-canonical render-proxy-ttl true-client-ip via
+        x-amz-cf-id x-appengine-city x-appengine-citylatlong x-appengine-country x-appengine-region x-arr-log-id
+        x-arr-ssl x-azure-clientip x-azure-fdid x-azure-ref x-azure-socketip x-client-ip x-cluster-client-ip
+        x-envoy-attempt-count x-envoy-decorator-operation x-envoy-expected-rq-timeout-ms x-envoy-external-address
+        x-envoy-internal x-envoy-peer-metadata x-envoy-peer-metadata-id x-fd-healthprobe x-forwarded-by
+        x-forwarded-client-ip x-forwarded-for x-forwarded-port x-forwarded-proto x-forwarded-scheme x-forwarded-server
+        x-forwarded-ssl x-kong-request-id x-nginx-proxy x-original-forwarded-for x-proxy-id x-queue-start x-real-ip
+        x-real-port x-request-start x-scheme x-varnish x-vercel-forwarded-for x-vercel-id x-vercel-ip-city
+        x-vercel-ip-country x-vercel-ip-country-region""",
     "vLLM chooses by them where and when it computes, not what.": """
         x-data-parallel-rank x-vllm-priority""",
     "They are meant for the gateway, which reads them itself.": """
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
-"""Headers that neither identify the client nor change the answer, by the reason."""
+"""Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
+URL (``X-Forwarded-Host``, ``X-Original-URI``), since an upstream may have a tenant for each host or path."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -72,7 +72,7 @@ CREDENTIALS = frozenset(
     x-amz-security-token x-amzn-oidc-accesstoken x-amzn-oidc-data x-amzn-oidc-identity
     x-ms-client-principal x-ms-client-principal-id x-ms-client-principal-name x-ms-token-aad-access-token
     x-ms-token-aad-id-token ocp-apim-subscription-key cf-access-client-id cf-access-client-secret
-    cf-access-jwt-assertion cf-aig-authorization helicone-auth x-litellm-api-key x-portkey-api-key
+    cf-access-jwt-assertion cf-aig-authorization helicone-auth l5d-client-id x-litellm-api-key x-portkey-api-key
     x-portkey-virtual-key x-forwarded-access-token x-forwarded-client-cert x-forwarded-email x-forwarded-groups
     x-forwarded-preferred-username x-forwarded-user remote-user x-remote-user x-auth-request-access-token
     x-auth-request-email x-auth-request-groups x-auth-request-preferred-username x-auth-request-user x-user
@@ -84,7 +84,8 @@ header`` refuses them, and they count for nothing where another word names the t
 trusted proxy)."""
 
 CHOOSES = frozenset(
-    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language x-model".split()
+    b"openai-organization openai-project openai-beta anthropic-version anthropic-beta accept-language"
+    b" content-language x-model".split()
 )
 """Headers that change the answer and hold no credential: part of the key, and no tenant of their own."""
 

@@ -41,6 +41,12 @@ _HOP_BY_HOP = frozenset(
 _OURS = frozenset(
     (b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass")
 )
+# They say of the client's own body, or for it, what is not so of one that the gateway wrote.
+_OF_BODY = frozenset(
+    b"accept-encoding cache-control content-digest content-encoding content-md5 content-type digest"
+    b" repr-digest".split()
+)
+_UTF_8 = frozenset(("", "charset=utf-8", 'charset="utf-8"'))
 _THEIRS = frozenset(
     (b"content-length", b"x-semkv")
 )  # an upstream that is a semkv names its own cache there
@@ -240,9 +246,21 @@ class Call:
 
     def headers(self) -> Headers:
         """What to send: without hop-by-hop fields and those that are meant for the gateway."""
-        own = (b"accept-encoding", b"content-encoding", b"cache-control") if self.canonical else ()
-        kept = _passed_on(self.scope["headers"], _OURS.union(own))
-        return [*kept, (b"accept-encoding", b"identity")] if self.canonical else kept
+        own = _OF_BODY if self.canonical else frozenset()
+        kept = _passed_on(self.scope["headers"], _OURS | own)
+        return [*kept, JSON, (b"accept-encoding", b"identity")] if self.canonical else kept
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a body is JSON in UTF-8. An upstream may read one that names other letters in another way.
+
+    >>> [is_json(name) for name in ("application/json", "application/json; charset=UTF-8")]
+    [True, True]
+    >>> is_json("application/json; charset=utf-7")
+    False
+    """
+    words = content_type.lower().replace(" ", "").split(";")
+    return words[0] == "application/json" and _UTF_8.issuperset(words[1:])
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:

@@ -16,6 +16,7 @@ from semkv.keys import media_uuid
 from semkv.stores.media import MediaStore
 from semkv.tenants import tenant_salt
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
+from semkv_gateway import strict_json
 from semkv_gateway.routes import (
     HINT,
     ROUTES,
@@ -31,12 +32,17 @@ from semkv_gateway.routes import (
 )
 from semkv_stores.digests import digest
 
-# Known not to change the answer. `cache_salt` is not among them: a client that sets it wants to share with no other.
-# Where the two forms of an answer are kept apart, `stream` and what belongs to it is in the key, see `_build`.
-_NOT_IN_KEY = frozenset(
-    "stream stream_options stream_interval user safety_identifier metadata store request_id session_id priority"
-    " prompt_cache_key prompt_cache_retention".split()
-)
+# Known not to change the answer, by the reason. Not among them: `cache_salt`, since a client that sets it wants to
+# share with no other, and `session_id`, under which other servers than vLLM keep a conversation.
+_HARMLESS: dict[str, str] = {
+    "They say in which pieces an answer comes. `_build` adds them where its two forms are kept apart.": """
+        stream stream_options stream_interval""",
+    "They name the end user to a provider that looks for abuse.": "user safety_identifier",
+    "It says whether a provider keeps a copy for the account's owner.": "store",
+    "They name one request, and say whose turn it is.": "request_id priority",
+    "They are hints for a provider's cache of prompts.": "prompt_cache_key prompt_cache_retention",
+}
+_NOT_IN_KEY = frozenset(name for names in _HARMLESS.values() for name in names.split())
 # Where null means the same as leaving the field out. Not among them: `max_tokens` (a completion without it has 16
 # tokens) and `top_logprobs` (with null vLLM gives none).
 _NULL_IS_ABSENT = frozenset(
@@ -85,8 +91,8 @@ _WHOLE: dict[str, str] = {
         mm_payload enable_response_messages routed_experts_prompt_start return_documents top_n dimensions
         encoding_format embed_dtype embedding_type embedding_types endianness use_activation output_dimension
         output_dtype normalized n_probs post_sampling_probs return_tokens timings_per_token""",
-    "They choose among models and machines, as `model` does.": """
-        adapter_id user_id service_tier provider models route transforms inference_geo speed""",
+    "They choose among models and machines, as `model` does; a proxy may do so by labels.": """
+        adapter_id service_tier provider models route transforms inference_geo speed metadata""",
     "They are hints for a server's cache of prompts.": """
         prompt_cache_options cache_prompt""",
     "What they ask a server to do is refused by the route that knows them.": """
@@ -107,7 +113,7 @@ _BY_PLACE = frozenset(
 # Leave open how an answer is drawn. A request with any other field may have chosen that, so it gets no temperature.
 # Not among them: `thinking`, with which Anthropic's models take no temperature, and what may reach a sampler.
 _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
-    "model messages prompt input system instructions suffix tools tool_choice functions function_call"
+    "model messages prompt input system instructions suffix metadata tools tool_choice functions function_call"
     " parallel_tool_calls max_tool_calls response_format structured_outputs guided_json guided_choice guided_regex"
     " guided_grammar output_config output_format text include reasoning reasoning_effort verbosity prediction"
     " documents chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs cache_salt cache_control"
@@ -354,7 +360,7 @@ class CanonicalRequest:
 def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRequest:
     """The canonical form of a request. Raises `Unkeyable` where it has none.
 
-    Use `loads` for the JSON of ``body``: it refuses what JSON readers disagree on.
+    Use `loads` for the JSON of ``body``.
     """
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
@@ -444,10 +450,9 @@ def _number(value: Any) -> Any:
 
 
 def loads(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object, refusing what readers disagree on: duplicate names, NaN and infinities, lone surrogates.
-    Raises `Unkeyable`."""
+    """Read the JSON object of a request. Of half a character no key can be made. Raises `Unkeyable`."""
     try:
-        value = json.loads(raw, object_pairs_hook=_object, parse_constant=_constant)
+        value = strict_json.read(raw)
         if b"\\u" in raw:
             _encode(value).encode()  # a lone surrogate cannot be encoded
     except (ValueError, RecursionError):
@@ -455,14 +460,3 @@ def loads(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Unkeyable("no JSON object")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name comes twice in one object")
-    return found
-
-
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")

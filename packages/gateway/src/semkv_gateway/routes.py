@@ -506,10 +506,17 @@ def _read_anthropic(body: Mapping[str, Any]) -> Content:
         beside["system"] = _lone_text([_unbilled_block(block) for block in blocks])
     if tools:
         beside["tools"] = [_saying(tool) for tool in tools]
+    metadata = body.get("metadata")
+    beside["metadata"] = None if _names_a_user(metadata) else metadata
     if not isinstance(messages := body.get("messages"), list):
         raise Unkeyable("no messages")
     content = _verbatim("messages", messages, _MESSAGES)
     return replace(content, beside=beside)
+
+
+def _names_a_user(metadata: object) -> bool:
+    """Whether ``metadata`` only names the end user to a provider that looks for abuse."""
+    return isinstance(metadata, dict) and metadata.keys() == {"user_id"}
 
 
 def _unbilled_block(block: dict[str, Any]) -> dict[str, Any]:

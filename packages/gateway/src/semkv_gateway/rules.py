@@ -12,11 +12,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Sequence
 
 from semkv.errors import ConfigError
+from semkv_gateway import strict_json
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Pattern
 from semkv_gateway.routes import texts_in
@@ -82,12 +82,16 @@ class Rules:
         return any(self._picks(pattern, request) for pattern in self._skip)
 
     def keeps(self, payload: bytes, *, verbatim: bool) -> bool:
-        """Whether an answer may be kept. A stream that could not be put together has no texts to look at."""
+        """Whether an answer may be kept. What cannot be read has no texts to look at, as a stream that
+        could not be put together."""
         if not self._skip_answers:
             return True
         if verbatim:
             return False
-        texts = list(texts_in(json.loads(payload)))
+        try:
+            texts = list(texts_in(strict_json.read(payload)))
+        except (ValueError, RecursionError):
+            return False
         return not any(pattern.matches(texts) for pattern in self._skip_answers)
 
     def least_cosine(self, request: CanonicalRequest) -> float:

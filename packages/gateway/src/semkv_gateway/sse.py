@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from semkv_gateway import answers
+from semkv_gateway import answers, strict_json
 from semkv_gateway.answers import count_objects, is_error, is_json_object, says_something
 
 DONE = b"data: [DONE]\n\n"
@@ -55,6 +55,9 @@ _CHOICE_KNOWN = frozenset(
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
+_LOGPROBS_KNOWN = frozenset(
+    "content refusal tokens token_logprobs top_logprobs text_offset".split()
+)  # lists that a stream brings piece by piece
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
 _CHUNKS = ("chat.completion.chunk", "text_completion")
@@ -108,7 +111,7 @@ def data_of(event: bytes) -> bytes:
 def read_chunk(data: bytes) -> dict[str, Any] | None:
     """The JSON object in an event's data; None where there is none."""
     try:
-        chunk = json.loads(data)
+        chunk = strict_json.read(data)
     except (ValueError, RecursionError):
         return None
     return chunk if isinstance(chunk, dict) else None
@@ -263,7 +266,7 @@ class _Choice:
         """Chat: ``content`` and ``refusal`` lists. Completions: four parallel lists."""
         whole = self._logprobs = self._logprobs or {}
         for name, values in logprobs.items():
-            if not isinstance(values, list | None):
+            if name not in _LOGPROBS_KNOWN or not isinstance(values, list | None):
                 raise _NotUnderstood
             if values is None:
                 whole.setdefault(name, None)
@@ -321,6 +324,7 @@ class Assembler:
             raise NotKeepable("stream of unknown form")
         if self.understood:
             try:
+                _check_name(event)
                 self._add(chunk)
             except (_NotUnderstood, AttributeError, TypeError, KeyError):
                 self.understood = False
@@ -364,6 +368,14 @@ class Assembler:
     def broken(error: Mapping[str, Any]) -> bytes:
         """The event that tells a client that its stream broke off."""
         return event({"error": error})
+
+
+def _check_name(event: bytes) -> None:
+    """Raise where an event has a name of its own: a whole answer has no place for it."""
+    lines = () if event.startswith(b"data:") else event.split(b"\n")
+    names = (line[6:].strip() for line in lines if line.startswith(b"event:"))
+    if any(name not in (b"", b"message") for name in names):
+        raise _NotUnderstood
 
 
 def _is_chunk(chunk: Mapping[str, Any]) -> bool:
@@ -462,6 +474,12 @@ def events_fault(events: bytes, asked: int) -> str:
     return found or ("" if answers.is_complete_range(choices, asked) else answers.COUNT)
 
 
+def _check_order(is_in_order: bool) -> None:
+    """Raise where an event does not follow from those before it."""
+    if not is_in_order:
+        raise LookupError("events out of order")
+
+
 class _Message:
     """Puts a stream of Anthropic's messages together, to tell whether it is complete."""
 
@@ -474,21 +492,24 @@ class _Message:
     def add(self, chunk: Mapping[str, Any]) -> None:
         kind = chunk.get("type")
         if kind == "message_start":
+            _check_order(not self._answer)
             self._answer |= chunk["message"]
             self._usage |= chunk["message"].get("usage") or {}
         elif kind == "message_delta":
             self._answer |= chunk["delta"]
             self._usage |= chunk.get("usage") or {}
         elif kind == "content_block_start":
+            _check_order(chunk["index"] not in self._blocks)
             self._blocks[chunk["index"]] = {**chunk["content_block"], "partial_json": ""}
             self._open.add(chunk["index"])
         elif kind == "content_block_delta":
+            _check_order(chunk["index"] in self._open)
             name = _BLOCK_TEXTS.get(chunk["delta"]["type"])
             if name is not None:
                 block = self._blocks[chunk["index"]]
                 block[name] = (block.get(name) or "") + chunk["delta"][name]
         elif kind == "content_block_stop":
-            self._open.discard(chunk["index"])
+            self._open.remove(chunk["index"])
 
     def whole(self) -> dict[str, Any]:
         """The message; without a reason to stop where a block has no end."""
@@ -496,7 +517,7 @@ class _Message:
         for block in blocks:
             text = block.pop("partial_json")
             if text:
-                block["input"] = json.loads(text) if is_json_object(text) else None
+                block["input"] = strict_json.read(text) if is_json_object(text) else None
         more = {"stop_reason": None} if self._open else {}
         return {**self._answer, **more, "content": blocks, "usage": self._usage}
 
@@ -505,7 +526,7 @@ def read_answer(payload: bytes) -> Any:
     """What was kept as JSON; of the events of a stream, what they say of the answer as a whole. Raises a `ValueError`
     where it is neither."""
     try:
-        return json.loads(payload)
+        return strict_json.read(payload)
     except ValueError:
         if b"data:" not in payload:
             raise
@@ -541,7 +562,7 @@ def usage_of(payload: bytes) -> dict[str, int]:
 def text_of(payload: bytes) -> str:
     """The text of an answer's first choice; its tool calls as JSON; empty where there is neither."""
     try:
-        choice = json.loads(payload)["choices"][0]
+        choice = strict_json.read(payload)["choices"][0]
         message = choice.get("message")
         if message is None:
             return str(choice.get("text") or "")

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from semkv_gateway import strict_json
+
 WITHOUT_CACHE = "without_cache"
 """The field that has the usage as the upstream said it, in one that was set to zero."""
 
@@ -35,7 +37,7 @@ def _found(payload: bytes) -> Iterator[tuple[int, int, dict[str, Any]]]:
             # In Latin-1 the place of a character is that of its byte.
             text = payload[start : start + _LONGEST].decode("latin-1")
             length = _decoder.raw_decode(text)[1]
-            said = json.loads(payload[start : start + length])
+            said = strict_json.read(payload[start : start + length])
         except (ValueError, RecursionError):
             continue
         if isinstance(said, dict):
@@ -86,7 +88,7 @@ def _zeroed(said: bytes, head: bytes = b"") -> bytes:
 def _own(text: bytes) -> list[Any]:
     """The usage of an answer or of an event, which is at its top, or at that of the answer in the event."""
     try:
-        answer = json.loads(text)
+        answer = strict_json.read(text)
     except (ValueError, RecursionError):
         return []
     if not isinstance(answer, dict):
