@@ -69,6 +69,8 @@ class Plan:
         return 2 + self.system + self.documents * self.size * 17 // 16 + self.questions * 9 // 2
 
 
+LENGTH = 192  # of what repeats
+
 SMALL = Plan(
     documents=2,
     size=44,
@@ -245,4 +247,20 @@ def batch(
         kinds[row, -1] = 0  # what comes next was cut off
         kept = text[: plan.longest]
         ids[row, : len(kept)] = kept
+    return ids, kinds
+
+
+def repeats(
+    rows: int,
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """As `batch`, of random tokens that come again and again: a model must first learn to find what it has seen."""
+    draws = np.random.default_rng(seed)
+    ids = np.empty((rows, LENGTH), np.int16)
+    kinds = np.zeros((rows, LENGTH), np.int8)
+    for row in range(rows):
+        size = int(draws.integers(8, LENGTH // 3))
+        once = draws.choice(np.arange(_TITLES[0], VOCABULARY), size, replace=False)
+        ids[row] = np.tile(once, -(-LENGTH // size))[:LENGTH]
+        kinds[row, size:-1] = 1
     return ids, kinds

@@ -4,8 +4,9 @@
     python bench/documents_quality.py measure --model /tmp/documents-model --out documents-quality.json
 
 ``train`` makes a Llama of 25 million parameters from nothing, on texts of six documents of 192 to 320 tokens with
-questions behind them (`document_questions`). It begins with few short documents. ``measure`` asks vLLM one question
-about six documents at a time, in other documents than those of the training, under these arms:
+questions behind them (`document_questions`). It begins with tokens that repeat, then come few short documents.
+``measure`` asks vLLM one question about six documents at a time, in other documents than those of the training, under
+these arms:
 
     computed         everything is computed
     again            the same a second time: what differs without any change
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,13 @@ TINY = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-STAGES = ((SMALL, 0.45), (MIDDLE, 0.65), (LARGE, 1.0))
-"""Plans, each with the share of the time at which it ends at the latest. Early steps are small, and so more."""
+STAGES: tuple[tuple[Plan | None, float], ...] = (
+    (None, 0.25),
+    (SMALL, 0.45),
+    (MIDDLE, 0.65),
+    (LARGE, 1.0),
+)
+"""Plans (none: what repeats), each with the share of the time at which it ends at the latest. Early steps are small."""
 
 ENOUGH = 0.9  # of facts right, after which texts get longer
 TOKENS = 98304  # of a step of the last stage
@@ -67,17 +74,22 @@ WORKER = "semkv_vllm.worker.DocumentWorker"
 
 
 def batches(
-    plan: Plan,
-    rows: int,
+    plan: Plan | None,
+    tokens: int,
     first_seed: int,
     pool: Any,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches without end, made by other processes some steps ahead."""
     waiting: list[Any] = []
+    make: Callable[..., Any] = questions.repeats
+    rows = max(1, tokens // questions.LENGTH)
+    if plan is not None:
+        make = partial(questions.batch, plan)
+        rows = max(1, tokens // plan.longest)
     seed = first_seed
     while True:
         while len(waiting) < 48:
-            waiting.append(pool.apply_async(questions.batch, (plan, rows, seed)))
+            waiting.append(pool.apply_async(make, (rows, seed)))
             seed += 1
         yield waiting.pop(0).get()
 
@@ -124,7 +136,7 @@ class Trainer:
 
     def stage(
         self,
-        plan: Plan,
+        plan: Plan | None,
         end: float,
         source: Iterator[tuple[np.ndarray, np.ndarray]],
     ) -> None:
@@ -142,12 +154,13 @@ class Trainer:
                 asked[kind] += of
             if self.step % self._options.told_every:
                 continue
-            shares = {kind: round(float(right[kind] / asked[kind]), 4) for kind in KINDS}
+            shares = {
+                kind: round(float(right[kind] / count), 4) for kind, count in asked.items() if count
+            }
             line = {
                 "step": self.step,
                 "seconds": round(time.monotonic() - self._begun, 1),
-                "documents": plan.documents,
-                "size": plan.size,
+                "documents": plan.documents if plan else 0,
                 "loss": round(float(sum(losses) / len(losses)), 4),
                 "right": shares,
             }
@@ -156,7 +169,7 @@ class Trainer:
             right.clear()
             asked.clear()
             losses.clear()
-            if not last and min(shares["fact"], shares["two"]) > ENOUGH:
+            if not last and min(shares["fact"], shares.get("two", 1.0)) > ENOUGH:
                 return
 
     def _rate(self) -> float:
@@ -204,8 +217,7 @@ def train(options: argparse.Namespace) -> None:
         trainer = Trainer(options)
         for number, (plan, end) in enumerate(stages):
             tokens = options.tokens >> (len(stages) - 1 - number)
-            rows = max(1, tokens // plan.longest)
-            source = batches(plan, rows, options.seed * 10**9 + number * 10**8, pool)
+            source = batches(plan, tokens, options.seed * 10**9 + number * 10**8, pool)
             trainer.stage(plan, end, source)
         pool.terminate()
     import torch
@@ -426,7 +438,7 @@ def table(rows: dict[str, Any]) -> str:
 def measure(options: argparse.Namespace) -> None:
     """The table."""
     draws = np.random.default_rng(options.seed + 12345)
-    plan, _ = STAGES[options.stages - 1]
+    plan = STAGES[options.stages - 1][0] or SMALL
     sets = [Texts(plan, draws) for _ in range(options.sets)]
     cases = [Case(texts, kind, draws) for texts in sets for kind in KINDS]
     rows: dict[str, Any] = {}

@@ -457,6 +457,8 @@ def faulty_hooks(reuse: Reuse) -> dict[str, Any]:
             "heard": reuse.counters["errors"] > before,
             "left": reuse.engine.left(),
         }
+    for left in (reuse.half._wishes, reuse.half._used):  # of the one that had no end
+        left.clear()
     found["none"] = {"approximate": approximate(reuse.reused(ids, places, 0, **few))}
     reuse.forget()
     return found
