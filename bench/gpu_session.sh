@@ -11,6 +11,8 @@
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   positions  positions: documents at another position, Qwen2.5-7B's shape
+#   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
+#   documents-quality  documents_quality: with it, how many answers are right where documents are reused
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
 #              start takes a minute, the first arm of a data set starts two: about 20 minutes in all (STEP_S)
@@ -28,10 +30,16 @@ export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-/tmp/vllm-cache} VLLM_NO_USAGE_STATS=1
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 # no NVLink multicast
 limit=${STEP_S:-540}
 
-bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, with its engines
+alone() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time
     local name=$1 script=$2; shift 2
-    timeout -k 15 "$limit" python3 "$here/$script" --logs "$scratch/logs-$name" "$@" 2>&1 | tee "$out/$name.log"
-    local status=${PIPESTATUS[0]}
+    timeout -k 15 "$limit" python3 "$here/$script" "$@" 2>&1 | tee "$out/$name.log"
+    return "${PIPESTATUS[0]}"
+}
+
+bench() { # NAME SCRIPT ARGUMENTS: the same with engines of its own, whose logs are kept
+    local name=$1 script=$2; shift 2
+    alone "$name" "$script" --logs "$scratch/logs-$name" "$@"
+    local status=$?
     tar -C "$scratch" -czf "$out/$name-logs.tgz" "logs-$name" 2>/dev/null
     return "$status"
 }
@@ -50,6 +58,7 @@ kv() { # NAME ARGUMENTS
 }
 
 large=${LARGE:-/tmp/minigqa-vlm-large}
+documents=${DOCUMENTS:-/tmp/documents-model}
 
 train() {
     timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --start "${START:?the folder that start_large.py made}" \
@@ -84,10 +93,13 @@ families-tp2) bench families-tp2 identity.py --models llama,granite4,deepseek_v3
 identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$out/identity.json" "$@" ;;
 identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
-positions) bench positions positions.py --out "$out/positions.json" "$@" ;;
+positions) alone positions positions.py --out "$out/positions.json" "$@" ;;
+documents-train) alone documents-train documents_quality.py train --model "$documents" --out "$out/documents-train.json" "$@" ;;
+documents-quality) alone documents-quality documents_quality.py measure --model "$documents" \
+    --out "$out/documents-quality.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,18p' "$0"; exit 2 ;;
+*) sed -n '2,20p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

@@ -4,18 +4,29 @@
 
 One engine with a 7B shape and dummy weights (Qwen2.5-7B's), one request at a time. Documents of 1,024 tokens were
 computed once, alone; a prompt has them in another order behind a system text. The arms take turns: everything is
-computed; documents are reused with their first tokens computed again; vLLM's own prefix cache has all but the question.
-Dummy weights say nothing of answers: that the tokens are right is shown by tests/test_positions.py.
+computed; documents are reused with their first tokens computed again; the same prompt comes exactly from host memory;
+vLLM's own prefix cache has all but the question. Dummy weights say nothing of answers: that the tokens are right is
+shown by tests/test_positions.py.
+
+``parts`` are of one more turn, in which the processor waits for the GPU at the end of each: the scheduler's plan; the
+load, from its order to the step in which the request runs; moving and rotating; the pass over what is computed again;
+the live check; and the rest, which is vLLM's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from common import machine, write_json
@@ -56,6 +67,7 @@ class Engine:
     """vLLM with semkv's connector, and the documents that it has stored."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that its parts can be timed
         from transformers import Qwen2Config
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
@@ -68,9 +80,9 @@ class Engine:
             "break_even": False,
             "report_loads": True,
             "document_tokens": 0,
-            "allowed_params": ["semkv"],
         }
         self._sampling = SamplingParams
+        block = {"block_size": options.block} if options.block else {}
         self.llm = LLM(
             model=str(scratch / "model"),
             load_format="dummy",
@@ -88,6 +100,7 @@ class Engine:
                 kv_connector_module_path="semkv_vllm.kv",
                 kv_connector_extra_config=extra,
             ),
+            **block,
         )
         self._random = np.random.default_rng(4)
         self.system = self.drawn(SYSTEM)
@@ -95,7 +108,7 @@ class Engine:
         self.documents = [self.drawn(DOCUMENT) for _ in range(MOST_DOCUMENTS)]
         for document in self.documents:
             self.ask(document)
-        time.sleep(2)  # the last blocks are on their way to host memory
+        self.settle()
 
     def drawn(self, count: int) -> list[int]:
         high = int(self.shape["vocab_size"])
@@ -104,8 +117,38 @@ class Engine:
     def order(self) -> list[int]:
         return [int(number) for number in self._random.permutation(MOST_DOCUMENTS)]
 
+    @property
+    def _core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def settle(self) -> None:
+        """Until nothing is on its way to host memory."""
+        while self._core.scheduler.has_requests():
+            self._core.step_fn()
+            time.sleep(0.001)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Why nothing is reused, how tokens are moved, and what went wrong."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = self._core.scheduler.connector
+        layers = get_kv_transfer_group()._placement._layers
+        counters = connector.shared.counters
+        return {
+            "refused": connector._documents.refused,
+            "moved_by": "torch" if layers is None or layers.fused is None else "one kernel",
+            "block_size": connector._documents._block,
+            "errors": counters["errors"],
+            "mismatches": counters["document_mismatches"],
+        }
+
     def ask(
-        self, tokens: list[int], semkv: dict[str, Any] | None = None, salt: str = ""
+        self,
+        tokens: list[int],
+        said: dict[str, Any] | None = None,
+        *,
+        salt: str = "",
     ) -> dict[str, Any]:
         """One answer of one token: milliseconds, and what the connector says of it.
 
@@ -114,7 +157,7 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if salt:
             prompt["cache_salt"] = salt
-        params = {"kv_transfer_params": {"semkv": semkv}} if semkv else None
+        params = {"kv_transfer_params": said} if said else None
         sampling = self._sampling(
             temperature=0, max_tokens=1, detokenize=False, extra_args=params, ignore_eos=True
         )
@@ -126,6 +169,7 @@ class Engine:
 
     def forget(self) -> None:
         """Leave vLLM's prefix cache with nothing but the system text."""
+        self.settle()
         assert self.llm.reset_prefix_cache()
         self.ask(self.system)
 
@@ -136,24 +180,96 @@ def measured(engine: Engine, count: int, repairs: list[int], repeats: int) -> di
     texts = [engine.documents[number] for number in chosen]
     prompt = [*engine.system, *(token for text in texts for token in text), *engine.question]
     spans = [[SYSTEM + DOCUMENT * place, SYSTEM + DOCUMENT * (place + 1)] for place in range(count)]
-    arms: dict[str, dict[str, Any] | None] = {"computed": None}
-    arms |= {f"first {k} again": {"spans": spans, "repair": k} for k in repairs}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*arms, "prefix cache"]}
+    arms: dict[str, dict[str, Any]] = {"computed": {"semkv": {"skip": True}}}
+    for repair in repairs:
+        asked = {"semkv": {"spans": spans, "repair": repair}}
+        # What is stored of the prompt itself would be found first, exactly.
+        arms[f"first {repair} again"] = asked | {"max_offload_tokens": 0}
+    others = ["host memory", "prefix cache"]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*arms, *others]}
     for turn in range(repeats + 1):
         for name, asked in arms.items():
             engine.forget()
-            answer = engine.ask(prompt, asked, "" if asked else f"computed {count} {turn}")
+            answer = engine.ask(prompt, asked)
             if turn:  # the first compiles
                 found[name].append(answer)
         engine.forget()
-        engine.ask(prompt[:-QUESTION], salt="prefix")
-        answer = engine.ask(prompt, salt="prefix")
+        engine.ask(prompt[:-QUESTION], salt=f"prefix {count}")
+        in_gpu = engine.ask(prompt, salt=f"prefix {count}")
+        engine.forget()
+        in_host = engine.ask(prompt, salt=f"prefix {count}")
         if turn:
-            found["prefix cache"].append(answer)
+            found["prefix cache"].append(in_gpu)
+            found["host memory"].append(in_host)
     rows = {name: summary(answers) for name, answers in found.items()}
     for row in rows.values():
         row["times_as_fast"] = round(rows["computed"]["ms"] / row["ms"], 2)
+    for name, asked in arms.items():
+        if name != "computed":
+            engine.forget()
+            rows[name]["parts"] = parts_of(partial(engine.ask, prompt, asked))
     return {"tokens": count * DOCUMENT, "documents": count, "arms": rows}
+
+
+def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each part of a request; see the module."""
+    from semkv_vllm.documents import Documents
+    from semkv_vllm.gate import Layers
+    from semkv_vllm.placement import Placement
+    from semkv_vllm.repair import Repair
+
+    spent = Counter[str]()
+    marks: dict[str, float] = {}
+    hooks = [
+        (Documents, "on_new_request", "plan"),
+        (Documents, "matched", "plan"),
+        (Documents, "allocated", "plan"),
+        (Placement, "put_right", ""),
+        (Placement, "_passes", "tables"),
+        (Layers, "move", "move"),
+        (Repair, "run", "repair"),
+        (Placement, "_is_right", "check"),
+    ]
+    with ExitStack() as stack:
+        for kind, name, part in hooks:
+            stack.enter_context(timed(kind, name, part, spent, marks))
+        answer = ask()
+    spent["load"] = marks.get("put_right begins", 0.0) - marks.get("allocated ends", 0.0)
+    spent["rest"] = answer["ms"] - sum(spent.values())
+    return {name: round(value, 2) for name, value in spent.items()}
+
+
+@contextmanager
+def timed(
+    kind: type,
+    name: str,
+    part: str,
+    spent: Counter[str],
+    marks: dict[str, float],
+) -> Iterator[None]:
+    """Add up how long a method takes, the GPU's work included, as a part; and note when it began and ended."""
+    import torch
+
+    method = getattr(kind, name)
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def longer(*args: Any, **fields: Any) -> Any:
+        begun = time.perf_counter()
+        marks[f"{name} begins"] = 1e3 * begun
+        if part not in ("plan", ""):
+            wait()
+            begun = time.perf_counter()
+        result = method(*args, **fields)
+        if part not in ("plan", ""):
+            wait()
+        ended = time.perf_counter()
+        marks[f"{name} ends"] = 1e3 * ended
+        if part:
+            spent[part] += 1e3 * (ended - begun)
+        return result
+
+    with mock.patch.object(kind, name, longer):
+        yield
 
 
 def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,6 +293,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16384, help="max_num_batched_tokens")
     parser.add_argument("--host-gib", type=int, default=8)
     parser.add_argument("--kv-gib", type=int, default=16)
+    parser.add_argument("--block", type=int, help="tokens of a KV block; vLLM's choice by default")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--out", type=Path)
@@ -189,11 +306,15 @@ def main() -> None:
             rows.append(row)
             line = ", ".join(f"{name} {arm['ms']} ms" for name, arm in row["arms"].items())
             print(f"{row['tokens']} tokens: {line}", flush=True)
+            for name, arm in row["arms"].items():
+                if "parts" in arm:
+                    print(f"    {name}: {arm['parts']}", flush=True)
             write_json(
                 options.out,
                 {
                     "machine": machine("vllm", "torch"),
                     "shape": engine.shape,
+                    "engine": engine.told,
                     "options": {name: str(value) for name, value in vars(options).items()},
                     "measured": rows,
                 },

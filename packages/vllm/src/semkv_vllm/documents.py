@@ -12,10 +12,13 @@ stored. A request that is preempted, or finds no room, gets new names.
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.kv_offload.base import make_offload_key
@@ -29,6 +32,7 @@ Matched = tuple[int | None, bool]
 """What vLLM's scheduler asks a connector for: how many tokens can be loaded, and whether beside the steps."""
 
 _LATER: Matched = (None, False)
+_KNOWN = 1024  # documents whose keys are remembered: hashing takes most of a plan's time
 
 
 @dataclass
@@ -42,6 +46,7 @@ class _Wish:
         exact: the request's exact block hashes while its blocks have other names.
         load: what will be loaded, without the blocks.
         staged: of each block that is loaded, its place among the request's blocks and its key.
+        failed: what was loaded was lost, so nothing is reused any more.
     """
 
     asked: Asked
@@ -50,6 +55,15 @@ class _Wish:
     exact: list[bytes] | None = None
     load: Load | None = None
     staged: list[tuple[int, bytes]] = field(default_factory=list)
+    failed: bool = False
+
+
+class Orders(NamedTuple):
+    """For the workers, as in `semkv_vllm.placement.StepWithLoads`."""
+
+    loads: Sequence[Load] = ()
+    unloaded: Sequence[str] = ()
+    lost: Sequence[int] = ()
 
 
 class Documents:
@@ -76,8 +90,10 @@ class Documents:
         )
         function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hasher = get_request_block_hasher(block, function)
+        self._keys_of = lru_cache(_KNOWN)(self._hashed)
         self._wishes: dict[str, _Wish] = {}
         self._arriving: dict[str, Load] = {}
+        self._unloaded: list[str] = []  # requests that wait for a load which there is not
         self._used: dict[str, int] = {}  # by request, its tokens that are not exact
 
     # ------------------------------------------------------------------ a request
@@ -126,15 +142,21 @@ class Documents:
 
     def _keys(self, request: Any, span: Span) -> list[bytes]:
         """The keys in the store of a request that is one document alone."""
+        tokens = array("i", request.prompt_token_ids[span.begin : span.end])
+        return list(self._keys_of(tokens.tobytes(), request.cache_salt))
+
+    def _hashed(self, packed: bytes, salt: str | None) -> tuple[bytes, ...]:
+        tokens = array("i")
+        tokens.frombytes(packed)
         alone = Request(
-            request.request_id,
-            request.prompt_token_ids[span.begin : span.end],
-            request.sampling_params,
+            "a document alone",
+            tokens.tolist(),
+            SamplingParams(),
             None,
-            cache_salt=request.cache_salt,
+            cache_salt=salt,
             block_hasher=self._hasher,
         )
-        return [make_offload_key(hashed, 0) for hashed in alone.block_hashes]
+        return tuple(make_offload_key(hashed, 0) for hashed in alone.block_hashes)
 
     # ------------------------------------------------------------------ its plan
 
@@ -172,7 +194,7 @@ class Documents:
             if own:  # the local hit has blocks of an earlier attempt
                 return _LATER
             self._half.get_num_new_matched_tokens(request, computed, 0)
-        if self.refused:  # since the live check has failed
+        if self.refused or wish.failed:  # since it was asked
             self.forget(request)
             return None
         planned = self._plan(request, wish, computed)
@@ -337,13 +359,60 @@ class Documents:
         self._shared.counters["document_rows"] += load.rows
         return tokens - load.rows
 
-    def of_step(self, scheduled: Any) -> list[Load]:
-        """The loads of requests that run in a step for the first time."""
-        if not self._arriving:
-            return []
-        begins = [new.req_id for new in scheduled.scheduled_new_reqs]
-        names = [*begins, *scheduled.scheduled_cached_reqs.req_ids]
-        return [self._arriving.pop(name) for name in names if name in self._arriving]
+    def computed_instead(
+        self,
+        request: Any,
+        blocks: Any,
+        tokens: int,
+    ) -> int | None:
+        """After a fault of `allocated`: as that, with nothing loaded.
+
+        vLLM believes that ``tokens`` are on their way, so the workers compute them, and say that the load has ended.
+        """
+        name = request.request_id
+        wish = self._wishes.get(name)
+        if wish is None or wish.load is None or not tokens:
+            return None
+        self._used.pop(name, None)
+        self._arriving[name] = replace(
+            wish.load,
+            tokens=list(request.all_token_ids[: wish.load.end]),
+            blocks=list(blocks.get_block_ids()[0]),
+            pieces=(),
+            begin=wish.load.end - tokens,
+            exact=True,
+        )
+        if not private.has_transfers(self._half, name):
+            self._unloaded.append(name)
+        return 0
+
+    def of_step(self, scheduled: Any) -> Orders:
+        """What the workers must do in a step, in which some requests run for the first time."""
+        if not self._arriving and not self._unloaded:
+            return Orders()
+        running = scheduled.num_scheduled_tokens
+        names = [name for name in self._arriving if name in running]
+        return Orders(
+            loads=[self._arriving.pop(name) for name in names],
+            unloaded=self._taken(),
+        )
+
+    def lost(self) -> Orders:
+        """After a fault of `of_step`: nothing that was loaded is used."""
+        loads = list(self._arriving.values())
+        self._arriving.clear()
+        for load in loads:
+            self._wishes[load.request].failed = True
+        lost = [block for load in loads for block in load.blocks[load.begin // self._block :]]
+        return Orders(
+            lost=lost,
+            unloaded=self._taken(),
+        )
+
+    def _taken(self) -> list[str]:
+        unloaded = self._unloaded
+        self._unloaded = []
+        return unloaded
 
     def used(self, request: str) -> int:
         """How many of a request's tokens are not exact."""

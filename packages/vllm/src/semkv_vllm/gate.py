@@ -6,6 +6,7 @@ it computes a text at two places and compares every layer with what rotation mak
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,20 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from semkv_vllm.moving import Cells, Slots, Turn, UnknownLayoutError, distance, tolerance
+from semkv_vllm.moving import (
+    Cells,
+    Moves,
+    Slots,
+    Turn,
+    UnknownLayoutError,
+    distance,
+    move,
+    tolerance,
+)
 from semkv_vllm.repair import Gap, Repair
+from semkv_vllm.spans import WATCHED
+
+log = logging.getLogger("semkv.connectors")
 
 WORKER = "semkv_vllm.worker.DocumentWorker"
 """What ```--worker-cls``` must be: connectors are given the KV cache, and the repair needs the model."""
@@ -29,7 +42,10 @@ _KNOWN = {
 }
 """Rotary embeddings that are one table of angles, the same at every length."""
 
+_AT_ONCE = 8192  # tokens that are moved at once: their keys and values are in memory twice
 _KEYS = 128  # random keys of a check
+_FUSED = 1e-2  # bfloat16 rounds by up to 0.4%
+_FUSED_BLOCKS = 24  # some hundred tokens: several groups of the kernel's
 _LEAST_BLOCKS = 3  # vLLM's empty one, and one for each of two texts
 
 
@@ -56,6 +72,7 @@ def _of_attention(config: Any, kind: Any) -> dict[str, object]:
     cache_type = config.cache_config.cache_dtype
     other_type = cache_type != "auto" or kind.dtype != config.model_config.dtype
     return {
+        "its blocks are too short to be checked": kind.block_size <= WATCHED,
         "its attention has a window": kind.sliding_window or kind.attention_chunk_size,
         "its attention is not causal": kind.non_causal,
         "its KV cache has another type than the model": other_type,
@@ -108,6 +125,7 @@ class Layers:
     def __init__(self, runner: Any, caches: dict[str, torch.Tensor]) -> None:
         modules = dict(runner.get_model().named_modules())
         attention = get_layers_from_vllm_config(runner.vllm_config, Attention)
+        self.fused: Any = None  # `semkv_vllm.fused.Fused`, where it does what `move` does
         names = {id(module): name for name, module in modules.items()}
         self.cells: list[Cells] = []
         self.rotaries: list[Any] = []
@@ -127,6 +145,28 @@ class Layers:
             raise RefusedError(f"{name} has ALiBi")
         if not hasattr(layer.impl, "do_kv_cache_update"):
             raise RefusedError(f"the backend of {name} writes its KV in a way that is not known")
+
+    def move(self, moves: Moves) -> None:
+        """Move tokens of all layers, with their keys rotated."""
+        if self.fused is None:
+            self.move_in_parts(moves)
+        else:
+            self.fused(moves)
+
+    def move_in_parts(self, moves: Moves) -> None:
+        """The same by torch's operations, layer by layer.
+
+        From the last tokens to the first, some thousands at once: a document moves on by less than a block, so what is
+        written is never what others have yet to be read from.
+        """
+        count = moves.rows.shape[1]
+        for end in range(count, 0, -_AT_ONCE):
+            rows = moves.rows[:, max(0, end - _AT_ONCE) : end]
+            source = Slots.of(rows[0], self.cells[0].block)
+            target = Slots.of(rows[1], self.cells[0].block)
+            turns = self.turns(rows[2], rows[3])
+            for cells, turn in zip(self.cells, turns, strict=True):
+                move(cells, turn, source, target)
 
     def turns(self, source: torch.Tensor, target: torch.Tensor) -> list[Turn]:
         """For each layer what rotates its keys; layers with one rotary embedding share it."""
@@ -205,31 +245,89 @@ def check(
     count = min(block, longest // 2)
     tokens = _random_tokens(count, model.get_vocab_size())
     places = torch.arange(count, device=runner.device)
-    for shift in sorted({1, longest // 3, longest - count}):
+    reasons = []
+    for shift in sorted({1, longest // 3, longest - count}):  # on every rank all of them
         first = Gap(
             blocks=[1],
             tokens=tokens,
             begin=0,
             end=count,
         )
-        repair.run(
-            [
-                first,
-                replace(
-                    first,
-                    blocks=[2],
-                    shift=shift,
-                ),
-            ]
+        second = replace(
+            first,
+            blocks=[2],
+            shift=shift,
         )
+        repair.run(repair.passes([first, second]))
         turns = layers.turns(places, places + shift)
-        _compare(
+        reasons += _differing(
             layers,
             turns,
             places,
             block=block,
             most=most,
         )
+    if reasons:
+        raise RefusedError(reasons[0])
+    if runner.device.type != "cpu":
+        _fuse(layers, runner.kv_cache_config.num_blocks, longest)
+
+
+def _fuse(layers: Layers, blocks: int, longest: int) -> None:
+    """Move tokens by one kernel from now on, where that writes what torch's operations write."""
+    try:
+        from semkv_vllm.fused import Fused
+
+        fused = Fused(layers.cells, layers.rotaries)
+        with torch.inference_mode():
+            off = fused_error(layers, fused, min(blocks - 1, _FUSED_BLOCKS), longest)
+    except Exception as error:  # of Triton, which has many
+        log.warning("semkv: documents are moved by torch's operations, which is slower: %s", error)
+        return
+    if off <= _FUSED:
+        layers.fused = fused
+    else:
+        log.warning(
+            "semkv: documents are moved by torch's operations: the kernel is off by %g", off
+        )
+
+
+def fused_error(
+    layers: Layers,
+    fused: Any,
+    count: int,
+    longest: int,
+) -> float:
+    """How far a kernel is from torch's operations, on random keys and values in the first blocks.
+
+    Tokens move on by half a block, so that some are written to where others came from.
+    """
+    first = layers.cells[0]
+    block = first.block
+    shift = block // 2
+    size = (count - 2) // 2 * block  # of a request; two, with a block between them
+    source = torch.cat((torch.arange(size), torch.arange(size) + size + block)) + block
+    positions = torch.arange(2 * size) % (longest // 2)
+    moves = Moves(
+        rows=torch.stack((source, source + shift, positions, positions + longest // 2)),
+        firsts=torch.tensor([0, size, 2 * size]),
+    ).to(first.device)
+    everywhere = torch.arange(block, (count + 1) * block, device=first.device)
+    slots = Slots.of(everywhere, block)
+    worst = 0.0
+    drawn = []
+    for cells in layers.cells:
+        shape = (2, len(everywhere), cells.heads, cells.size)
+        drawn.append(torch.randn(shape, device=first.device).to(cells.dtype))
+    found = []
+    for move_all in (layers.move_in_parts, fused):
+        for cells, both in zip(layers.cells, drawn, strict=True):
+            cells.write(slots, both[0], both[1])
+        move_all(moves)
+        found.append([torch.stack(cells.read(slots)) for cells in layers.cells])
+    for wanted, own in zip(*found, strict=True):
+        worst = max(worst, distance(own, wanted))
+    return worst
 
 
 def _random_tokens(count: int, vocabulary: int) -> list[int]:
@@ -238,16 +336,18 @@ def _random_tokens(count: int, vocabulary: int) -> list[int]:
     return found
 
 
-def _compare(
+def _differing(
     layers: Layers,
     turns: list[Turn],
     places: torch.Tensor,
     *,
     block: int,
     most: float,
-) -> None:
+) -> list[str]:
+    """What is wrong with which layers."""
     first = Slots.of(places + block, block)
     second = Slots.of(places + 2 * block, block)
+    found = []
     for number, (cells, turn) in enumerate(zip(layers.cells, turns, strict=True)):
         keys, values = cells.read(first)
         shifted_keys, shifted_values = cells.read(second)
@@ -255,4 +355,5 @@ def _compare(
         of_values = distance(values, shifted_values)
         error = max(of_keys, of_values)
         if not error <= most:
-            raise RefusedError(f"layer {number} depends on more than rotation (off by {error:.2g})")
+            found.append(f"layer {number} depends on more than rotation (off by {error:.2g})")
+    return found

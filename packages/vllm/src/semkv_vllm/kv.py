@@ -47,7 +47,7 @@ from semkv_vllm import (
     wants_skip,
 )
 from semkv_vllm.configuration import UnknownError
-from semkv_vllm.documents import Documents, Matched, refusal_of
+from semkv_vllm.documents import Documents, Matched, Orders, refusal_of
 from semkv_vllm.gate import refusal, wanted
 from semkv_vllm.host_memory import (
     OURS,
@@ -226,6 +226,8 @@ class SemKVConnector(OffloadingConnector):
         self._kv_caches: dict[str, Any] = {}
         self._step: Any = None  # what the scheduler says of this step
         if wanted(config):
+            # What cannot be put right is computed, no request fails.
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._prepare_documents(kv_cache_config)
 
     # ------------------------------------------------------------------ documents at other positions
@@ -234,7 +236,7 @@ class SemKVConnector(OffloadingConnector):
         config = self._config
         block = self._tokens_per_block[0]
         if self.connector_scheduler is None:
-            self._placement = Placement(config, kv_cache_config, block)
+            self._placement = Placement(config, kv_cache_config, block, self.shared)
         elif reason := refusal(config, kv_cache_config):
             self._tell_refusal(reason)
         else:
@@ -251,6 +253,7 @@ class SemKVConnector(OffloadingConnector):
     def get_handshake_metadata(self) -> Any:
         return None if self._placement is None else Gated(self._placement.refused)
 
+    @ours("the check of the model")
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if self._documents is None:
             return
@@ -270,9 +273,33 @@ class SemKVConnector(OffloadingConnector):
     def _match_documents(self, request: Any, computed: int) -> Matched | None:
         return None if self._documents is None else self._documents.matched(request, computed)
 
+    def _allocate_documents(self, request: Any, blocks: Any, tokens: int) -> int | None:
+        """How many tokens are loaded; None where that is not ours to say."""
+        documents = self._documents
+        if documents is None:
+            return None
+        try:
+            return documents.allocated(request, blocks, tokens)
+        except Exception:
+            self.shared.fault("the documents of a request")
+            return documents.computed_instead(request, blocks, tokens)
+
+    def _orders_of_step(self, scheduled: Any) -> Orders:
+        documents = self._documents
+        if documents is None:
+            return Orders()
+        try:
+            return documents.of_step(scheduled)
+        except Exception:
+            self.shared.fault("the documents of a step")
+            return documents.lost()
+
     @ours("the documents of a step")
     def _news_of_documents(self, meta: Any) -> None:
-        if self._documents is not None and getattr(meta, "mismatch", False):
+        if self._documents is None:
+            return
+        self.shared.counters["errors"] += getattr(meta, "faults", 0)
+        if getattr(meta, "mismatch", False):
             self._documents.mistrust()
 
     # ------------------------------------------------------------------ worker half
@@ -290,14 +317,25 @@ class SemKVConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: Any, **fields: Any) -> None:
         super().start_load_kv(forward_context, **fields)
         if self._placement is not None and isinstance(self._step, StepWithLoads):
-            self._placement.put_right(self._step.loads)
+            self._placement.put_right(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent, received = super().get_finished(finished_req_ids)
+        if isinstance(self._step, StepWithLoads):
+            received.update(self._step.unloaded)
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = set(super().get_block_ids_with_load_errors())
+        return failed if self._placement is None else failed | self._placement.take_lost()
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
-        if self._placement is None or not self._placement.mismatched:
-            return meta
-        self._placement.mismatched = False
-        return WorkerNews(**vars(meta) if meta is not None else {}, mismatch=True)
+        return self._news(meta) or meta
+
+    @ours("the documents of a step")
+    def _news(self, meta: Any) -> WorkerNews | None:
+        return None if self._placement is None else self._placement.take_news(meta)
 
     # ------------------------------------------------------------------ scheduler half
 
@@ -378,9 +416,7 @@ class SemKVConnector(OffloadingConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         name = request.request_id
         self._tell_old(lambda old: old.allocated(name, blocks.get_block_ids(), num_external_tokens))
-        loaded = None
-        if self._documents is not None:
-            loaded = self._documents.allocated(request, blocks, num_external_tokens)
+        loaded = self._allocate_documents(request, blocks, num_external_tokens)
         if loaded is None:
             loaded = num_external_tokens
             super().update_state_after_alloc(self._seen(request), blocks, num_external_tokens)
@@ -408,9 +444,15 @@ class SemKVConnector(OffloadingConnector):
         )
         return sources
 
+    @ours("a report", otherwise=1)
     def _approximate(self, request: Any) -> int:
-        """How many tokens of a request are those of documents at another position."""
+        """How many tokens of a request are those of documents at another position; what is not known counts as some."""
         return 0 if self._documents is None else self._documents.used(request.request_id)
+
+    @ours("the documents of a request")
+    def _end_documents(self, request: Any) -> None:
+        if self._documents is not None:
+            self._documents.ended(request.request_id)
 
     @ours("a report", otherwise=False)
     def _from_host(self, request: Any) -> bool:
@@ -421,11 +463,11 @@ class SemKVConnector(OffloadingConnector):
         self._tell_old(lambda old: old.step(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         self._forget_finished(scheduler_output.finished_req_ids or ())
-        loads = [] if self._documents is None else self._documents.of_step(scheduler_output)
-        if not loads:
+        orders = self._orders_of_step(scheduler_output)
+        if not any(orders):
             return meta
         scheduler_output.has_sync_kv_loads = True  # else vLLM starts loads after the forward pass
-        return StepWithLoads(**vars(meta), loads=loads)
+        return StepWithLoads(**vars(meta), **orders._asdict())
 
     @ours("a step")
     def _step_begins(self, scheduler_output: Any) -> None:
@@ -487,8 +529,7 @@ class SemKVConnector(OffloadingConnector):
             outcome = self._outcomes.pop(request.request_id, {"loaded_tokens": 0, "sources": {}})
         if approximate := self._approximate(request):
             outcome["approximate_tokens"] = approximate
-        if self._documents is not None:
-            self._documents.ended(request.request_id)
+        self._end_documents(request)
         if not outcome:
             return wait, params
         key = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 _MOST = 63  # exact in every type of float
@@ -28,6 +29,33 @@ class Slots:
         )
 
 
+@dataclass(frozen=True)
+class Moves:
+    """Tokens that are moved, request after request, each request's in the order of its prompt.
+
+    Attributes:
+        rows: vLLM's numbers of their slots before and after, and their positions before and after.
+        firsts: of each request the first column; at last the number of columns.
+    """
+
+    rows: torch.Tensor
+    firsts: torch.Tensor
+
+    def to(self, device: Any) -> Moves:
+        return Moves(
+            rows=on_device(self.rows.numpy(), device),
+            firsts=on_device(self.firsts.numpy(), device),
+        )
+
+
+def on_device(values: np.ndarray, device: Any) -> torch.Tensor:
+    """A copy that the processor does not wait for, where there is another device."""
+    held = torch.from_numpy(values)
+    if torch.device(device).type == "cpu":
+        return held
+    return held.pin_memory().to(device, non_blocking=True)
+
+
 class UnknownLayoutError(Exception):
     """A cache is written in a way that cannot be read back."""
 
@@ -36,6 +64,9 @@ class Cells:
     """The cache of one attention layer, by token.
 
     Where a backend puts a number is found once, by having it write numbers: vLLM's CPU kernels pack keys in tiles.
+
+    Attributes:
+        plain: the cache where it is ``[blocks, heads, tokens, keys and values]``, else None.
     """
 
     def __init__(self, layer: Any, cache: torch.Tensor) -> None:
@@ -46,10 +77,13 @@ class Cells:
         self.heads = int(layer.num_kv_heads)
         self.size = int(layer.head_size)
         self.block = int(cache.shape[-2])
+        self.device = cache.device
+        self.dtype = cache.dtype
         self._cache = cache
         self._where = self._found(layer)
         plain = self._plain()
-        self._rows = cache.transpose(1, 2) if torch.equal(self._where, plain) else None
+        self.plain = cache if torch.equal(self._where, plain) else None
+        self._rows = None if self.plain is None else cache.transpose(1, 2)
         if self._rows is None:
             try:
                 self._flat = cache.view(cache.shape[0], -1)
@@ -140,6 +174,11 @@ class Turn:
 
     The angles come from two rows of the table, not from the difference of positions: so the rounding of the table's own
     angles does not show. A scale in the table (YaRN) is in the keys already and stays.
+
+    Attributes:
+        cos, sin: of each token's turn, a column for each pair of numbers.
+        size: how many numbers of a key are rotated.
+        neox: whether the halves of a key are paired, not its neighbours.
     """
 
     def __init__(
@@ -159,25 +198,27 @@ class Turn:
         cos += sin_after * sin_before
         sin = sin_after * cos_before
         sin -= cos_after * sin_before
-        self._cos = (cos / scale).to(device).unsqueeze(1)
-        self._sin = (sin / scale).to(device).unsqueeze(1)
-        self._size = int(rotary.rotary_dim)
-        self._neox = bool(rotary.is_neox_style)
+        self.cos = (cos / scale).to(device)
+        self.sin = (sin / scale).to(device)
+        self.size = int(rotary.rotary_dim)
+        self.neox = bool(rotary.is_neox_style)
 
     def __call__(self, keys: torch.Tensor) -> torch.Tensor:
         """``keys``: ``[tokens, heads, size]``."""
-        turned = keys[..., : self._size].float()
-        rest = keys[..., self._size :]
-        if self._neox:
+        cos = self.cos.unsqueeze(1)
+        sin = self.sin.unsqueeze(1)
+        turned = keys[..., : self.size].float()
+        rest = keys[..., self.size :]
+        if self.neox:
             one, other = turned.chunk(2, -1)
         else:
             one = turned[..., ::2]
             other = turned[..., 1::2]
-        new_one = one * self._cos
-        new_one -= other * self._sin
-        new_other = other * self._cos
-        new_other += one * self._sin
-        if self._neox:
+        new_one = one * cos
+        new_one -= other * sin
+        new_other = other * cos
+        new_other += one * sin
+        if self.neox:
             turned = torch.cat((new_one, new_other), -1)
         else:
             pairs = torch.stack((new_one, new_other), -1)
@@ -200,11 +241,16 @@ def move(
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """The root mean square of the difference, by that of what is wanted."""
-    wanted = wanted.float()
-    off = found.float() - wanted
-    size = wanted.square().mean().sqrt()
-    distance = off.square().mean().sqrt()
-    return float(distance / size.clamp_min(_TINY))
+    return float(distances(found.unsqueeze(0), wanted.unsqueeze(0)))
+
+
+def distances(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`distance` of each part, on the device."""
+    wanted = wanted.float().flatten(1)
+    off = found.float().flatten(1) - wanted
+    size = wanted.square().mean(1).sqrt()
+    distance = off.square().mean(1).sqrt()
+    return distance / size.clamp_min(_TINY)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,14 +1,20 @@
-"""The worker's half of reusing documents: it moves what was loaded to its places, and computes the rest."""
+"""The worker's half of reusing documents: it moves what was loaded to its places, and computes the rest.
+
+A fault of ours ends no engine. What cannot be put right is computed whole; where that fails too, its blocks are told to
+vLLM as lost, which computes them in later steps. All ranks must do the same, since a forward pass waits for all of
+them. So before each pass they agree that all of them are ready for it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -16,13 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 
 from semkv_vllm.gate import Layers, RefusedError, check, refusal
-from semkv_vllm.moving import Slots, distance, move, tolerance
-from semkv_vllm.repair import Gap, Repair
-from semkv_vllm.spans import Load, Piece, Span, staged
+from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
+from semkv_vllm.repair import Gap, Pass, Repair
+from semkv_vllm.shared import KVShared
+from semkv_vllm.spans import Load, Span, staged
 
 log = logging.getLogger("semkv.connectors")
 
-_AT_ONCE = 8192  # tokens that are moved at once: their keys and values are in memory twice
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -34,30 +41,51 @@ class Gated(KVConnectorHandshakeMetadata):
 
 @dataclass
 class StepWithLoads(OffloadingConnectorMetadata):
-    """What the scheduler tells the workers of a step; ``loads`` must be put right before its forward pass."""
+    """What the scheduler tells the workers of a step.
+
+    Attributes:
+        loads: must be put right before its forward pass.
+        unloaded: requests that wait for a load which there is not.
+        lost: blocks that nobody will put right.
+    """
 
     loads: Sequence[Load] = ()
+    unloaded: Sequence[str] = ()
+    lost: Sequence[int] = ()
 
 
 @dataclass
 class WorkerNews(OffloadingWorkerMetadata):
-    """What workers tell the scheduler; ``mismatch``: the live check has failed."""
+    """What workers tell the scheduler; ``mismatch``: the live check has failed; ``faults``: how many there were."""
 
     mismatch: bool = False
+    faults: int = 0
 
     def aggregate(self, other: Any) -> Any:
         merged = super().aggregate(other)
         mismatch = self.mismatch or getattr(other, "mismatch", False)
-        return WorkerNews(merged.completed_jobs, merged.transfer_stats, mismatch=mismatch)
+        faults = self.faults + getattr(other, "faults", 0)
+        return WorkerNews(
+            merged.completed_jobs,
+            merged.transfer_stats,
+            mismatch=mismatch,
+            faults=faults,
+        )
 
 
-class _Moves(NamedTuple):
-    """Of tokens that are moved: vLLM's numbers of their slots, and their positions in document and prompt."""
+@dataclass
+class _Plan:
+    """What is done for some loads, on the device.
 
-    slots_before: torch.Tensor
-    slots_after: torch.Tensor
-    positions_before: torch.Tensor
-    positions_after: torch.Tensor
+    Attributes:
+        passes: what is computed.
+        watched: tokens that are computed although they were loaded.
+        before: their keys and values in the first layer, as they were moved.
+    """
+
+    passes: list[Pass]
+    watched: Slots
+    before: torch.Tensor
 
 
 class Placement:
@@ -65,7 +93,6 @@ class Placement:
 
     Attributes:
         refused: why nothing is reused; empty where it may be.
-        mismatched: the live check has failed, and the scheduler has not heard of it.
     """
 
     def __init__(
@@ -73,13 +100,16 @@ class Placement:
         vllm_config: Any,
         kv_cache_config: Any,
         block: int,
+        shared: KVShared,
     ) -> None:
         self.refused = refusal(vllm_config, kv_cache_config) or "the model is not bound"
-        self.mismatched = False
-        self._config = vllm_config
+        self._shared = shared
+        self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         self._allowed = not refusal(vllm_config, kv_cache_config)
         self._block = block
         self._trusted = True
+        self._mismatched = False
+        self._lost = set[int]()
         self._layers: Layers | None = None
         self._repair: Repair | None = None
         self._device = torch.device("cpu")
@@ -89,55 +119,152 @@ class Placement:
         if not self._allowed:
             return
         try:
-            self._layers = Layers(runner, caches)
-            self._repair = Repair(runner, self._block)
-            self._device = runner.device
-            check(self._layers, self._repair, runner, self._block)
-            self.refused = ""
-        except RefusedError as reason:
-            self.refused = str(reason)
+            self.refused = self._looked_at(runner, caches)
         except Exception as error:  # whatever a model or a release of vLLM does not have
             log.warning("semkv: the check of the model for documents failed", exc_info=True)
             self.refused = f"the check of the model failed ({type(error).__name__}: {error})"
+
+    def _looked_at(self, runner: Any, caches: dict[str, torch.Tensor]) -> str:
+        """Why the model is refused; the same ranks run the same passes."""
+        reason = ""
+        try:
+            self._layers = Layers(runner, caches)
+            self._repair = Repair(runner, self._block)
+            self._device = runner.device
+        except RefusedError as refused:
+            reason = str(refused)
+        except Exception as error:
+            log.warning("semkv: the model's layers are not as expected", exc_info=True)
+            reason = f"its layers are not as expected ({type(error).__name__}: {error})"
+        if not self._all(not reason):
+            return reason or "another rank refuses"
+        assert self._layers is not None
+        assert self._repair is not None
+        try:
+            check(self._layers, self._repair, runner, self._block)
+        except RefusedError as refused:
+            return str(refused)
+        return ""
 
     @property
     def bound(self) -> bool:
         """Whether a model was found to be right."""
         return not self.refused
 
+    # ------------------------------------------------------------------ what the scheduler hears
+
+    def take_lost(self) -> set[int]:
+        """Blocks that could not be put right since the last call."""
+        lost = self._lost
+        self._lost = set()
+        return lost
+
+    def take_news(self, meta: Any) -> WorkerNews | None:
+        """What is new since the last call, with vLLM's own words; None for nothing."""
+        faults = self._shared.counters.pop("errors", 0)
+        if not faults and not self._mismatched:
+            return None
+        news = WorkerNews(
+            **vars(meta) if meta is not None else {},
+            mismatch=self._mismatched,
+            faults=faults,
+        )
+        self._mismatched = False
+        return news
+
     def distrust(self, why: str) -> None:
         """Nothing is reused any more; what is under way is computed."""
         self._trusted = False
-        self.mismatched = True
+        self._mismatched = True
         log.error(
             "semkv: %s: no document is reused at another position until this engine is started again",
             why,
         )
 
-    def put_right(self, loads: Sequence[Load]) -> None:
+    # ------------------------------------------------------------------ a step
+
+    def put_right(self, step: StepWithLoads) -> None:
         """Before a forward pass: make the KV of some requests what their plans say."""
-        reused = [load for load in loads if self._trusted and not load.exact]
+        self._lost.update(step.lost)
         try:
-            if reused and not self._put(reused):
-                self.distrust("rotated keys are not what the model computes")
+            self._put_right(step)
         except Exception:
-            log.warning("semkv: documents could not be put right", exc_info=True)
-            self.distrust("documents could not be put right")
-        exact = loads if not self._trusted else [load for load in loads if load.exact]
-        self._compute(replace(load, exact=True) for load in exact)
+            if self._ranks > 1:  # others wait for this one
+                raise
+            self._shared.fault("the documents of a step")
+            self._lose(step.loads)
 
-    def _put(self, loads: Sequence[Load]) -> bool:
-        """Move what is reused and compute the rest; whether the live check holds."""
-        self._move(loads)
-        watched = [span_slots(load, load.watched(), self._block) for load in loads]
-        before = self._first_layer(watched)
-        self._compute(loads)
-        after = self._first_layer(watched)
-        return not self._differ(before, after)
+    def _put_right(self, step: StepWithLoads) -> None:
+        reused = [load for load in step.loads if self._trusted and not load.exact]
+        exact = [load for load in step.loads if not self._trusted or load.exact]
+        if reused and not self._reuse(reused):
+            exact += reused
+        if exact and not self._compute(exact):
+            self._lose(exact)
 
-    def _compute(self, loads: Iterable[Load]) -> None:
+    def _lose(self, loads: Sequence[Load]) -> None:
+        """Have vLLM compute what some loads were to bring."""
+        for load in loads:
+            self._lost.update(load.blocks[load.begin // self._block :])
+
+    def _reuse(self, loads: Sequence[Load]) -> bool:
+        """Move what is reused and compute the rest; whether that went well."""
+        plan = self._agreed(lambda: self._moved(loads))
+        if plan is None or not self._run(plan.passes):
+            return False
+        right = self._agreed(lambda: self._is_right(plan))
+        if right is None:
+            return False
+        if not self._all(right):
+            self.distrust("rotated keys are not what the model computes")
+            return False
+        return True
+
+    def _compute(self, loads: Sequence[Load]) -> bool:
+        """Compute all of some loads; whether that went well."""
+        whole = [replace(load, exact=True) for load in loads]
+        passes = self._agreed(lambda: self._passes(whole))
+        return passes is not None and self._run(passes)
+
+    def _agreed(self, make: Callable[[], _T]) -> _T | None:
+        """What ``make`` gives, where it has a result on all ranks."""
+        made: _T | None = None
+        try:
+            made = make()
+        except Exception:
+            self._shared.fault("the documents of a step")
+        return made if self._all(made is not None) else None
+
+    def _all(self, mine: bool) -> bool:
+        """Whether something holds on all ranks."""
+        if self._ranks == 1:
+            return mine
+        held = torch.tensor([int(mine)])
+        torch.distributed.all_reduce(
+            held,
+            op=torch.distributed.ReduceOp.MIN,
+            group=get_tp_group().cpu_group,
+        )
+        return bool(held.item())
+
+    def _run(self, passes: list[Pass]) -> bool:
+        """Run passes for which all ranks are ready; whether that went well.
+
+        What fails within a pass leaves other ranks waiting in it. So it must end this one, as in vLLM's own pass.
+        """
         assert self._repair is not None
-        self._repair.run(
+        try:
+            self._repair.run(passes)
+        except Exception:
+            if self._ranks > 1:
+                raise
+            self._shared.fault("the documents of a step")
+            return False
+        return True
+
+    def _passes(self, loads: Sequence[Load]) -> list[Pass]:
+        assert self._repair is not None
+        return self._repair.passes(
             Gap(
                 blocks=load.blocks,
                 tokens=load.tokens,
@@ -148,60 +275,64 @@ class Placement:
             for gap in load.gaps()
         )
 
-    def _move(self, loads: Sequence[Load]) -> None:
-        """All reused tokens of all requests, layer by layer.
-
-        From the last ones to the first, some thousands at once: a document moves on by less than a block, so what is
-        written is never what others have yet to be read from.
-        """
-        steps = [self._moves_of(load, piece) for load in loads for piece in load.pieces]
-        parts = [torch.cat(column) for column in zip(*steps, strict=True)]
-        count = len(parts[0])
-        for end in range(count, 0, -_AT_ONCE):
-            rows = slice(max(0, end - _AT_ONCE), end)
-            self._move_some([part[rows] for part in parts])
-
-    def _moves_of(self, load: Load, piece: Piece) -> _Moves:
-        """Of a piece's tokens."""
-        count = min(piece.last, load.end) - piece.first
-        first = staged(piece, self._block).begin
-        before = Span(first, first + count)
-        after = Span(piece.first, piece.first + count)
-        return _Moves(
-            slots_before=span_slots(load, [before], self._block),
-            slots_after=span_slots(load, [after], self._block),
-            positions_before=torch.arange(piece.skip, piece.skip + count),
-            positions_after=torch.arange(after.begin, after.end),
+    def _moved(self, loads: Sequence[Load]) -> _Plan:
+        """Move what is reused, and make ready to compute the rest."""
+        assert self._layers is not None
+        passes = self._passes(loads)
+        self._layers.move(moves_of(loads, self._block).to(self._device))
+        numbers = [slot_numbers(load, load.watched(), self._block) for load in loads]
+        watched = Slots.of(on_device(np.concatenate(numbers), self._device), self._block)
+        return _Plan(
+            passes=passes,
+            watched=watched,
+            before=self._first_layer(watched),
         )
 
-    def _move_some(self, parts: Sequence[torch.Tensor]) -> None:
-        assert self._layers is not None
-        moves = _Moves(*(part.to(self._device, non_blocking=True) for part in parts))
-        source = Slots.of(moves.slots_before, self._block)
-        target = Slots.of(moves.slots_after, self._block)
-        turns = self._layers.turns(moves.positions_before, moves.positions_after)
-        for cells, turn in zip(self._layers.cells, turns, strict=True):
-            move(cells, turn, source, target)
-
-    def _first_layer(self, watched: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _first_layer(self, tokens: Slots) -> torch.Tensor:
         """Keys and values of the first layer at some tokens."""
         assert self._layers is not None
-        numbers = torch.cat(list(watched)).to(self._device)
-        keys, values = self._layers.cells[0].read(Slots.of(numbers, self._block))
+        keys, values = self._layers.cells[0].read(tokens)
         return torch.stack((keys, values))
 
-    def _differ(self, before: torch.Tensor, after: torch.Tensor) -> bool:
-        """Whether the live check has failed, on any rank."""
-        of_keys = distance(before[0], after[0])
-        of_values = distance(before[1], after[1])
-        failed = not max(of_keys, of_values) <= tolerance(before.dtype)
-        if self._config.parallel_config.tensor_parallel_size == 1:
-            return failed
-        told = torch.tensor([float(failed)], device=self._device)
-        return bool(tensor_model_parallel_all_reduce(told).item())
+    def _is_right(self, plan: _Plan) -> bool:
+        """The live check: what was computed again is what was moved."""
+        after = self._first_layer(plan.watched)
+        off = distances(plan.before, after)
+        return float(off.max()) <= tolerance(after.dtype)
 
 
-def span_slots(load: Load, spans: Iterable[Span], block: int) -> torch.Tensor:
+# ---------------------------------------------------------------------- which tokens
+
+
+def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     """vLLM's numbers of the slots of some tokens."""
-    places = torch.cat([torch.arange(span.begin, span.end) for span in spans])
-    return torch.tensor(load.blocks)[places // block] * block + places % block
+    places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
+    return np.asarray(load.blocks)[places // block] * block + places % block
+
+
+def moves_of(loads: Sequence[Load], block: int) -> Moves:
+    """All reused tokens of all requests, in the order of the prompts."""
+    columns: list[np.ndarray] = []
+    firsts = [0]
+    for load in loads:
+        before: list[Span] = []
+        after: list[Span] = []
+        inside: list[np.ndarray] = []
+        for piece in load.pieces:
+            count = min(piece.last, load.end) - piece.first
+            first = staged(piece, block).begin
+            before.append(Span(first, first + count))
+            after.append(Span(piece.first, piece.first + count))
+            inside.append(np.arange(piece.skip, piece.skip + count))
+        parts = [
+            slot_numbers(load, before, block),
+            slot_numbers(load, after, block),
+            np.concatenate(inside),
+            np.concatenate([np.arange(*span) for span in after]),
+        ]
+        columns.append(np.stack(parts))
+        firsts.append(firsts[-1] + len(parts[0]))
+    return Moves(
+        rows=torch.from_numpy(np.concatenate(columns, axis=1)),
+        firsts=torch.tensor(firsts),
+    )

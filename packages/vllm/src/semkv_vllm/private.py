@@ -121,6 +121,11 @@ def state_of(half: Any, request: str) -> Any:
     return half._req_status[request]
 
 
+def has_transfers(half: Any, request: str) -> bool:
+    """Whether something is on its way from or to a request's blocks."""
+    return bool(state_of(half, request).transfer_jobs)
+
+
 def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
     """How many of the first keys are in host memory; None where some are on their way there."""
     context = state_of(half, request.request_id).req_context

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from semkv_vllm.moving import on_device
+
+_MOST_GAPS = 256  # of a pass: each has a row in its block table
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,22 @@ class Gap:
     shift: int = 0
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One pass, ready on the device."""
+
+    common: CommonAttentionMetadata
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
 class Repair:
     """Runs the model over gaps.
 
     In every layer all rows write their KV before attention reads, so a later gap of a request sees the earlier ones.
     The builders of attention metadata are this object's own: the runner's hold what the step that is about to run
-    needs. They have buffers for so many rows as the engine has sequences, so a pass has no more.
+    needs, and have buffers for its CUDA graphs, with so many rows as the engine has sequences.
     """
 
     def __init__(self, runner: Any, block: int) -> None:
@@ -45,24 +61,31 @@ class Repair:
         self._block = block
         scheduler = self._config.scheduler_config
         self._most_tokens = int(scheduler.max_num_batched_tokens)
-        self._most_gaps = int(scheduler.max_num_seqs)
         self._groups = [group for groups in runner.attn_groups for group in groups]
-        self._builders = [self._builder(group) for group in self._groups]
+        config = _without_graphs(self._config)
+        self._most_gaps = int(config.scheduler_config.max_num_seqs)
+        self._builders = [self._builder(group, config) for group in self._groups]
 
-    def _builder(self, group: Any) -> Any:
+    def _builder(self, group: Any, config: Any) -> Any:
         kind = group.backend.get_builder_cls()
-        return kind(group.kv_cache_spec, group.layer_names, self._config, self._device)
+        return kind(group.kv_cache_spec, group.layer_names, config, self._device)
 
-    def run(self, gaps: Iterable[Gap]) -> None:
-        """Compute all gaps, in as many passes as it takes."""
+    def passes(self, gaps: Iterable[Gap]) -> list[Pass]:
+        """As many passes as it takes, in the order in which they must run."""
         in_order = sorted(gaps, key=lambda gap: gap.begin)
-        with torch.inference_mode():
-            for part in self._passes(in_order):
-                # Backends that treat decodes apart want them first.
-                part.sort(key=lambda gap: gap.end - gap.begin)
-                self._pass(part)
+        found = []
+        for part in self._parts(in_order):
+            # Backends that treat decodes apart want them first.
+            part.sort(key=lambda gap: gap.end - gap.begin)
+            found.append(self._pass(part))
+        return found
 
-    def _passes(self, gaps: list[Gap]) -> Iterator[list[Gap]]:
+    def run(self, passes: Iterable[Pass]) -> None:
+        with torch.inference_mode():
+            for each in passes:
+                self._forward(each)
+
+    def _parts(self, gaps: list[Gap]) -> Iterator[list[Gap]]:
         """In the order of places; a gap that is too long for one pass goes on in the next."""
         part: list[Gap] = []
         room = self._most_tokens
@@ -86,66 +109,78 @@ class Repair:
         if part:
             yield part
 
-    def _on_device(self, values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
-
-    def _pass(self, gaps: list[Gap]) -> None:
-        lengths = [gap.end - gap.begin for gap in gaps]
-        ends = [gap.end for gap in gaps]
-        width = -(-max(ends) // self._block)
-        rows = [list(gap.blocks[:width]) for gap in gaps]
-        table = [row + [0] * (width - len(row)) for row in rows]
-        places = torch.cat([torch.arange(gap.begin, gap.end) for gap in gaps])
-        shifts = torch.tensor([gap.shift for gap in gaps])
-        row = torch.repeat_interleave(torch.arange(len(gaps)), torch.tensor(lengths))
+    def _pass(self, gaps: list[Gap]) -> Pass:
+        lengths = np.array([gap.end - gap.begin for gap in gaps])
+        ends = np.array([gap.end for gap in gaps], np.int32)
+        width = -(-int(ends.max()) // self._block)
+        table = np.zeros((len(gaps), width), np.int32)
+        for row, gap in enumerate(gaps):
+            own = gap.blocks[:width]
+            table[row, : len(own)] = own
+        places = np.concatenate([np.arange(gap.begin, gap.end) for gap in gaps])
+        rows = np.repeat(np.arange(len(gaps)), lengths)
         ids = [token for gap in gaps for token in gap.tokens[gap.begin : gap.end]]
-        slots = torch.tensor(table)[row, places // self._block] * self._block
+        slots = table[rows, places // self._block].astype(np.int64) * self._block
         slots += places % self._block
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        slots = slots.to(self._device, non_blocking=True)
-        positions = (places + shifts[row]).to(self._device, non_blocking=True)
+        starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
+        shifts = np.array([gap.shift for gap in gaps])
+        positions = self._on_device(places + shifts[rows])
+        slots_there = self._on_device(slots)
         common = CommonAttentionMetadata(
-            query_start_loc=starts.to(self._device, non_blocking=True),
-            query_start_loc_cpu=starts,
+            query_start_loc=self._on_device(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
             seq_lens=self._on_device(ends),
-            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
+            seq_lens_cpu_upper_bound=torch.from_numpy(ends),
             num_reqs=len(gaps),
             num_actual_tokens=len(ids),
-            max_query_len=max(lengths),
-            max_seq_len=max(ends),
+            max_query_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
             block_table_tensor=self._on_device(table),
-            slot_mapping=slots,
+            slot_mapping=slots_there,
             causal=True,
             positions=positions,
             is_prefilling=torch.ones(len(gaps), dtype=torch.bool),
         )
-        self._forward(common, self._on_device(ids), positions, slots)
+        return Pass(
+            common=common,
+            ids=self._on_device(np.array(ids, np.int32)),
+            positions=positions,
+            slots=slots_there,
+        )
 
-    def _forward(
-        self,
-        common: Any,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
+    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+        return on_device(values, self._device)
+
+    def _forward(self, one: Pass) -> None:
         metadata: dict[str, Any] = {}
         mapping: dict[str, torch.Tensor] = {}
         for group, builder in zip(self._groups, self._builders, strict=True):
-            built = builder.build(0, common)
+            built = builder.build(0, one.common)
             metadata |= dict.fromkeys(group.layer_names, built)
-            mapping |= dict.fromkeys(group.layer_names, slots)
+            mapping |= dict.fromkeys(group.layer_names, one.slots)
         context = set_forward_context(
             metadata,
             self._config,
-            num_tokens=len(ids),
+            num_tokens=len(one.ids),
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=mapping,
         )
         model = self._runner.get_model()
         with context:
             model(
-                input_ids=ids,
-                positions=positions,
+                input_ids=one.ids,
+                positions=one.positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+
+
+def _without_graphs(vllm_config: Any) -> Any:
+    """A copy of the configuration for builders whose passes no CUDA graph runs, and which have more rows."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    config.scheduler_config = copy.copy(vllm_config.scheduler_config)
+    rows = max(_MOST_GAPS, vllm_config.scheduler_config.max_num_seqs)
+    config.scheduler_config.max_num_seqs = rows
+    return config

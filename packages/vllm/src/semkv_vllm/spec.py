@@ -92,7 +92,8 @@ class SemKVManager(TieringOffloadingManager):
     @ours("a lookup", otherwise=(0, False))
     def held(self, keys: Sequence[bytes], req_context: ReqContext) -> tuple[int, bool]:
         """How many of the first keys have a place in host memory, and whether one of these is still on its way there:
-        vLLM's lookup without its clocks, for all of them at once."""
+        vLLM's lookup without its clocks, for all of them at once. ``kv_load_tiers`` of a request is about the tiers
+        below, there as here."""
         if self._doomed or self.shared.settings.max_age_s or not self.shared.loading:
             return 0, False
         count, pending = private.held(self, keys)
