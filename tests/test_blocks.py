@@ -356,7 +356,7 @@ def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(
     assert [(p.owner, p.namespace) for p in heard] == [("x", None), ("y", None)]
     assert other.purges_after(heard[-1].id) == []
     assert other.last_purge() == heard[-1].id > heard[0].id > start
-    monkeypatch.setattr(block_index, "_MOST_PURGES", 2)
+    monkeypatch.setattr(block_index, "MOST_PURGES", 2)
     store.purge("z")
     (unknown,) = other.purges_after(start)  # too old to be on record
     assert (unknown.owner, unknown.id) == (None, other.last_purge())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from obstore.store import LocalStore, from_url
 
 from block_helpers import keys, open_store, right, served
 from bucket_helpers import Replica
+from kv_engines import SKIP, CachedEngine, in_child
 from s3_server import UV, S3Server
 from semkv.stores import maintenance
-from semkv_stores.blocks import Bounds
+from semkv_stores.blocks import BlockStore, Bounds
 from semkv_stores.errors import ConfigError
 from semkv_vllm import BUCKET_MAX_BYTES, ECSettings, KVSettings, bucket, bucket_log
+from semkv_vllm.bucket_log import Follower
 from semkv_vllm.shared import BreakEven
+from tiny_models import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +43,14 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
+    (tmp_path / "bucket").mkdir()
     return f"file://{tmp_path}/bucket"
 
 
 @pytest.fixture(params=["file", "s3"])
 def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
-        return f"file://{tmp_path}/bucket"
+        return str(request.getfixturevalue("url"))
     request.getfixturevalue("s3")
     return f"s3://blocks/{tmp_path.name}"
 
@@ -169,7 +175,9 @@ def flip(file: Path, place: float) -> None:
     file.write_bytes(raw)
 
 
-@pytest.mark.parametrize("place", [0.0, 0.01, 0.2, 0.5, 0.9, 1.0, "cut", "lost", "exchanged"])
+@pytest.mark.parametrize(
+    "place", [0.0, 0.01, 0.2, 0.5, 0.9, 1.0, "cut", "empty", "lost", "exchanged"]
+)
 def test_a_damaged_object_is_a_miss(tmp_path: Path, url: str, place: float | str) -> None:
     one, other = Replica(tmp_path / "one", url), Replica(tmp_path / "other", url)
     one.save(0, 4)
@@ -181,6 +189,8 @@ def test_a_damaged_object_is_a_miss(tmp_path: Path, url: str, place: float | str
         flip(first, place)
     elif place == "cut":
         first.write_bytes(first.read_bytes()[:-1])
+    elif place == "empty":
+        first.write_bytes(b"")
     elif place == "lost":
         first.unlink()
     else:
@@ -514,6 +524,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}]
 import obstore
 from bucket_helpers import Replica
+from kv_engines import SKIP, CachedEngine, in_child
 put, numbers = obstore.put, itertools.count(1)
 def dies(*args, **fields):
     last = next(numbers) == int(sys.argv[3])
@@ -540,7 +551,8 @@ def test_a_writer_that_is_killed_leaves_nothing_wrong(
     killed = 0
     for number in (4, 6):
         root = tmp_path / f"{when}{number}"
-        here = f"{url}{when}{number}"
+        here = f"{url}/{when}{number}"
+        path(here, "").mkdir()
         command = [sys.executable, "-c", code, str(root / "one"), here, str(number), when]
         done = subprocess.run(command, check=False, capture_output=True)
         killed += done.returncode == -signal.SIGKILL
@@ -593,3 +605,73 @@ def test_the_bucket_has_a_pace_of_its_own() -> None:
     assert gate.worth(1000, 1000, 10)
     assert not gate.worth(1000, 1000, 1000)
     assert not gate.worth(1000, 0, 1000)
+
+
+# ---------------------------------------------------------------------- two machines
+
+
+def until(ready: Callable[[], object]) -> None:
+    last = time.monotonic() + 300.0
+    while not ready():
+        assert time.monotonic() < last, "it did not happen"
+        time.sleep(0.05)
+
+
+def rows(folder: Path, kind: str, where: str) -> int:
+    """How many files of an index meet a condition."""
+    with closing(sqlite3.connect(folder / kind / "index.sqlite")) as db:
+        return int(db.execute(f"SELECT count(*) FROM files WHERE {where}").fetchone()[0])
+
+
+def two_machines(model: str, folder: str, url: str) -> dict[str, Any]:
+    """An engine fills the bucket, another one with a directory of its own asks the same."""
+    own = {name: Path(folder, name) for name in ("one", "other")}
+    found: dict[str, Any] = {"wrong": 0}
+    fields: dict[str, Any] = {"bucket": {"bucket": url}, "max_num_seqs": 8}
+    with CachedEngine(Path(model), own["one"], **fields) as engine:
+        salts = ("me", "you", "you")
+        asked = [engine.prompt(f"no {n}", picture=n, salt=salt) for n, salt in enumerate(salts)]
+        cold = [engine.store(prompt) for prompt in asked]
+        again = [engine.from_disk(prompt) for prompt in asked]
+        found["wrong"] += [tokens for tokens, _ in again] != cold
+        found["one machine"] = [outcome.loaded_tokens for _, outcome in again]
+    found["left"] = [rows(own["one"], kind, "place=0") for kind in ("kv", "fusion")]
+    with CachedEngine(Path(model), own["other"], **fields) as engine:
+        for kind in ("kv", "fusion"):
+            most = rows(own["one"], kind, "place>0")
+            until(lambda kind=kind, most=most: rows(own["other"], kind, "place>0") == most)
+        first = engine.one(asked[0], extra=SKIP)
+        found["pictures"] = [first[1].fusion_loaded, first[1].fusion_encoded]
+        found["wrong"] += first[0] != cold[0]
+        engine.forget()
+        answers = [engine.one(prompt) for prompt in asked]
+        found["wrong"] += [tokens for tokens, _ in answers] != cold
+        found["two machines"] = [outcome.loaded_tokens for _, outcome in answers]
+        engine.forget()
+        found["counted"] = engine.counts()["bucket_read_blocks"]
+        until(lambda: rows(own["other"], "kv", "here=1") >= 3)  # what came is kept
+        maintenance.purge(own["other"], salts=["me"])
+        found["after the purge"] = [engine.from_disk(prompt)[1].loaded_tokens for prompt in asked]
+        found["wrong"] += engine.one(asked[0])[0] != cold[0]
+    for kind in ("kv", "fusion"):
+        store = BlockStore(own["one"] / kind, kind)
+        before = rows(own["one"], kind, "1")
+        assert Follower(store, url).turn()
+        found[f"{kind} gone"] = before - rows(own["one"], kind, "1")
+    return found
+
+
+@pytest.mark.engine
+def test_a_second_machine_loads_what_the_first_one_computed(
+    checkpoint: Checkpoint, tmp_path: Path, s3: S3Server
+) -> None:
+    found = in_child(two_machines, checkpoint("llava"), tmp_path, f"s3://blocks/{tmp_path.name}")
+    assert found["wrong"] == 0
+    assert found["left"] == [0, 0]
+    assert found["two machines"] == found["one machine"]
+    assert min(found["one machine"]) > 64
+    assert found["pictures"] == [1, 0]
+    assert found["counted"] > 0
+    assert found["after the purge"][0] == 0
+    assert found["after the purge"][1:] == found["one machine"][1:]
+    assert min(found["kv gone"], found["fusion gone"]) > 0

@@ -56,13 +56,23 @@ class Address:
     url: str
     kind: str
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that a bucket is."""
+        parts = urlsplit(self.url)
+        return Path(unquote(parts.path)) if parts.scheme == "file" else None
+
+    def check(self) -> None:
+        """Raise an OSError where the folder is not there: of a disk that is not mounted another one would be made."""
+        if self.folder is not None and not self.folder.is_dir():
+            raise NotADirectoryError(f"there is no folder {self.folder}")
+
     def open(self) -> Any:
         """obstore's store, with what it reads from the environment."""
-        parts = urlsplit(self.url)
-        if parts.scheme == "file":
-            folder = Path(unquote(parts.path)) / self.kind
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-            return LocalStore(folder)
+        if self.folder is not None:
+            own = self.folder / self.kind
+            own.mkdir(0o700, exist_ok=True)
+            return LocalStore(own)
         options: Any = {
             "timeout": f"{_REQUEST_S}s",
             "connect_timeout": f"{_CONNECT_S}s",
@@ -118,14 +128,18 @@ class Objects:
         if again:
             log.warning("semkv: the bucket %s can be used for %s", self._address.url, self._use)
 
-    def _do(self, what: Callable[[Any], _T]) -> _T:
+    def _do(self, what: Callable[[Any], _T], *, may_miss: bool = False) -> _T:
+        """``may_miss``: that there is no such object is an answer. Else it says that there is no such bucket."""
         if self.away_s():
             raise BucketAwayError("it failed a short while ago")
         try:
+            self._address.check()
             if self._store is None:
                 self._store = self._address.open()
             found = what(self._store)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not may_miss:
+                raise self.fail(error) from error
             self._worked()
             raise
         except (BaseError, OSError, ValueError) as error:
@@ -140,16 +154,22 @@ class Objects:
             result = obstore.get(store, name)
             return bytes(result.bytes()), result.meta["last_modified"].timestamp()
 
-        return self._do(get)
+        return self._do(get, may_miss=True)
 
     def get_range(self, name: str, at: int, length: int) -> tuple[memoryview, int]:
         """Bytes of an object from a place on, fewer only where it ends, and the length of the whole object."""
 
         def get(store: Any) -> tuple[memoryview, int]:
-            result = obstore.get(store, name, options={"range": (at, at + length)})
-            return memoryview(result.bytes()), int(result.meta["size"])
+            try:
+                result = obstore.get(store, name, options={"range": (at, at + length)})
+                return memoryview(result.bytes()), int(result.meta["size"])
+            except BaseError:  # also where the object ends before
+                nbytes = int(obstore.head(store, name)["size"])
+                if nbytes > at:
+                    raise
+                return memoryview(b""), nbytes
 
-        return self._do(get)
+        return self._do(get, may_miss=True)
 
     def put(self, name: str, content: bytes | Path) -> None:
         self._do(lambda store: obstore.put(store, name, content))

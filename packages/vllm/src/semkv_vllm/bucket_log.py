@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import random
+import re
 import secrets
 import sqlite3
 import threading
@@ -55,6 +56,8 @@ FORMAT = 1
 ORPHAN_S = 3600.0
 """An object of no file is deleted when it is so old: the bucket compares its own times."""
 
+_RECORD = re.compile(r"\d{16}")
+_PART = re.compile(r"(\d{16})-\d{5}-(\d{5})")
 _MAGIC = b"semkv\x01"
 _SUM = 16
 _TRIES = 8  # to append one record
@@ -156,7 +159,8 @@ class Follower:
         self.place = 0
         self.clock = _Clock()
         self._lock_fd: int | None = None
-        self._uploaded: dict[str, None] = {}  # not in the log yet
+        # Files that are not in the log yet, each with the log that it was put for.
+        self._uploaded: dict[str, str] = {}
         self._room_looked = float("-inf")
         self._stop = threading.Event()
         self._quiet_until = 0.0
@@ -282,6 +286,8 @@ class Follower:
             self._write(lambda db: bucket_index.forget(db, name, pending=True))
             self.place = 0
         self.bucket = name
+        for file in [file for file, put_for in list(self._uploaded.items()) if put_for != name]:
+            self._uploaded.pop(file, None)
 
     def _name(self) -> str:
         """The name of the log. Of several processes that make one, the first one's stays."""
@@ -317,7 +323,8 @@ class Follower:
         """Apply all records that there are."""
         after = record_name(self.place - 1) if self.place > 1 else ""
         listed = self.objects.listed(self._path("log"), after)
-        places = [int(each.name.rpartition("/")[2]) for each in listed]
+        words = [each.name.rpartition("/")[2] for each in listed]
+        places = [int(word) for word in words if _RECORD.fullmatch(word)]
         begins = [self.place] if self.place else [1]
         if places[:1] != begins and (places or self.place):
             if replayed:
@@ -374,8 +381,8 @@ class Follower:
         """The latest one of which all parts are there."""
         parts: dict[tuple[int, int], list[str]] = {}
         for each in self.objects.listed(self._path("snapshots")):
-            numbers = [int(word) for word in each.name.rpartition("/")[2].split("-")]
-            parts.setdefault((numbers[0], numbers[-1]), []).append(each.name)
+            if found := _PART.fullmatch(each.name.rpartition("/")[2]):
+                parts.setdefault((int(found[1]), int(found[2])), []).append(each.name)
         whole = [
             Snapshot(place, tuple(sorted(names)))
             for (place, count), names in parts.items()
@@ -530,7 +537,8 @@ class Follower:
         return _Own(record, list(found))
 
     def _adds(self) -> _Own | None:
-        files = list(self._uploaded)[:_MOST_FILES]
+        files = [file for file, name in list(self._uploaded.items()) if name == self.bucket]
+        files = files[:_MOST_FILES]
         if not files:
             return None
         found = self._write(lambda db: bucket_index.described(db, files, time.time()))
@@ -585,12 +593,13 @@ class Follower:
 
     def _upload(self, file: str) -> bool:
         path: Path = path_of(self.store.root, file)
+        name = self.bucket
         if not path.exists():  # evicted meanwhile
             return True
         try:
-            self.uploads.put(object_name(self.bucket, file), path)
-        except (BucketAwayError, FileNotFoundError):
+            self.uploads.put(object_name(name, file), path)
+        except BucketAwayError:
             self.store.counters["bucket_errors"] += 1
             return False
-        self._uploaded[file] = None
+        self._uploaded[file] = name
         return True
