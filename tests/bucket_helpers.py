@@ -26,7 +26,7 @@ class Replica:
     def share(self) -> bool:
         """Put what is new into the bucket, and follow it."""
         done = self.follower.turn()
-        while self.follower.upload():
+        while self.follower.uploads.step():
             pass
         return self.follower.turn() and done
 

@@ -454,7 +454,7 @@ def test_a_dead_bucket_is_left_alone_and_told_of_once(
     assert 2 <= len(told) <= 3, told  # reads, uploads, its log
     folder.unlink()
     (tmp_path / "gone").rename(folder)
-    for objects_of in (one.follower.objects, one.follower.uploads, other.follower.reads):
+    for objects_of in (one.follower.objects, one.follower.uploads.objects, other.follower.reads):
         objects_of._until = 0.0
     assert one.share()
     assert other.share()

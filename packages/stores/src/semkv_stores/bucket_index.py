@@ -296,8 +296,12 @@ def _far_file(db: sqlite3.Connection, about: Sequence[Any], age: int) -> FarFile
 
 
 def pending_purges(db: sqlite3.Connection) -> dict[int, LogPurge]:
-    """Purges of this directory that are not in the log, by their ids in the index."""
-    rows = db.execute("SELECT id, owner, writer, namespace FROM purges WHERE place IS NULL")
+    """Purges of this directory that are not in the log, by their ids. Where more wait than the index keeps,
+    some are lost, and so everything is purged."""
+    query = "SELECT id, owner, writer, namespace FROM purges WHERE place IS NULL"
+    rows = db.execute(query).fetchall()
+    if len(rows) >= MOST_PURGES:
+        return dict.fromkeys([row[0] for row in rows], EVERYTHING)
     return {
         number: _log_purge(owner=owner, writer=writer, namespace=namespace)
         for number, owner, writer, namespace in rows

@@ -23,26 +23,32 @@ import json
 import logging
 import os
 import random
-import re
 import secrets
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
-import xxhash
-from msgspec import MsgspecError, msgpack
-
 from semkv_stores import bucket_index
-from semkv_stores.block_file import Source, path_of
-from semkv_stores.block_index import file_name
+from semkv_stores.block_file import Source
+from semkv_stores.block_index import file_name, number_of
 from semkv_stores.blocks import BUSY_S, BlockStore
 from semkv_stores.bucket_index import EVERYTHING, At, FarFile, Record
 from semkv_vllm.bucket import Address, BucketAwayError, FarSource, Listed, Objects
+from semkv_vllm.bucket_records import (
+    Snapshot,
+    decode,
+    encode,
+    latest_snapshot,
+    object_name,
+    part_name,
+    places,
+    record_name,
+)
+from semkv_vllm.bucket_uploads import Uploads
 
 log = logging.getLogger("semkv.connectors")
 
@@ -56,10 +62,6 @@ FORMAT = 1
 ORPHAN_S = 3600.0
 """An object of no file is deleted when it is so old: the bucket compares its own times."""
 
-_RECORD = re.compile(r"\d{16}")
-_PART = re.compile(r"(\d{16})-\d{5}-(\d{5})")
-_MAGIC = b"semkv\x01"
-_SUM = 16
 _TRIES = 8  # to append one record
 _READS = 3  # of a record, until it counts as damaged
 _FETCHED = 32  # records at once
@@ -67,40 +69,15 @@ _KEPT = 64  # records before a snapshot, for those who are a little behind
 _SNAPSHOT_RECORDS = 256  # after which another snapshot is made, at the earliest
 _PART_BLOCKS = 50_000
 _MOST_FILES = 1000  # of one record
-_UPLOADS = 4  # at once
 _CLOSE_S = 10.0  # for what is still to be put when the engine ends
 _CLOCK_S = 3600.0  # between two looks at the bucket's clock
+_SWEPT_SHARE = 1 / 24  # of these, with which the objects of no file are looked for
 
 _T = TypeVar("_T")
 
 
 class _Changed(Exception):  # noqa: N818
     """The index is not as it was when this turn began; the next turn sees."""
-
-
-def encode(record: Record) -> bytes:
-    payload = msgpack.encode(record)
-    return _MAGIC + xxhash.xxh3_128_digest(payload) + payload
-
-
-def decode(content: bytes) -> Record | None:
-    """A record; None where it is damaged or of another format."""
-    begin = len(_MAGIC) + _SUM
-    payload = content[begin:]
-    if content[:begin] != _MAGIC + xxhash.xxh3_128_digest(payload):
-        return None
-    try:
-        return msgpack.decode(payload, type=Record)
-    except MsgspecError:
-        return None
-
-
-def record_name(place: int) -> str:
-    return f"{place:016d}"
-
-
-def object_name(bucket: str, file: str) -> str:
-    return f"{bucket}/blocks/{file[:2]}/{file}"
 
 
 @dataclass
@@ -116,14 +93,6 @@ class _Clock:
 
     def now(self) -> float:
         return time.monotonic() + self.ahead
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A snapshot whose parts are all there; place 0 where there is none."""
-
-    place: int = 0
-    parts: tuple[str, ...] = ()
 
 
 @dataclass
@@ -153,21 +122,18 @@ class Follower:
         self.max_age_s = max_age_s
         address = Address(url, store.kind)
         self.reads = Objects(address, "reads")
-        self.uploads = Objects(address, "uploads")
+        self.uploads = Uploads(store, address)
         self.objects = Objects(address, "its log")
         self.bucket = ""  # the name of its log
         self.place = 0
         self.clock = _Clock()
         self._lock_fd: int | None = None
-        # Files that are not in the log yet, each with the log that it was put for.
-        self._uploaded: dict[str, str] = {}
         self._room_looked = float("-inf")
         self._stop = threading.Event()
         self._quiet_until = 0.0
         self._fetchers = ThreadPoolExecutor(8, "semkv-log")
-        self._uploaders = ThreadPoolExecutor(_UPLOADS, "semkv-upload")
         self._cleaner = ThreadPoolExecutor(1, "semkv-clean")
-        self._cleaning = False
+        self._compacting: Future[None] | None = None
         self._threads = [
             threading.Thread(target=loop, name="semkv-bucket", daemon=True)
             for loop in (self._follow_on, self._upload_on)
@@ -178,11 +144,20 @@ class Follower:
             thread.start()
 
     def open_far(self, file: str) -> Source:
-        """The object of a block file. Raises as `Objects` does."""
+        """The object of a block file. Raises as `Objects` does.
+
+        While the log cannot be followed, nobody knows what was purged, so nothing is read either.
+        """
+        if self.objects.away_s():
+            raise BucketAwayError("its log cannot be followed")
         bucket, _ = self.store.ask(bucket_index.position, ("", 0))
         if not bucket:
             raise BucketAwayError("it is not known yet")
         return FarSource(self.reads, object_name(bucket, file))
+
+    def away_s(self) -> float:
+        """For how long nothing is read from now on."""
+        return max(self.reads.away_s(), self.objects.away_s())
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +169,7 @@ class Follower:
     def _upload_on(self) -> None:
         while not self._stop.is_set():
             try:
-                busy = self.upload()
+                busy = self.uploads.step()
             except Exception:
                 self._fault()
                 busy = False
@@ -229,10 +204,11 @@ class Follower:
             if thread.is_alive():
                 thread.join(max(0.0, until - time.monotonic()))
         with contextlib.suppress(Exception):
-            while time.monotonic() < until and self.upload():
+            while time.monotonic() < until and self.uploads.step():
                 pass
         self.turn()
-        for pool in (self._fetchers, self._uploaders, self._cleaner):
+        self.uploads.close()
+        for pool in (self._fetchers, self._cleaner):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
@@ -282,12 +258,13 @@ class Follower:
             raise self.objects.fail("it has no conditional puts, which its log needs")
         self.clock.set(self.objects.get(probe)[1])
         self.objects.delete([probe])
+        if random.random() < _SWEPT_SHARE:  # noqa: S311
+            self._cleaner.submit(self._try, self.sweep)
         if known != name:
             self._write(lambda db: bucket_index.forget(db, name, pending=True))
             self.place = 0
         self.bucket = name
-        for file in [file for file, put_for in list(self._uploaded.items()) if put_for != name]:
-            self._uploaded.pop(file, None)
+        self.uploads.begin(name)
 
     def _name(self) -> str:
         """The name of the log. Of several processes that make one, the first one's stays."""
@@ -323,15 +300,14 @@ class Follower:
         """Apply all records that there are."""
         after = record_name(self.place - 1) if self.place > 1 else ""
         listed = self.objects.listed(self._path("log"), after)
-        words = [each.name.rpartition("/")[2] for each in listed]
-        places = [int(word) for word in words if _RECORD.fullmatch(word)]
+        there = places(listed)
         begins = [self.place] if self.place else [1]
-        if places[:1] != begins and (places or self.place):
+        if there[:1] != begins and (there or self.place):
             if replayed:
                 raise self.objects.fail("its log has gaps; empty it")
             self._replay()
             return self._follow(replayed=True)
-        new = [place for place in places if place > self.place]
+        new = [place for place in there if place > self.place]
         for begin in range(0, len(new), _FETCHED):
             batch = new[begin : begin + _FETCHED]
             for place, (record, stored) in zip(
@@ -371,24 +347,13 @@ class Follower:
 
         gone = self._write(apply)
         self.place = place
-        for file in own.record.adds:
-            self._uploaded.pop(file_name(file.number), None)
+        self.uploads.forget(file_name(file.number) for file in own.record.adds)
         return gone
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def _snapshot(self) -> Snapshot:
-        """The latest one of which all parts are there."""
-        parts: dict[tuple[int, int], list[str]] = {}
-        for each in self.objects.listed(self._path("snapshots")):
-            if found := _PART.fullmatch(each.name.rpartition("/")[2]):
-                parts.setdefault((int(found[1]), int(found[2])), []).append(each.name)
-        whole = [
-            Snapshot(place, tuple(sorted(names)))
-            for (place, count), names in parts.items()
-            if len(names) == count
-        ]
-        return max(whole, key=lambda each: each.place, default=Snapshot())
+        return latest_snapshot(self.objects.listed(self._path("snapshots")))
 
     def _replay(self) -> None:
         """Begin anew with the latest snapshot."""
@@ -430,9 +395,9 @@ class Follower:
 
     def _compact(self, latest: Snapshot) -> None:
         """Make a snapshot of this place, and have what it replaces deleted."""
-        if self._cleaning or self.place - latest.place < max(
-            _SNAPSHOT_RECORDS, 4 * len(latest.parts)
-        ):
+        due = max(_SNAPSHOT_RECORDS, 4 * len(latest.parts))
+        busy = self._compacting is not None and not self._compacting.done()
+        if busy or self.place - latest.place < due:
             return
         purges = self.store.ask(bucket_index.log_purges, None)
         if purges is None:
@@ -440,8 +405,9 @@ class Follower:
         pages = [Record(purges=purges)]
         while files := self._page(pages[-1]):
             pages.append(Record(adds=files))
-        self._cleaning = True
-        self._cleaner.submit(self._put_snapshot, self.place, [encode(page) for page in pages])
+        parts = [encode(page) for page in pages]
+        place = self.place
+        self._compacting = self._cleaner.submit(self._try, lambda: self._put_snapshot(place, parts))
 
     def _page(self, last: Record) -> list[FarFile]:
         """The files of the bucket that follow those of the last page."""
@@ -455,29 +421,21 @@ class Follower:
         return found
 
     def _put_snapshot(self, place: int, parts: Sequence[bytes]) -> None:
-        try:
-            for number, part in enumerate(parts):
-                name = f"snapshots/{record_name(place)}-{number:05d}-{len(parts):05d}"
-                self.objects.put(self._path(name), part)
-            old = [
-                each.name
-                for each in self.objects.listed(self._path("snapshots"))
-                if each.name < self._path(f"snapshots/{record_name(place)}")
-            ]
-            records = self.objects.listed(self._path("log"))
-            last = self._path(f"log/{record_name(max(0, place - _KEPT))}")
-            self.objects.delete([*old, *(each.name for each in records if each.name < last)])
-            self.sweep()
-        except (BucketAwayError, FileNotFoundError):
-            self.store.counters["bucket_errors"] += 1
-        except Exception:
-            self._fault()
-        finally:
-            self._cleaning = False
+        for number, part in enumerate(parts):
+            name = part_name(place, number, len(parts))
+            self.objects.put(self._path(f"snapshots/{name}"), part)
+        snapshots = self.objects.listed(self._path("snapshots"))
+        records = self.objects.listed(self._path("log"))
+        this = self._path(f"snapshots/{record_name(place)}")
+        last = self._path(f"log/{record_name(max(0, place - _KEPT))}")
+        self.objects.delete([each.name for each in snapshots if each.name < this])
+        self.objects.delete([each.name for each in records if each.name < last])
+        self.sweep()
 
     def sweep(self) -> int:
         """Delete the objects of no file, which writers left that died. Returns how many went."""
         before = self.clock.now() - ORPHAN_S
+        waiting = set(self.uploads.waiting())
         listed = self.objects.listed(self._path("blocks"))
         known = self.store.ask(bucket_index.in_bucket, None)
         if known is None:
@@ -485,7 +443,7 @@ class Follower:
 
         def is_orphan(each: Listed) -> bool:
             file = each.name.rpartition("/")[2]
-            return each.stored < before and file not in known and file not in self._uploaded
+            return each.stored < before and file not in known and file not in waiting
 
         orphans = [each.name for each in listed if is_orphan(each)]
         self.objects.delete(orphans)
@@ -537,15 +495,14 @@ class Follower:
         return _Own(record, list(found))
 
     def _adds(self) -> _Own | None:
-        files = [file for file, name in list(self._uploaded.items()) if name == self.bucket]
-        files = files[:_MOST_FILES]
+        files = self.uploads.waiting()[:_MOST_FILES]
         if not files:
             return None
         found = self._write(lambda db: bucket_index.described(db, files, time.time()))
         still = {file_name(file.number) for file in found}
-        for file in files:  # the others were deleted meanwhile
-            if file not in still:
-                self._uploaded.pop(file, None)
+        vanished = [file for file in files if file not in still]  # evicted or purged meanwhile
+        self.uploads.forget(vanished)
+        self._delete_objects(map(number_of, vanished))
         return _Own(Record(nonce=secrets.token_bytes(16), adds=found)) if found else None
 
     def _make_room(self) -> None:
@@ -565,41 +522,12 @@ class Follower:
     def _delete_objects(self, files: Iterable[int]) -> None:
         names = [object_name(self.bucket, file_name(number)) for number in files]
         if names:
-            self._cleaner.submit(self._delete, names)
+            self._cleaner.submit(self._try, lambda: self.objects.delete(names))
 
-    def _delete(self, names: Sequence[str]) -> None:
+    def _try(self, what: Callable[[], object]) -> None:
         try:
-            self.objects.delete(names)
-        except BucketAwayError:  # they are swept later
+            what()
+        except (BucketAwayError, FileNotFoundError):  # what is left is swept later
             self.store.counters["bucket_errors"] += 1
-
-    # -- uploading ---------------------------------------------------------------------------------------------------
-
-    def upload(self) -> bool:
-        """Put the next files of the directory; whether there were any, and all went well."""
-        if self._lock_fd is None or not self.bucket or self.uploads.away_s():
-            return False
-        files = self._pending()
-        if not files or len(self._uploaded) >= _MOST_FILES:
-            return False
-        self.store.ask(lambda db: bucket_index.mark_twins(db, files), None, write_s=BUSY_S)
-        wanted = set(self._pending()).intersection(files)
-        return all(list(self._uploaders.map(self._upload, sorted(wanted))))
-
-    def _pending(self) -> list[str]:
-        most = len(self._uploaded) + 4 * _UPLOADS
-        found = self.store.ask(lambda db: bucket_index.pending(db, most), None) or []
-        return [file for file in found if file not in self._uploaded]
-
-    def _upload(self, file: str) -> bool:
-        path: Path = path_of(self.store.root, file)
-        name = self.bucket
-        if not path.exists():  # evicted meanwhile
-            return True
-        try:
-            self.uploads.put(object_name(name, file), path)
-        except BucketAwayError:
-            self.store.counters["bucket_errors"] += 1
-            return False
-        self._uploaded[file] = name
-        return True
+        except Exception:
+            self._fault()

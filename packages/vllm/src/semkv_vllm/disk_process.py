@@ -365,7 +365,7 @@ class Server:
             log.warning("semkv: a job for the disk failed", exc_info=True)
             self._store.counters["errors"] += 1
             good = b""
-        away_s = self._follower.reads.away_s() if job.far and self._follower is not None else 0.0
+        away_s = self._follower.away_s() if job.far and self._follower is not None else 0.0
         with self._lock, contextlib.suppress(OSError):
             new = Counter(self._store.counters) - self._told
             self._told.update(new)
