@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 import signal
 import socket
@@ -16,11 +18,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 from obstore.store import LocalStore, from_url
 
-from block_helpers import keys, open_store, right, served
+from block_helpers import LAYOUT, ROW, keys, open_store, right, served, value
 from bucket_helpers import Replica
 from kv_engines import SKIP, CachedEngine, in_child
 from s3_server import UV, S3Server
@@ -29,6 +32,7 @@ from semkv_stores.blocks import BlockStore, Bounds
 from semkv_stores.errors import ConfigError
 from semkv_vllm import BUCKET_MAX_BYTES, ECSettings, KVSettings, bucket, bucket_log
 from semkv_vllm.bucket_log import Follower
+from semkv_vllm.disk_process import DiskProcess, FileDone, HostShape
 from semkv_vllm.shared import BreakEven
 from tiny_models import Checkpoint
 
@@ -61,6 +65,13 @@ def objects(url: str, kind: str = "blocks") -> list[str]:
     store = store or from_url(url, client_options={"allow_http": True})
     names = [each["path"] for batch in obstore.list(store) for each in batch]
     return sorted(name for name in names if f"/{kind}/" in name)
+
+
+def until(ready: Callable[[], object]) -> None:
+    last = time.monotonic() + 300.0
+    while not ready():
+        assert time.monotonic() < last, "it did not happen"
+        time.sleep(0.05)
 
 
 def path(url: str, name: str) -> Path:
@@ -569,6 +580,71 @@ def test_a_writer_that_is_killed_leaves_nothing_wrong(
     assert killed == 2
 
 
+# ---------------------------------------------------------------------- the disk process
+
+
+class Machine:
+    """A directory with a disk process, and host memory of eight rows."""
+
+    def __init__(self, root: Path, url: str) -> None:
+        self.store = open_store(root, writer=root.name)
+        self.store.finds_far = True
+        memory = os.memfd_create("rows")
+        os.ftruncate(memory, 8 * ROW)
+        self.rows = np.frombuffer(mmap.mmap(memory, 8 * ROW), np.uint8).reshape(8, ROW)
+        shape = HostShape(rows=8, stride=ROW, row_bytes=ROW)
+        bounds = {"max_bytes": 0, "max_age_s": 0.0}
+        self.disk = DiskProcess(memory, shape, self.store, {"url": url, **bounds})
+
+    def do(self, blocks: range, chunks: list[int], **job: Any) -> FileDone:
+        about = {"namespace": "ns", "layout": LAYOUT, "since": self.store.last_purge()}
+        self.disk.submit(keys=keys(blocks[0], len(blocks)), chunks=chunks, **about, **job)
+        (done,) = self.disk.drain()
+        return done
+
+    def write(self, blocks: range) -> FileDone:
+        for chunk, block in enumerate(blocks):
+            self.rows[chunk] = value(block)
+        return self.do(blocks, list(range(len(blocks))))
+
+    def fetch(self, blocks: range) -> FileDone:
+        refs = self.store.find("ns", keys(blocks[0], len(blocks)))
+        places = [ref.row for ref in refs if ref is not None]
+        file = refs[0].file if refs[0] is not None else ""
+        return self.do(blocks, list(range(len(blocks))), file=file, places=places, far=True)
+
+    def here(self, block: int) -> bool | None:
+        (ref,) = self.store.find("ns", keys(block, 1))
+        return None if ref is None else ref.here
+
+
+def test_a_disk_process_shares_fetches_and_keeps(tmp_path: Path, url: str) -> None:
+    one, other = Machine(tmp_path / "one", url), Machine(tmp_path / "other", url)
+    assert one.write(range(4)).good == b"\1" * 4
+    until(lambda: other.here(0) is False)
+    assert one.write(range(4, 8)).good == b"\1" * 4
+    one.disk.close()  # which puts what is left
+    until(lambda: other.here(4) is False)
+    done = other.fetch(range(1, 4))
+    assert (done.good, done.away_s) == (b"\1" * 3, 0.0)
+    assert all(np.array_equal(other.rows[at], value(at + 1)) for at in range(3))
+    until(lambda: other.here(1))
+    assert other.here(0) is False
+    # A process that is killed leaves its work to the next.
+    process = other.disk._process
+    assert process is not None
+    process.kill()
+    assert other.fetch(range(4, 8)).good == b""
+    other.disk._started -= 3600.0
+    until(lambda: other.fetch(range(4, 8)).good == b"\1" * 4)
+    Path(url[7:]).rename(tmp_path / "gone")
+    done = other.fetch(range(1))
+    assert not any(done.good)
+    assert done.away_s > 0
+    assert other.write(range(8, 12)).good == b"\1" * 4, "the disk goes on"
+    other.disk.close()
+
+
 # ---------------------------------------------------------------------- settings, the gate
 
 
@@ -591,7 +667,7 @@ def test_a_wrong_bucket_is_an_error_at_load(kind: Any, monkeypatch: pytest.Monke
         with pytest.raises(ConfigError):
             kind(**{field: given})
     monkeypatch.setattr("semkv_vllm.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"semkv-vllm\[bucket\]"):
+    with pytest.raises(ConfigError, match=r"packages/vllm\[bucket\]"):
         kind(bucket="s3://name")
 
 
@@ -608,13 +684,6 @@ def test_the_bucket_has_a_pace_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------- two machines
-
-
-def until(ready: Callable[[], object]) -> None:
-    last = time.monotonic() + 300.0
-    while not ready():
-        assert time.monotonic() < last, "it did not happen"
-        time.sleep(0.05)
 
 
 def rows(folder: Path, kind: str, where: str) -> int:

@@ -443,7 +443,7 @@ def verify(
         ]
         if repair and damaged:
             with _noting(found, name, root / INDEX), _store(found, name, root) as store:
-                store.drop(damaged, here=True)
+                store.drop(damaged)
                 store.sweep()
     images = [
         image

@@ -282,11 +282,11 @@ class BlockStore:
         fault (no descriptor left, no memory, a disk or a bucket that fails) says nothing of the file."""
         if isinstance(error, FileNotFoundError):
             self.counters["missing"] += 1
-            self.drop([ref.file], here=ref.here)
+            self.drop([ref.file], far=not ref.here)
         elif isinstance(error, CorruptValue):
             where = self.root if ref.here else "the bucket"
             log.warning("semkv: dropped a damaged block file of %s: %s", where, error)
-            self.reject(ref.file, here=ref.here)
+            self.reject(ref.file, far=not ref.here)
         elif ref.here:
             self._cannot_read(error)
         else:  # the bucket has told
@@ -402,19 +402,19 @@ class BlockStore:
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
-    def drop(self, files: Iterable[str], *, here: bool = False) -> None:
-        """Delete files and forget their blocks; with ``here`` only in this directory, not those in the bucket."""
+    def drop(self, files: Iterable[str], *, far: bool = False) -> None:
+        """Delete files and forget their blocks; with ``far`` those in the bucket, too."""
         files = list(files)
-        how = block_index.let_go if here else block_index.delete
+        how = block_index.delete if far else block_index.let_go
         if self.ask(lambda db: how(db, self.root, files), False, write_s=BUSY_S):
             return
         for file in files:  # without an index they are named nowhere else
             block_file.unlink(self.root, file)
 
-    def reject(self, file: str, *, here: bool = False) -> None:
-        """Count a file as damaged and delete it; ``here``: see `drop`."""
+    def reject(self, file: str, *, far: bool = False) -> None:
+        """Count a file as damaged and delete it; ``far``: see `drop`."""
         self.counters["corrupt"] += 1
-        self.drop([file], here=here)
+        self.drop([file], far=far)
 
     def purge(self, owner: str) -> int:
         """Delete the files of a tenant; how many went. Running engines notice it by `purges_after`."""

@@ -107,7 +107,9 @@ BUCKET = Allowed(
 def _check_installed(bucket: str) -> None:
     if bucket and find_spec("obstore") is None:
         raise ConfigError(
-            "bucket", bucket, "no bucket without obstore: pip install 'semkv-vllm[bucket]'"
+            "bucket",
+            bucket,
+            "none without obstore: pip install '/path/to/semkv/packages/vllm[bucket]'",
         )
 
 

@@ -85,7 +85,7 @@ class Uploads:
             reason = str(error)
         if reason:
             log.warning("semkv: a block file is not put into the bucket: %s", reason)
-            self._store.reject(file, here=True)
+            self._store.reject(file)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
