@@ -74,12 +74,12 @@ def found(store: BlockStore, first: int, count: int = 1, namespace: str = "ns") 
 
 def totals(store: BlockStore) -> tuple[int, int, int]:
     """Files, blocks and bytes in the index, with what is being written."""
-    return store._ask(block_index.totals, (0, 0, 0))
+    return store.ask(block_index.totals, (0, 0, 0))
 
 
 def file_ids(store: BlockStore) -> list[str]:
     """Of all files in the index."""
-    return store._ask(lambda db: block_index.file_ids(db, {}), [])
+    return store.ask(lambda db: block_index.file_ids(db, {}), [])
 
 
 def files(root: Path) -> list[Path]:

@@ -191,16 +191,22 @@ class CachedEngine(Engine):
         model: the folder of the checkpoint, named as its family.
         cache_dir: what the connectors store.
         kv: settings of the KV connector.
+        bucket: settings of both connectors for a bucket.
     """
 
     def __init__(
-        self, model: Path, cache_dir: Path, kv: dict[str, Any] | None = None, **args: Any
+        self,
+        model: Path,
+        cache_dir: Path,
+        kv: dict[str, Any] | None = None,
+        bucket: dict[str, Any] | None = None,
+        **args: Any,
     ) -> None:
         self.cache_dir = cache_dir
         if model.name != "opt":
             args["limit_mm_per_prompt"] = {"image": 1, "video": 0}
-            args["ec_transfer_config"] = encoder_connector(cache_dir)
-        super().__init__(model, connector(cache_dir, **(kv or {})), **args)
+            args["ec_transfer_config"] = encoder_connector(cache_dir, **(bucket or {}))
+        super().__init__(model, connector(cache_dir, **(kv or {}), **(bucket or {})), **args)
 
     def prompt(self, text: str = "", picture: int = 0, salt: str | None = None) -> dict[str, Any]:
         # Some 100 tokens after the picture, whatever the tokenizer's luck.
@@ -253,11 +259,11 @@ class CachedEngine(Engine):
         return set((self.cache_dir / store).glob("*/*/*.safetensors"))
 
 
-def encoder_connector(cache_dir: Path | str) -> Any:
+def encoder_connector(cache_dir: Path | str, **settings: Any) -> Any:
     """The configuration of a SemECConnector over a directory."""
     from vllm.config import ECTransferConfig
 
-    extra = {"cache_dir": str(cache_dir), "report_loads": True}
+    extra = {"cache_dir": str(cache_dir), "report_loads": True, **settings}
     return ECTransferConfig(
         ec_connector="SemECConnector", ec_role="ec_both", ec_connector_extra_config=extra
     )

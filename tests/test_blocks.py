@@ -164,7 +164,7 @@ def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "application", "said"),
-    [(8, 0x73656D6B, "was written by format version 8"), (0, 0, "is not a semkv database")],
+    [(9, 0x73656D6B, "was written by format version 9"), (0, 0, "is not a semkv database")],
 )
 def test_an_index_of_a_later_format_or_of_another_program_is_refused(
     tmp_path: Path, version: int, application: int, said: str
@@ -185,7 +185,7 @@ def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it
     older = open_store(tmp_path)
     save(older, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, version=8))
+        patch.setattr(block_index, "SCHEMA", replace(block_index.SCHEMA, version=9))
         newer = open_store(tmp_path)
         assert save(newer, 1)
     monkeypatch.setattr(blocks, "_WARN_S", 3600.0)
@@ -193,7 +193,7 @@ def test_an_engine_whose_index_a_later_semkv_replaced_says_so_once_and_leaves_it
     for _ in range(3):
         assert found(older, 1) == 0
         assert not save(older, 2)
-    assert caplog.text.count("written by format version 8, this semkv reads version 7") == 1
+    assert caplog.text.count("written by format version 9, this semkv reads version 8") == 1
     assert right(newer, 1, 1) == 1
 
 
@@ -356,7 +356,7 @@ def test_a_purge_takes_what_is_chosen_and_others_hear_of_it(
     assert [(p.owner, p.namespace) for p in heard] == [("x", None), ("y", None)]
     assert other.purges_after(heard[-1].id) == []
     assert other.last_purge() == heard[-1].id > heard[0].id > start
-    monkeypatch.setattr(block_index, "_MOST_PURGES", 2)
+    monkeypatch.setattr(block_index, "MOST_PURGES", 2)
     store.purge("z")
     (unknown,) = other.purges_after(start)  # too old to be on record
     assert (unknown.owner, unknown.id) == (None, other.last_purge())

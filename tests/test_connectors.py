@@ -187,7 +187,7 @@ class TestEngine:
                 assert engine.counts()["errors"] > errors or name == "purges_after"
         assert engine.from_disk(prompt)[1].loaded_tokens
         engine.settle()
-        monkeypatch.setattr(shared.store, "_ask", lambda what, otherwise, **_: otherwise)
+        monkeypatch.setattr(shared.store, "ask", lambda what, otherwise, **_: otherwise)
         assert engine.from_host(prompt)[1].sources.get("host"), "a fault of the index is no purge"
         engine.settle()
         engine.llm.sleep(level=1)  # though nothing can be deleted
@@ -509,7 +509,7 @@ def test_kv_events_tell_what_is_on_the_disk(
             engine.store(engine.prompt(text))
             listen()
             count = "SELECT count(*) FROM blocks"
-            assert len(told) == engine.connector.shared.store._ask(
+            assert len(told) == engine.connector.shared.store.ask(
                 lambda db: db.execute(count).fetchone()[0], None
             )
             return set(told)

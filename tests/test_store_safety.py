@@ -41,7 +41,7 @@ from semkv.stores.maintenance import inspect, purge, purge_directory, verify
 from semkv_gateway.responses.sqlite import SqliteStore
 from semkv_gateway.responses.store import StoredResponse
 from semkv_stores import block_index
-from semkv_stores.block_file import BlockFile, room
+from semkv_stores.block_file import BlockFile, LocalSource, room
 from semkv_stores.blocks import Bounds
 from test_catalog import record
 
@@ -285,7 +285,8 @@ def test_the_reader_takes_any_header(pristine: Path, field: str, junk: object) -
     raw = path.read_bytes()
     try:
         rewrite(path, **{field: junk})
-        with contextlib.suppress(CorruptValue), BlockFile(path, kind="kv") as opened:
+        source = LocalSource(path)
+        with contextlib.suppress(CorruptValue), BlockFile(source, path.name, kind="kv") as opened:
             opened.read(0, list(room(4, ROW)))
     finally:
         path.write_bytes(raw)

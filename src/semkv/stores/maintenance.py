@@ -632,7 +632,7 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.counts["entries"] = 0
             found.counts["answers"] = 0
         for store in stores:
-            found.unread += _begin_anew(store / INDEX, block_index.SCHEMA)
+            found.unread += _begin_anew(store / INDEX, block_index.EMPTIED)
         files |= listed()  # what came meanwhile
     found.counts["files"] = len(files) if dry_run else _delete(sorted(files), found)
 

@@ -24,7 +24,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -184,23 +184,65 @@ def _read(descriptor: int, length: int, at: int) -> bytes:
     return found
 
 
+class Source(Protocol):
+    """Where the bytes of a block file come from: a file here, or an object in a bucket.
+
+    Attributes:
+        nbytes: of all of it.
+    """
+
+    nbytes: int
+
+    def read(self, length: int, at: int) -> bytes:
+        """So many bytes from a place on, fewer only where it ends."""
+        ...
+
+    def fill(self, rows: Sequence[Bytes], at: int) -> None:
+        """Fill rows with what follows a place, as far as it goes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalSource:
+    """A file of this machine.
+
+    Raises:
+        CorruptValue: it is a link, a folder, a device or a pipe.
+        OSError: it cannot be read, or (FileNotFoundError) was evicted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._fd = open_file(path, os.O_RDONLY)
+        except StoreError as error:
+            raise CorruptValue(str(error)) from error
+        self.nbytes = os.fstat(self._fd).st_size
+
+    def read(self, length: int, at: int) -> bytes:
+        return _read(self._fd, length, at)
+
+    def fill(self, rows: Sequence[Bytes], at: int) -> None:
+        _transfer(os.preadv, self._fd, rows, at)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class BlockFile:
     """An open file whose header (``head``) has been read, and says what is ``expected``. Use as a context manager.
 
     Raises:
         CorruptValue: it is another file than expected, or damaged, or of another version, or cut short.
-        OSError: it cannot be read, or (FileNotFoundError) was evicted.
+        OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path, **expected: str) -> None:
-        try:
-            self._fd = open_file(path, os.O_RDONLY)
-        except StoreError as error:  # a link, a folder, a device or a pipe
-            raise CorruptValue(str(error)) from error
+    def __init__(self, source: Source, name: str, **expected: str) -> None:
+        self._source = source
         try:
             self._parse(expected)
         except OSError:
-            os.close(self._fd)
+            source.close()
             raise
         except (
             ValueError,
@@ -210,15 +252,15 @@ class BlockFile:
             RecursionError,
             CorruptValue,
         ) as error:
-            os.close(self._fd)
-            raise CorruptValue(f"{path.name}: {error}") from error
+            source.close()
+            raise CorruptValue(f"{name}: {error}") from error
 
     def _parse(self, expected: Mapping[str, str]) -> None:
-        nbytes = os.fstat(self._fd).st_size
-        (length,) = struct.unpack("<Q", _read(self._fd, 8, 0).ljust(8, b"\xff"))
+        nbytes = self._source.nbytes
+        (length,) = struct.unpack("<Q", self._source.read(8, 0).ljust(8, b"\xff"))
         if length > min(_MAX_HEADER, nbytes):
             raise CorruptValue(f"a header of {length} bytes")
-        document = json.loads(_read(self._fd, length, 8))
+        document = json.loads(self._source.read(length, 8))
         text = document["__metadata__"]["semkv"]
         tensor = document[_TENSOR]
         if document["__metadata__"]["checksum"] != _head_checksum(text, tensor):
@@ -242,7 +284,7 @@ class BlockFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
+        self._source.close()
 
     def read(self, first: int, rows: Sequence[Bytes]) -> list[bool]:
         """Fill ``rows`` (uint8 ``[row_bytes]`` each) with those from ``first`` on; which of them are right."""
@@ -250,7 +292,7 @@ class BlockFile:
             len(row) != self.row_bytes for row in rows
         ):
             return [False] * len(rows)
-        _transfer(os.preadv, self._fd, rows, self._start + first * self.row_bytes)
+        self._source.fill(rows, self._start + first * self.row_bytes)
         sums = self._checksums[first : first + len(rows)]
         return [checksum(row) == right for row, right in zip(rows, sums, strict=True)]
 
@@ -262,7 +304,7 @@ def check_file(root: Path, file: str) -> str:
         OSError: it cannot be read, which says nothing of what is in it.
     """
     try:
-        with BlockFile(path_of(root, file), file=file) as opened:
+        with BlockFile(LocalSource(path_of(root, file)), file, file=file) as opened:
             row = room(1, opened.row_bytes)[0]
             whole = all(opened.read(number, [row])[0] for number in range(len(opened.keys)))
             return "" if whole else f"{file}: a row is damaged"

@@ -9,6 +9,9 @@ anew. It is also where the processes agree:
   computed; they are not stored where a later record covers them. A process that keeps blocks in memory reads the later
   records and drops what they cover.
 
+- A bucket, where there is one: ``place`` is where its log names a file (`bucket_index`). ``here`` says whether the
+  bytes lie in this directory too; only these count towards the bounds. A file that is in the bucket only is found, too.
+
 The functions here are steps of a transaction over the tables. Everything but numbers is stored as bytes, and numbers
 are cast, so that a flipped bit makes a row that is not found, and no fault. Moments are microseconds since the epoch in
 the tables, and seconds everywhere else.
@@ -22,7 +25,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -34,27 +37,36 @@ SCHEMA = Schema(
 CREATE TABLE files(
   number INTEGER PRIMARY KEY, namespace BLOB NOT NULL, blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL,
   created INTEGER NOT NULL, used INTEGER NOT NULL, again INTEGER NOT NULL, committed INTEGER NOT NULL,
-  owner BLOB NOT NULL, writer BLOB NOT NULL);
-CREATE INDEX files_by_use ON files(again, used);
-CREATE TABLE blocks(key BLOB PRIMARY KEY, file INTEGER NOT NULL, row INTEGER NOT NULL) WITHOUT ROWID;
+  owner BLOB NOT NULL, writer BLOB NOT NULL,
+  here INTEGER NOT NULL, place INTEGER NOT NULL, stored INTEGER NOT NULL, age INTEGER NOT NULL);
+CREATE INDEX files_by_use ON files(here, again, used);
+CREATE INDEX files_by_place ON files(place, created);
+CREATE TABLE blocks(key BLOB NOT NULL, file INTEGER NOT NULL, row INTEGER NOT NULL, PRIMARY KEY(key, file))
+  WITHOUT ROWID;
 CREATE INDEX blocks_by_file ON blocks(file);
-CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, writer BLOB, namespace BLOB, before INTEGER);
-INSERT INTO purges(id) VALUES(:now);
+CREATE TABLE purges(id INTEGER PRIMARY KEY, owner BLOB, writer BLOB, namespace BLOB, place INTEGER);
+CREATE TABLE log(bucket BLOB NOT NULL, place INTEGER NOT NULL);
+INSERT INTO purges(id, place) VALUES(:now, 0);
 """,  # a process that used the index before this one has missed purges, so the first record is one of everything
-    version=7,
+    version=8,
     file=INDEX,
     probes=(
-        "SELECT number, namespace, blocks, nbytes, created, used, again, committed, owner, writer FROM files LIMIT 1",
+        "SELECT number, namespace, blocks, nbytes, created, used, again, committed FROM files LIMIT 1",
+        "SELECT owner, writer, here, place, stored, age FROM files LIMIT 1",
         "SELECT key, file, row FROM blocks LIMIT 1",
-        "SELECT id, owner, writer, namespace, before FROM purges LIMIT 1",
+        "SELECT id, owner, writer, namespace, place FROM purges LIMIT 1",
+        "SELECT bucket, place FROM log LIMIT 1",
     ),
     prepare=make_store,
     discard=discard_blocks,
 )
+EMPTIED = replace(SCHEMA, tables=f"{SCHEMA.tables}INSERT INTO purges(id) VALUES(:now + 1);")
+"""The index of a store that was emptied on purpose: a bucket is emptied, too."""
 # One statement and one row for all keys, a line for each file: at each step and each new statement the interpreter may
 # be handed to another thread. CROSS JOIN keeps the order: keys, their blocks, the files of these.
 _FIND = """WITH RECURSIVE asked(at) AS (VALUES (0) UNION ALL SELECT at+1 FROM asked WHERE at+1 < :count)
-SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner) || ' ' || places, ';') FROM (
+SELECT group_concat(number || ' ' || CAST(here AS INTEGER) || ' ' || CAST(created AS INTEGER) || ' ' || hex(owner)
+  || ' ' || places, ';') FROM (
   SELECT file, group_concat(at || ' ' || CAST(row AS INTEGER), ' ') AS places
   FROM asked CROSS JOIN blocks ON key = substr(:keys, at * :size + 1, :size) GROUP BY file
 ) CROSS JOIN files ON number=file"""
@@ -62,8 +74,12 @@ SELECT group_concat(number || ' ' || CAST(created AS INTEGER) || ' ' || hex(owne
 _TOTALS = "count(*), CAST(total(blocks) AS INTEGER), CAST(total(nbytes) AS INTEGER)"
 _AGES = f"""SELECT namespace, {_TOTALS}, CAST(coalesce(min(created), 0) AS INTEGER),
 CAST(coalesce(max(used), 0) AS INTEGER) FROM files
-WHERE committed=1 AND (?1 IS NULL OR CAST(owner AS TEXT) IN (SELECT value FROM json_each(?1))) GROUP BY namespace"""  # noqa: S608
-_MOST_PURGES = 1000  # records that are kept
+WHERE committed=1 AND here=1 AND (?1 IS NULL OR CAST(owner AS TEXT) IN (SELECT value FROM json_each(?1)))
+GROUP BY namespace"""  # noqa: S608
+# What another file of this directory has stays there.
+_NAME = """INSERT INTO blocks SELECT ?1, ?2, ?3
+WHERE NOT EXISTS (SELECT 1 FROM blocks JOIN files ON number=file WHERE key=?1 AND here=1)"""
+MOST_PURGES = 1000  # records that are kept
 
 PENDING_S = 600.0
 """A reserved file that is not there after so long is given up: its writer died."""
@@ -71,12 +87,14 @@ PENDING_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:
-    """Where a block is: id of the block file, row in it, when it was written, and `tenant_tag` of its tenant."""
+    """Where a block is: id of the block file, row in it, when it was written, `tenant_tag` of its tenant, and whether
+    the file lies in this directory. Else it lies in the bucket."""
 
     file: str
     row: int
     created: float
     owner: str
+    here: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +122,20 @@ class Purge(NamedTuple):
 
 def new_file_id() -> str:
     """An id that is not in use: 63 random bits, which are the file's number in the index."""
-    return _id(secrets.randbits(63))
+    return file_name(secrets.randbits(63))
 
 
-def _id(number: Any) -> str:
+def file_name(number: Any) -> str:
     if not isinstance(number, int):  # the text that declares the table may be damaged too
         raise sqlite3.DatabaseError("a file without a number")
     return f"{number:016x}"
 
 
-def _number(file: str) -> int:
+def number_of(file: str) -> int:
     return int(file, 16)
 
 
-def _us(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
     return int(min(seconds, 1e12) * 1e6)
 
 
@@ -129,7 +147,7 @@ def _space(namespace: str) -> bytes:
     return hashlib.blake2b(namespace.encode(), digest_size=16).digest()
 
 
-def _where(which: Mapping[str, str]) -> tuple[str, list[bytes]]:
+def condition(which: Mapping[str, str]) -> tuple[str, list[bytes]]:
     """A condition over the table ``files``, with its values; ``which`` maps columns to what they must hold."""
     return " AND ".join(["1", *(f"{column}=?" for column in which)]), [
         word.encode() for word in which.values()
@@ -150,11 +168,13 @@ def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[
     (answer,) = db.execute(_FIND, asked).fetchone()
     for line in filter(None, (answer or "").split(";")):
         words = line.split(" ")
-        file = _id(int(words[0]))
-        written = int(words[1]) / 1e6
-        tag = _text(bytes.fromhex(words[2]))
-        for at, row in zip(words[3::2], words[4::2], strict=True):
-            found[int(at)] = BlockRef(file, int(row), written, tag)
+        file = file_name(int(words[0]))
+        here = words[1] == "1"
+        written = int(words[2]) / 1e6
+        tag = _text(bytes.fromhex(words[3]))
+        for at, row in zip(words[4::2], words[5::2], strict=True):
+            if here or found[int(at)] is None:
+                found[int(at)] = BlockRef(file, int(row), written, owner=tag, here=here)
     return found
 
 
@@ -178,15 +198,15 @@ def purges_after(db: sqlite3.Connection, purge_id: int) -> list[Purge]:
 def file_ids(
     db: sqlite3.Connection, which: Mapping[str, str], *, committed: bool = False
 ) -> list[str]:
-    """Ids of files; with ``committed`` without those that are being written."""
-    where, values = _where(which)
-    query = f"SELECT number FROM files WHERE {where} AND (committed=1 OR NOT ?)"  # noqa: S608 (our own words)
-    return [_id(number) for (number,) in db.execute(query, [*values, committed])]
+    """Ids of files in this directory; with ``committed`` without those that are being written."""
+    where, values = condition(which)
+    query = f"SELECT number FROM files WHERE {where} AND here=1 AND (committed=1 OR NOT ?)"  # noqa: S608 (our own words)
+    return [file_name(number) for (number,) in db.execute(query, [*values, committed])]
 
 
 def totals(db: sqlite3.Connection) -> tuple[int, int, int]:
-    """Files, blocks and bytes, with what is being written."""
-    counted = db.execute(f"SELECT {_TOTALS} FROM files").fetchone()  # noqa: S608 (our own words)
+    """Files, blocks and bytes in this directory, with what is being written."""
+    counted = db.execute(f"SELECT {_TOTALS} FROM files WHERE here=1").fetchone()  # noqa: S608 (our own words)
     return cast("tuple[int, int, int]", counted)
 
 
@@ -203,7 +223,7 @@ def ages(
 
 def touch(file: str, at: float) -> tuple[str, int, int]:
     """For `Database.later`: note when a file was used last."""
-    return "UPDATE files SET used=?, again=1 WHERE number=?", _us(at), _number(file)
+    return "UPDATE files SET used=?, again=1 WHERE number=?", microseconds(at), number_of(file)
 
 
 def reserve(
@@ -218,13 +238,13 @@ def reserve(
     stored = totals(db)
     over_blocks = stored[1] + len(new.keys) - max_blocks if max_blocks else 0
     over_bytes = stored[2] + new.nbytes - max_bytes if max_bytes else 0
-    gone = _victims(db, over_bytes, over_blocks, _us(new.created - PENDING_S))
+    gone = _victims(db, over_bytes, over_blocks, microseconds(new.created - PENDING_S))
     if gone is None:
         return None
-    delete(db, root, [file for file, _ in gone])
-    at = _us(new.created)
+    let_go(db, root, [file for file, _ in gone])
+    at = microseconds(new.created)
     row = (
-        _number(new.file),
+        number_of(new.file),
         new.namespace.encode(),
         len(new.keys),
         new.nbytes,
@@ -232,7 +252,7 @@ def reserve(
         at,
         new.owner.encode(),
     )
-    db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?)", (*row, new.writer.encode()))
+    db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?,1,0,0,0)", (*row, new.writer.encode()))
     return len(gone), sum(blocks for _, blocks in gone)
 
 
@@ -255,12 +275,14 @@ def _victims(
     block is used once, does not push out what is used every day.
     """
     may_go = """SELECT number, CAST(nbytes AS INTEGER), CAST(blocks AS INTEGER) FROM files
-WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
+WHERE here=1 AND again=? AND (committed=1 OR created<?) ORDER BY used"""
     gone: list[tuple[str, int]] = []
     if over_bytes <= 0 and over_blocks <= 0:
         return gone
     held = [
-        db.execute("SELECT total(nbytes) FROM files WHERE again=?", (again,)).fetchone()[0]
+        db.execute("SELECT total(nbytes) FROM files WHERE here=1 AND again=?", (again,)).fetchone()[
+            0
+        ]
         for again in (0, 1)
     ]
     queues = [db.execute(may_go, (again, pending)) for again in (0, 1)]
@@ -273,7 +295,7 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
             return None
         nbytes = head[1]
         blocks = head[2]
-        gone.append((_id(head[0]), blocks))
+        gone.append((file_name(head[0]), blocks))
         held[which] -= nbytes
         over_bytes -= nbytes
         over_blocks -= blocks
@@ -283,61 +305,74 @@ WHERE again=? AND (committed=1 OR created<?) ORDER BY used"""
 def commit(db: sqlite3.Connection, root: Path, new: NewFile, since: int) -> bool:
     """Name the blocks of a file that was reserved and is there now. False where none was new, they were purged after
     the purge ``since``, or the reservation is gone: then the file is deleted."""
-    number, space = _number(new.file), _space(new.namespace)
+    number, space = number_of(new.file), _space(new.namespace)
     kept = not _is_purged(db, new, since)
     kept = (
         kept and db.execute("UPDATE files SET committed=1 WHERE number=?", (number,)).rowcount > 0
     )
     rows = [(space + key, number, row) for row, key in enumerate(new.keys)]
-    name = (  # what another file has stays, but for one that is not known
-        "INSERT INTO blocks VALUES(?,?,?) ON CONFLICT(key) DO UPDATE SET file=excluded.file, row=excluded.row "
-        "WHERE file NOT IN (SELECT number FROM files)"
-    )
-    if kept and db.executemany(name, rows).rowcount:
+    if kept and db.executemany(_NAME, rows).rowcount:
         return True
     delete(db, root, [new.file])
     return False
 
 
 def delete(db: sqlite3.Connection, root: Path, files: Iterable[str]) -> bool:
-    """Delete files, and forget their blocks."""
-    rows = [(_number(file),) for file in files]
+    """Delete files, and forget their blocks. Of one that is in the bucket the row stays, by which that is bounded."""
+    rows = [(number_of(file),) for file in files]
     db.executemany("DELETE FROM blocks WHERE file=?", rows)
-    db.executemany("DELETE FROM files WHERE number=?", rows)
+    return let_go(db, root, [file_name(number) for (number,) in rows])
+
+
+def let_go(db: sqlite3.Connection, root: Path, files: Iterable[str]) -> bool:
+    """Delete files of this directory. Blocks are found on in the bucket where they are there, and else forgotten."""
+    rows = [(number_of(file),) for file in files]
+    db.executemany(
+        "DELETE FROM blocks WHERE file=? AND file IN (SELECT number FROM files WHERE place<=0)",
+        rows,
+    )
+    db.executemany("DELETE FROM files WHERE number=? AND place<=0", rows)
+    db.executemany("UPDATE files SET here=0 WHERE number=?", rows)
     for (number,) in rows:
-        unlink(root, _id(number))
+        unlink(root, file_name(number))
     return True
 
 
-def purge(db: sqlite3.Connection, root: Path, which: Mapping[str, str]) -> int:
+def purge(
+    db: sqlite3.Connection, root: Path, which: Mapping[str, str], place: int | None = None
+) -> int:
     """Delete the files that meet ``which`` and record that for all who use the index; returns how many.
 
     A file that is being written keeps its room. Its writer deletes it when it comes to commit it.
+
+    Args:
+        place: of the purge in the bucket's log; None where it is not there yet.
     """
-    where, values = _where(which)
+    where, values = condition(which)
     query = f"SELECT number, committed OR created<? FROM files WHERE {where}"  # noqa: S608 (our own words)
-    rows = db.execute(query, [_us(time.time() - PENDING_S), *values]).fetchall()
-    delete(db, root, [_id(number) for number, done in rows if done])
+    rows = db.execute(query, [microseconds(time.time() - PENDING_S), *values]).fetchall()
+    delete(db, root, [file_name(number) for number, done in rows if done])
     for number, done in rows:
         if not done:
-            unlink(root, _id(number))
+            unlink(root, file_name(number))
     words = [
         which[name].encode() if name in which else None for name in ("owner", "writer", "namespace")
     ]
-    record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, NULL FROM purges"
-    db.execute(
-        record, (_us(time.time()), *words)
-    )  # from the clock, so that a later index has higher ones
+    record = "INSERT INTO purges SELECT max(?, coalesce(max(id), 0) + 1), ?, ?, ?, ? FROM purges"
+    # From the clock, so that a later index has higher ones.
+    db.execute(record, (microseconds(time.time()), *words, place))
     db.execute(
         "DELETE FROM purges WHERE id<=(SELECT id FROM purges ORDER BY id DESC LIMIT 1 OFFSET ?)",
-        (_MOST_PURGES,),
+        (MOST_PURGES,),
     )
     return len(rows)
 
 
 def expire(db: sqlite3.Connection, root: Path, before: float) -> int:
     """Delete what was written before this moment, and what writers reserved that died; how many files."""
-    query = "SELECT number FROM files WHERE created<? OR (committed<>1 AND created<?)"
-    rows = db.execute(query, (_us(before), _us(time.time() - PENDING_S))).fetchall()
-    delete(db, root, [_id(number) for (number,) in rows])
+    query = "SELECT number FROM files WHERE here=1 AND (created<? OR (committed<>1 AND created<?))"
+    rows = db.execute(
+        query, (microseconds(before), microseconds(time.time() - PENDING_S))
+    ).fetchall()
+    let_go(db, root, [file_name(number) for (number,) in rows])
     return len(rows)

@@ -11,6 +11,7 @@ while it cannot be opened, everything is a miss.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import sqlite3
 import time
@@ -22,7 +23,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from semkv_stores import block_file, block_index
-from semkv_stores.block_file import INDEX, BlockFile, Bytes, layout_text, path_of
+from semkv_stores.block_file import (
+    INDEX,
+    BlockFile,
+    Bytes,
+    LocalSource,
+    Source,
+    layout_text,
+    path_of,
+    room,
+)
 from semkv_stores.block_index import BlockRef, NewFile, Purge, new_file_id
 from semkv_stores.database import Database, is_transient, is_useless
 from semkv_stores.errors import ConfigError, CorruptValue, StoreError
@@ -74,6 +84,8 @@ class BlockStore:
         counters: ``stored_blocks``, ``stored_bytes``, ``read_blocks``; ``corrupt`` and ``missing`` files;
             ``evicted_files``, ``evicted_blocks``; ``rejected`` (larger than the bounds); ``errors``.
         writer: the engine on whose behalf blocks are written, in any of its processes; see `disown`.
+        finds_far: whether `find` also names blocks that are in the bucket only.
+        open_far: opens the object of a block file. It raises OSErrors, FileNotFoundError where there is none.
     """
 
     def __init__(self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "") -> None:
@@ -87,6 +99,8 @@ class BlockStore:
         self.bounds = bounds
         self.writer = writer
         self.counters: Counter[str] = Counter()
+        self.finds_far = False
+        self.open_far: Callable[[str], Source] | None = None
         self._read_only = self._closed = False
         self._write_after = self._warn_after = self._flushed_at = 0.0
         self._swept_at = float("-inf")
@@ -124,7 +138,7 @@ class BlockStore:
             self._index = Database(
                 file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only
             )
-            self._ask(lambda db: None, None)  # which logs why it cannot be opened
+            self.ask(lambda db: None, None)  # which logs why it cannot be opened
             if self.on and self._read_only:
                 log.warning(
                     "semkv: %s cannot be written (%s); stored blocks are still read",
@@ -132,7 +146,7 @@ class BlockStore:
                     cause,
                 )
 
-    def _ask(
+    def ask(
         self,
         what: Callable[[sqlite3.Connection], _T],
         otherwise: _T,
@@ -179,8 +193,11 @@ class BlockStore:
         """Where each block is, None for what is not stored or too old."""
         none: list[BlockRef | None] = [None] * len(keys)
         oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
-        refs = self._ask(lambda db: block_index.find(db, namespace, keys), none)
-        return [None if ref is None or ref.created < oldest else ref for ref in refs]
+        refs = self.ask(lambda db: block_index.find(db, namespace, keys), none)
+        return [ref if ref is not None and self._may_use(ref, oldest) else None for ref in refs]
+
+    def _may_use(self, ref: BlockRef, oldest: float) -> bool:
+        return ref.created >= oldest and (ref.here or self.finds_far)
 
     def read(
         self,
@@ -202,8 +219,9 @@ class BlockStore:
         expected = {"namespace": namespace, "layout": layout_text(layout)}
         for file, which in wanted.items():
             which.sort(key=lambda i: refs[i].row)
+            first_ref = refs[which[0]]
             try:
-                with self._block_file(file, owner=refs[which[0]].owner, **expected) as opened:
+                with self._block_file(first_ref, owner=first_ref.owner, **expected) as opened:
                     # Rows that follow one another in the file are read at once.
                     for _, pairs in groupby(
                         enumerate(which), lambda pair: refs[pair[1]].row - pair[0]
@@ -217,39 +235,62 @@ class BlockStore:
                 if not all(good[i] for i in which):
                     raise CorruptValue(f"{file}: a row is damaged")
             except (CorruptValue, OSError) as error:
-                self._not_read(file, error)
+                self._not_read(first_ref, error)
             else:
                 self._note_use(file)
         self.counters["read_blocks"] += sum(good)
         if self.writable and time.monotonic() - self._flushed_at > _FLUSH_S:
             self._flushed_at = time.monotonic()
-            self._ask(lambda db: None, None, write_s=0.0)  # writes the notes of use with it
+            self.ask(lambda db: None, None, write_s=0.0)  # writes the notes of use with it
         return good
 
     def layout(self, ref: BlockRef) -> tuple[str, int] | None:
         """The `block_file.layout_text` of the file that a ref leads to, and the length of its rows; None where it
         cannot be read. A damaged one is deleted."""
         try:
-            with self._block_file(ref.file) as opened:
+            with self._block_file(ref) as opened:
                 return str(opened.head["layout"]), opened.row_bytes
         except (CorruptValue, OSError) as error:
-            self._not_read(ref.file, error)
+            self._not_read(ref, error)
             return None
 
-    def _block_file(self, file: str, **expected: str) -> BlockFile:
-        return BlockFile(path_of(self.root, file), kind=self.kind, file=file, **expected)
+    def bring(
+        self, namespace: str, keys: Sequence[bytes], refs: Sequence[BlockRef], since: int
+    ) -> list[bool]:
+        """Copy blocks of one file from the bucket into a file of this directory; which of them are right."""
+        found = self.layout(refs[0])
+        if found is None:
+            return [False] * len(keys)
+        layout = json.loads(found[0])
+        rows = list(room(len(keys), found[1]))
+        good = self.read(layout, namespace, keys, refs, rows)
+        if all(good):
+            self.write(namespace, layout, keys, rows, owner=refs[0].owner, since=since)
+        return good
 
-    def _not_read(self, file: str, error: CorruptValue | OSError) -> None:
+    def _block_file(self, ref: BlockRef, **expected: str) -> BlockFile:
+        if ref.here:
+            source: Source = LocalSource(path_of(self.root, ref.file))
+        elif self.open_far is not None:
+            source = self.open_far(ref.file)
+        else:
+            raise OSError("no bucket is open")
+        return BlockFile(source, ref.file, kind=self.kind, file=ref.file, **expected)
+
+    def _not_read(self, ref: BlockRef, error: CorruptValue | OSError) -> None:
         """Count why a file was not read. Only what was read and is damaged, and what is gone, is forgotten: another
-        fault (no descriptor left, no memory, a disk that fails) says nothing of the file."""
+        fault (no descriptor left, no memory, a disk or a bucket that fails) says nothing of the file."""
         if isinstance(error, FileNotFoundError):
             self.counters["missing"] += 1
-            self.drop([file])
+            self.drop([ref.file], far=not ref.here)
         elif isinstance(error, CorruptValue):
-            log.warning("semkv: dropped a damaged block file of %s: %s", self.root, error)
-            self.reject(file)
-        else:
+            where = self.root if ref.here else "the bucket"
+            log.warning("semkv: dropped a damaged block file of %s: %s", where, error)
+            self.reject(ref.file, far=not ref.here)
+        elif ref.here:
             self._cannot_read(error)
+        else:  # the bucket has told
+            self.counters["errors"] += 1
 
     def _cannot_read(self, error: OSError) -> None:
         self.counters["errors"] += 1
@@ -319,7 +360,7 @@ class BlockStore:
         kept = False
         try:
             block_file.write_file(path_of(self.root, file), head, list(new.values()))
-            kept = self._ask(
+            kept = self.ask(
                 lambda db: block_index.commit(db, self.root, entry, since), False, write_s=BUSY_S
             )
         except OSError as error:
@@ -332,8 +373,11 @@ class BlockStore:
         return file
 
     def _not_stored(self, namespace: str, rows: dict[bytes, Bytes]) -> dict[bytes, Bytes]:
-        """What of ``rows`` is not stored; what is counts as used now."""
-        refs = self.find(namespace, list(rows))
+        """What of ``rows`` is not stored here; what is counts as used now."""
+        refs = [
+            ref if ref is not None and ref.here else None
+            for ref in self.find(namespace, list(rows))
+        ]
         for file in {ref.file for ref in refs if ref is not None}:
             self._note_use(file)
         return {key: row for (key, row), ref in zip(rows.items(), refs, strict=True) if ref is None}
@@ -354,26 +398,27 @@ class BlockStore:
             self.counters["evicted_blocks"] += gone[1]
             return True
 
-        return self._ask(reserve, False, write_s=BUSY_S)
+        return self.ask(reserve, False, write_s=BUSY_S)
 
     # -- deleting -------------------------------------------------------------------------------------------------
 
-    def drop(self, files: Iterable[str]) -> None:
-        """Delete files and forget their blocks."""
+    def drop(self, files: Iterable[str], *, far: bool = False) -> None:
+        """Delete files and forget their blocks; with ``far`` those in the bucket, too."""
         files = list(files)
-        if self._ask(lambda db: block_index.delete(db, self.root, files), False, write_s=BUSY_S):
+        how = block_index.delete if far else block_index.let_go
+        if self.ask(lambda db: how(db, self.root, files), False, write_s=BUSY_S):
             return
         for file in files:  # without an index they are named nowhere else
             block_file.unlink(self.root, file)
 
-    def reject(self, file: str) -> None:
-        """Count a file as damaged and delete it."""
+    def reject(self, file: str, *, far: bool = False) -> None:
+        """Count a file as damaged and delete it; ``far``: see `drop`."""
         self.counters["corrupt"] += 1
-        self.drop([file])
+        self.drop([file], far=far)
 
     def purge(self, owner: str) -> int:
         """Delete the files of a tenant; how many went. Running engines notice it by `purges_after`."""
-        gone = self._ask(
+        gone = self.ask(
             lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
         )
         self.sweep()  # what a writer that died, or an index that was lost, has left
@@ -381,11 +426,11 @@ class BlockStore:
 
     def purges_after(self, purge_id: int) -> list[Purge]:
         """What was purged after a purge, by any process; everything, where that is not known."""
-        return self._ask(lambda db: block_index.purges_after(db, purge_id), [Purge()])
+        return self.ask(lambda db: block_index.purges_after(db, purge_id), [Purge()])
 
     def last_purge(self) -> int:
         """Id of the last purge; 0 where that is not known, which no purge has."""
-        return self._ask(block_index.last_purge, 0)
+        return self.ask(block_index.last_purge, 0)
 
     def disown(self, *namespaces: str) -> bool:
         """Delete what this store's writer, in any process, stored under some namespaces, and has under way there.
@@ -398,7 +443,7 @@ class BlockStore:
         while self._disowned:
             mine = {"writer": self.writer, "namespace": self._disowned[0]}
             if (
-                self._ask(lambda db: block_index.purge(db, self.root, mine), None, write_s=wait_s)  # noqa: B023
+                self.ask(lambda db: block_index.purge(db, self.root, mine), None, write_s=wait_s)  # noqa: B023
                 is None
             ):
                 return False
@@ -417,13 +462,13 @@ class BlockStore:
         if self._read_only:
             return 0
         oldest = time.time() - self.bounds.max_age_s if self.bounds.max_age_s else 0.0
-        gone = self._ask(lambda db: block_index.expire(db, self.root, oldest), 0, write_s=BUSY_S)
+        gone = self.ask(lambda db: block_index.expire(db, self.root, oldest), 0, write_s=BUSY_S)
         try:
             there = [(path.name.partition(".")[0], path) for path in block_file.listed(self.root)]
         except OSError as error:
             self._cannot_read(error)
             return gone
-        known = self._ask(lambda db: set(block_index.file_ids(db, {})), None)
+        known = self.ask(lambda db: set(block_index.file_ids(db, {})), None)
         unknown = [path for file, path in there if known is not None and file not in known]
         if left := delete_all(unknown):
             self.counters["errors"] += len(left)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from semkv_stores.block_file import Bytes, room
+from semkv_stores.block_index import BlockRef
 from semkv_stores.blocks import BlockStore, Bounds
 from semkv_stores.digests import digest
 from semkv_stores.errors import CorruptValue
@@ -88,11 +89,17 @@ class FusionStore:
     def __contains__(self, key: str) -> bool:
         return self.blocks.find(self.namespace, [_block(key)])[0] is not None
 
-    def load(self, key: str) -> FusionState | None:
-        """Read and check a state; None when it is not stored or was damaged."""
+    def far(self, key: str) -> tuple[bytes, BlockRef] | None:
+        """The block of a state that is in the bucket only, and where it is there; None for others."""
         block = _block(key)
         (ref,) = self.blocks.find(self.namespace, [block])
-        if ref is None:
+        return None if ref is None or ref.here else (block, ref)
+
+    def load(self, key: str) -> FusionState | None:
+        """Read and check a state; None when it is not stored in this directory or was damaged."""
+        block = _block(key)
+        (ref,) = self.blocks.find(self.namespace, [block])
+        if ref is None or not ref.here:
             return None
         found = self.blocks.layout(ref)
         if found is None:

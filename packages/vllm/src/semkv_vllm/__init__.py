@@ -15,13 +15,15 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from semkv_stores.blocks import KV_MAX_BYTES, Bounds
 from semkv_stores.errors import ConfigError
 from semkv_stores.fusion import FUSION_MAX_BYTES
-from semkv_stores.settings import NOT_NEGATIVE, check, default_cache_dir
+from semkv_stores.settings import NOT_NEGATIVE, Allowed, check, default_cache_dir
 
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
@@ -74,6 +76,54 @@ def _too_old() -> str | None:
 # -- settings, as they stand in kv_connector_extra_config and ec_connector_extra_config -------------------------------
 
 
+BUCKET_MAX_BYTES = 1 << 40
+
+_SCHEMES = ("s3", "gs", "az", "file")
+
+
+def _is_bucket(url: str) -> bool:
+    """Whether a text is the URL of a bucket, without credentials or options, which the environment has."""
+    if not url:
+        return True
+    try:
+        parts = urlsplit(url)
+        shown = unquote(url)
+    except ValueError:
+        return False
+    plain = not (parts.query or parts.fragment or "@" in parts.netloc or ":" in parts.netloc)
+    clean = shown.isprintable() and not {"", ".", ".."}.intersection(parts.path.split("/")[1:-1])
+    is_folder = parts.scheme == "file" and not parts.netloc and parts.path.strip("/") != ""
+    is_named = parts.scheme != "file" and parts.netloc != ""
+    return parts.scheme in _SCHEMES and plain and clean and (is_folder or is_named)
+
+
+BUCKET = Allowed(
+    "a URL such as s3://name/folder, gs://name/folder, az://container/folder or file:///folder, "
+    "with credentials in the environment",
+    _is_bucket,
+)
+
+
+def _check_installed(bucket: str) -> None:
+    if bucket and find_spec("obstore") is None:
+        raise ConfigError(
+            "bucket",
+            bucket,
+            "none without obstore: pip install '/path/to/semkv/packages/vllm[bucket]'",
+        )
+
+
+def _follower(settings: KVSettings | ECSettings) -> dict[str, Any] | None:
+    """What `semkv_vllm.bucket_log.Follower` takes beside a store; None for no bucket."""
+    if not settings.bucket:
+        return None
+    return {
+        "url": settings.bucket,
+        "max_bytes": settings.bucket_bytes,
+        "max_age_s": settings.bucket_age_s,
+    }
+
+
 @dataclass(frozen=True)
 class KVSettings:
     """Settings of the KV connector.
@@ -93,6 +143,11 @@ class KVSettings:
         trust_media_names: media items whose content the scheduler cannot see (``--mm-processor-cache-type shm``) go by
             vLLM's name, which a client may choose (``uuid``). Set it where every client may be trusted not to give one
             name to two items. All other items go by their content, whatever they are called.
+        bucket: URL of a place that several machines share: ``s3://name/folder``, ``gs://...``, ``az://...``, or
+            ``file:///folder``. What is written to the disk goes there too, and what other machines put there is found.
+            Credentials come from the environment, as obstore reads them. Empty: none.
+        bucket_bytes: bound on the bytes of all KV block files in the bucket; 0 for none.
+        bucket_age_s: seconds after which a file goes from the bucket; 0 for never.
         secondary_tiers: tiers of vLLM below host memory (``p2p``, ``obj``, ...) in the order of their lookup. The
             entry ``{"type": "semkv"}`` is ours; without it ours comes first. The others are not called at a reset, so
             they need ``fixed_weights``, and they know a LoRA adapter by its name, so beside them its requests are not
@@ -123,6 +178,9 @@ class KVSettings:
     break_even: bool = True
     fixed_weights: bool = False
     trust_media_names: bool = False
+    bucket: Annotated[str, BUCKET] = ""
+    bucket_bytes: Annotated[int, NOT_NEGATIVE] = BUCKET_MAX_BYTES
+    bucket_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     unchecked_tiers: bool = False
     allowed_params: tuple[str, ...] = ()
@@ -134,6 +192,7 @@ class KVSettings:
 
     def __post_init__(self) -> None:
         check(self, flags=False)
+        _check_installed(self.bucket)
         if not all(
             tier.get("type") and isinstance(tier["type"], str) for tier in self.secondary_tiers
         ):
@@ -156,6 +215,9 @@ class KVSettings:
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
 
+    def follower(self) -> dict[str, Any] | None:
+        return _follower(self)
+
     @property
     def sealed(self) -> bool:
         """Whether blocks carry a seal: where they leave for other tiers, whose blocks are checked."""
@@ -177,6 +239,7 @@ class ECSettings:
         fusion_dir: the fusion states' own directory instead of ``cache_dir/fusion``.
         max_bytes: bound on the bytes of all fusion states in the directory; 0 for none.
         max_age_s: seconds after which a state is neither served nor kept; 0 for ever.
+        bucket, bucket_bytes, bucket_age_s: as of `KVSettings`, for encoder outputs.
         report_loads: tell each client how many items were loaded for its request. That also tells it what others have
             asked.
         trust_media_names: as of `KVSettings`.
@@ -186,14 +249,21 @@ class ECSettings:
     fusion_dir: Path | None = None
     max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    bucket: Annotated[str, BUCKET] = ""
+    bucket_bytes: Annotated[int, NOT_NEGATIVE] = BUCKET_MAX_BYTES
+    bucket_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     report_loads: bool = False
     trust_media_names: bool = False
 
     def __post_init__(self) -> None:
         check(self, flags=False)
+        _check_installed(self.bucket)
 
     def bounds(self) -> Bounds:
         return Bounds(self.max_bytes, max_age_s=self.max_age_s)
+
+    def follower(self) -> dict[str, Any] | None:
+        return _follower(self)
 
     @property
     def root(self) -> Path:

@@ -29,17 +29,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import MsgspecError, msgpack
 
+from semkv_stores.block_file import Bytes, room
 from semkv_stores.block_index import BlockRef
 from semkv_stores.blocks import BlockStore, Bounds
 
+if TYPE_CHECKING:
+    from semkv_vllm.bucket_log import Follower
+
 log = logging.getLogger("semkv.connectors")
 
-_READERS, _WRITERS = 8, 2  # threads of the process
+# threads of the process
+_READERS = 8
+_FAR_READERS = 8
+_WRITERS = 2
+_MOST_KEPT = 4  # reads from the bucket that wait to be written to the disk
 _RESTART_S = 60.0  # between two starts, so that a process that cannot live costs next to nothing
 _CLOSE_S = 60.0  # how long an engine that ends waits for what is being written
 _SEND_S = 2  # how long sending a job may take
@@ -65,6 +73,7 @@ class FileJob:
         chunks: the rows of host memory, one for each key.
         file, places: the file to read and the rows of it; empty for a job that writes.
         owner, since: as `BlockStore.write` takes them.
+        far: the file is in the bucket. Without ``chunks`` its blocks are only to be brought to this directory.
     """
 
     number: int
@@ -76,18 +85,20 @@ class FileJob:
     places: list[int] = field(default_factory=list)
     owner: str = ""
     since: int = 0
+    far: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FileDone:
     """What became of a job: by place among its keys, whether the block is on disk now, or in host memory and right;
     and what the process's store has counted since its last answer. Small, so that it comes in one piece. ``hung``: it
-    was given up because the disk did not answer."""
+    was given up because the disk did not answer. ``away_s``: for how long no read from the bucket will be tried."""
 
     number: int
     good: bytes
     counters: Mapping[str, int]
     hung: bool = False
+    away_s: float = 0.0
 
 
 class _UnderWay:
@@ -137,13 +148,20 @@ class _UnderWay:
 class DiskProcess:
     """The engine's side. For one thread."""
 
-    def __init__(self, memory: int, shape: HostShape, store: BlockStore) -> None:
+    def __init__(
+        self,
+        memory: int,
+        shape: HostShape,
+        store: BlockStore,
+        bucket: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start the process.
 
         Args:
             memory: descriptor of vLLM's host memory.
             shape: of it.
             store: whose directory, bounds and writer the process shares.
+            bucket: what `semkv_vllm.bucket_log.Follower` takes beside a store; None for no bucket.
         """
         self._memory = memory
         self._about = {
@@ -152,8 +170,10 @@ class DiskProcess:
             "kind": store.kind,
             "bounds": asdict(store.bounds),
             "writer": store.writer,
+            "bucket": bucket,
         }
         self._reads = _UnderWay(_READERS)
+        self._far_reads = _UnderWay(_FAR_READERS)
         self._writes = _UnderWay(_WRITERS)
         self._numbers = itertools.count(1)
         self._started = -_RESTART_S
@@ -184,28 +204,39 @@ class DiskProcess:
             )
 
     @property
+    def _kinds(self) -> tuple[_UnderWay, _UnderWay, _UnderWay]:
+        return self._reads, self._far_reads, self._writes
+
+    @property
     def _under_way(self) -> int:
-        return len(self._reads) + len(self._writes)
+        return sum(map(len, self._kinds))
 
     def submit(self, **job: Any) -> int:
         """Hand over a job, given by the fields of `FileJob`; returns the number under which it is answered."""
-        # What is still under way was given to another process, or to none: `finished` must say so first.
-        if (
-            self._process is None
-            and not self._under_way
-            and time.monotonic() - self._started > _RESTART_S
-        ):
-            self._start()
+        self._start_again()
         number = next(self._numbers)
         handed_over = FileJob(number, **job)
         message = msgpack.encode(handed_over)
-        (self._reads if handed_over.file else self._writes).add(number)
+        reads = self._far_reads if handed_over.far else self._reads
+        (reads if handed_over.file else self._writes).add(number)
         if self._process is not None:
             try:
                 self._connection.send_bytes(message)
             except OSError:
                 self._ended()
         return number
+
+    def _start_again(self) -> None:
+        # What is still under way was given to another process, or to none: `finished` must say so first.
+        late = time.monotonic() - self._started > _RESTART_S
+        if self._process is None and not self._under_way and late:
+            self._start()
+
+    def revive(self) -> None:
+        """Start the process again where it has ended, though it has no job: it may follow a bucket."""
+        if self._process is not None and not self._under_way and self._process.poll() is not None:
+            self._ended()
+        self._start_again()
 
     def finished(self, wait_s: float = 0.0) -> Iterator[FileDone]:
         """What has ended since the last call; of what the process left undone, that nothing came of it.
@@ -220,8 +251,8 @@ class DiskProcess:
             except (OSError, EOFError, MsgspecError):
                 self._ended()
                 break
-            self._reads.discard(done.number)
-            self._writes.discard(done.number)
+            for jobs in self._kinds:
+                jobs.discard(done.number)
             yield done
         hanging = self._hanging() if self._process is not None else []
         if hanging:
@@ -230,12 +261,12 @@ class DiskProcess:
             )
             self._ended()
         if self._process is None:
-            for number in (*self._reads.take_all(), *self._writes.take_all()):
+            for number in [number for jobs in self._kinds for number in jobs.take_all()]:
                 yield FileDone(number, b"", {"errors": 1}, hung=number in hanging)
 
     def _hanging(self) -> list[int]:
         now = time.monotonic()
-        return self._reads.hanging(now) + self._writes.hanging(now)
+        return [number for jobs in self._kinds for number in jobs.hanging(now)]
 
     def _ended(self) -> None:
         """The process is gone, or a job of it hangs. It must be dead before host memory is used for anything else;
@@ -246,8 +277,8 @@ class DiskProcess:
         try:
             process.wait(1.0)
         except subprocess.TimeoutExpired:
-            self._reads.wait_again()
-            self._writes.wait_again()
+            for jobs in self._kinds:
+                jobs.wait_again()
             return
         log.warning(
             "semkv: the disk process has ended; the blocks that it was to read are computed"
@@ -290,38 +321,121 @@ def main() -> None:
     store = BlockStore(
         Path(about["root"]), about["kind"], Bounds(**about["bounds"]), about["writer"]
     )
-    connection = Connection(end)
-    lock = threading.Lock()
-    told = Counter[str]()
+    Server(store, rows, Connection(end), about["bucket"]).serve()
 
-    def run(job: FileJob) -> None:
+
+class Server:
+    """Does an engine's jobs, in threads."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        rows: Bytes,
+        connection: Connection,
+        bucket: Mapping[str, Any] | None,
+    ) -> None:
+        self._store = store
+        self._rows = rows
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._told = Counter[str]()
+        self._room = threading.Semaphore(_MOST_KEPT)
+        self._readers = ThreadPoolExecutor(_READERS, "semkv-read")
+        self._far_readers = ThreadPoolExecutor(_FAR_READERS, "semkv-far")
+        self._writers = ThreadPoolExecutor(_WRITERS, "semkv-write")
+        self._follower = None if bucket is None else _follow(store, bucket)
+
+    def serve(self) -> None:
+        """Until the engine closes its end."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                job = msgpack.decode(self._connection.recv_bytes(), type=FileJob)
+                readers = self._far_readers if job.far else self._readers
+                (readers if job.file else self._writers).submit(self._run, job)
+        for pool in (self._readers, self._far_readers, self._writers):
+            pool.shutdown()
+        if self._follower is not None:
+            self._follower.close()
+        self._store.close()
+
+    def _run(self, job: FileJob) -> None:
         try:
-            good = _read(store, rows, job) if job.file else _write(store, rows, job)
+            good = self._do(job)
         except Exception:
             log.warning("semkv: a job for the disk failed", exc_info=True)
-            store.counters["errors"] += 1
+            self._store.counters["errors"] += 1
             good = b""
-        with lock, contextlib.suppress(OSError):
-            new = Counter(store.counters) - told
-            told.update(new)
-            connection.send_bytes(msgpack.encode(FileDone(job.number, good, new)))
+        away_s = self._follower.away_s() if job.far and self._follower is not None else 0.0
+        with self._lock, contextlib.suppress(OSError):
+            new = Counter(self._store.counters) - self._told
+            self._told.update(new)
+            done = FileDone(job.number, good, new, away_s=away_s)
+            self._connection.send_bytes(msgpack.encode(done))
 
-    with (
-        ThreadPoolExecutor(_READERS, "semkv-read") as readers,
-        ThreadPoolExecutor(_WRITERS, "semkv-write") as writers,
-        contextlib.suppress(EOFError, OSError),
-    ):
-        while True:
-            job = msgpack.decode(connection.recv_bytes(), type=FileJob)
-            (readers if job.file else writers).submit(run, job)
-    store.close()
+    def _do(self, job: FileJob) -> bytes:
+        if not job.file:
+            return _write(self._store, self._rows, job)
+        if not job.far:
+            return _read(self._store, self._rows, job)
+        good = _read(self._store, self._rows, job) if job.chunks else _bring(self._store, job)
+        self._store.counters["bucket_read_blocks"] += sum(good)
+        if job.chunks and all(good):
+            self._keep(job)
+        return good
+
+    def _keep(self, job: FileJob) -> None:
+        """Write what came from the bucket to the disk, from a copy: host memory may be used for something else now."""
+        if not self._room.acquire(blocking=False):
+            return
+        copy = room(len(job.chunks), self._rows.shape[1])
+        for row, chunk in zip(copy, job.chunks, strict=True):
+            row[:] = self._rows[chunk]
+        self._writers.submit(self._write_copy, job, copy)
+
+    def _write_copy(self, job: FileJob, copy: Bytes) -> None:
+        try:
+            self._store.write(
+                job.namespace,
+                job.layout,
+                job.keys,
+                list(copy),
+                owner=job.owner,
+                since=job.since,
+            )
+        except Exception:
+            log.warning("semkv: a block from the bucket was not kept", exc_info=True)
+            self._store.counters["errors"] += 1
+        finally:
+            self._room.release()
+
+
+def _follow(store: BlockStore, bucket: Mapping[str, Any]) -> Follower | None:
+    """Follow the bucket's log; None where the library for it is missing or damaged."""
+    try:
+        from semkv_vllm.bucket_log import Follower
+
+        follower = Follower(store, **bucket)
+    except Exception:
+        log.warning("semkv: the bucket cannot be used", exc_info=True)
+        return None
+    store.finds_far = True
+    store.open_far = follower.open_far
+    follower.start()
+    return follower
+
+
+def _refs(job: FileJob) -> list[BlockRef]:
+    here = not job.far
+    return [BlockRef(job.file, place, 0.0, owner=job.owner, here=here) for place in job.places]
+
+
+def _bring(store: BlockStore, job: FileJob) -> bytes:
+    return bytes(store.bring(job.namespace, job.keys, _refs(job), job.since))
 
 
 def _read(store: BlockStore, rows: Any, job: FileJob) -> bytes:
-    refs = [BlockRef(job.file, place, 0.0, job.owner) for place in job.places]
-    return bytes(
-        store.read(job.layout, job.namespace, job.keys, refs, [rows[chunk] for chunk in job.chunks])
-    )
+    mine = [rows[chunk] for chunk in job.chunks]
+    return bytes(store.read(job.layout, job.namespace, job.keys, _refs(job), mine))
 
 
 def _write(store: BlockStore, rows: Any, job: FileJob) -> bytes:

@@ -17,8 +17,10 @@ it such an engine must not use this connector.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +32,15 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from semkv_stores.block_file import tenant_tag
+from semkv_stores.block_file import PAGE, tenant_tag
+from semkv_stores.block_index import BlockRef
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_stores.errors import StoreError
 from semkv_stores.fusion import FusionState, FusionStore
 from semkv_vllm import REPORT_KEY, ECSettings, identity, read_settings, wants_skip
 from semkv_vllm.configuration import UnknownError
+from semkv_vllm.disk_process import DiskProcess, HostShape
 from semkv_vllm.identity import Adapters
 from semkv_vllm.media import Media
 
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("semkv.connectors")
 
 _T = TypeVar("_T")
+_FETCH_S = 10.0  # how long a request waits for outputs from the bucket
 _MOST_WAITING = (
     64  # encoder outputs that may wait for the disk; what comes on top is dropped and counted
 )
@@ -71,6 +76,8 @@ class _Live:
         rows: how many rows an item's output has, by vLLM's identifier.
         keys: of the items' outputs, in the order of the request's features; None for what is left alone.
         named: the same by identifier.
+        fetches: jobs that bring its outputs from the bucket; None while it was not looked for them.
+        until: when it no longer waits for these.
     """
 
     tenant: str | None
@@ -79,12 +86,21 @@ class _Live:
     named: dict[str, set[str | None]] = field(default_factory=dict)
     loaded: int = 0
     encoded: int = 0
+    fetches: set[int] | None = None
+    until: float = 0.0
 
 
 class ECScheduler:
     """Which items to load and to save. Runs in the scheduler's thread."""
 
-    def __init__(self, blocks: BlockStore, namespace: str, cache_dir: Path, media: Media) -> None:
+    def __init__(
+        self,
+        blocks: BlockStore,
+        namespace: str,
+        cache_dir: Path,
+        media: Media,
+        bucket: Mapping[str, Any] | None = None,
+    ) -> None:
         self.namespace = self._named = namespace
         self.store = FusionStore(blocks, namespace)
         self._adapters = Adapters(cache_dir)
@@ -92,6 +108,7 @@ class ECScheduler:
         self._live: dict[str, _Live] = {}
         self._promised: dict[str, FusionState] = {}
         self._step = SemECMetadata(namespace)
+        self._fetcher = None if bucket is None else Fetcher(blocks, bucket)
 
     def reset(self) -> None:
         """See `semkv_vllm.kv.SemKVConnector.reset_cache`, which calls this."""
@@ -135,6 +152,16 @@ class ECScheduler:
         ):
             return None
         return digest("ec", content, tenant)
+
+    def ready(self, request: Any) -> bool:
+        """Whether a request need not wait for outputs that come from the bucket."""
+        live = self.observe(request)
+        if self._fetcher is None:
+            return True
+        if live.fetches is None:
+            live.until = time.monotonic() + _FETCH_S
+            live.fetches = self._fetcher.bring(self.store, {key for key in live.keys if key})
+        return time.monotonic() >= live.until or self._fetcher.are_done(live.fetches)
 
     def has(self, identifier: str) -> bool:
         """Whether the item can be loaded; if so its bytes are read, checked and kept for this step.
@@ -193,7 +220,64 @@ class ECScheduler:
         """Delete what nobody will find, which is what this engine stored since a reset, and close the files."""
         if self.namespace != self._named:
             self.store.blocks.disown(self.store.namespace)
+        if self._fetcher is not None:
+            self._fetcher.close()
         self.store.blocks.close()
+
+
+class Fetcher:
+    """Has a process follow the bucket, put encoder outputs there and bring them from there. For the scheduler's thread,
+    which waits for none of it."""
+
+    def __init__(self, blocks: BlockStore, bucket: Mapping[str, Any]) -> None:
+        blocks.finds_far = True
+        shape = HostShape(rows=1, stride=PAGE, row_bytes=PAGE)
+        memory = os.memfd_create("semkv-ec")
+        os.ftruncate(memory, PAGE)
+        self._memory = memory
+        self._blocks = blocks
+        self._process = DiskProcess(memory, shape, blocks, bucket)
+        self._under_way: dict[int, str] = {}  # the key that each job brings
+        self._away_until = 0.0
+
+    def bring(self, store: FusionStore, keys: Collection[str]) -> set[int]:
+        """Ask for what is in the bucket only; the jobs under way that bring it."""
+        self._process.revive()
+        if time.monotonic() < self._away_until:
+            return set()
+        numbers = {key: number for number, key in self._under_way.items()}
+        for key in keys:
+            if key not in numbers and (found := store.far(key)) is not None:
+                numbers[key] = self._submit(store, key, found)
+        return {number for key, number in numbers.items() if key in keys}
+
+    def _submit(self, store: FusionStore, key: str, found: tuple[bytes, BlockRef]) -> int:
+        block, ref = found
+        number = self._process.submit(
+            namespace=store.namespace,
+            layout=None,
+            keys=[block],
+            chunks=[],
+            file=ref.file,
+            places=[ref.row],
+            owner=ref.owner,
+            since=self._blocks.last_purge(),
+            far=True,
+        )
+        self._under_way[number] = key
+        return number
+
+    def are_done(self, jobs: set[int]) -> bool:
+        for done in self._process.finished():
+            self._under_way.pop(done.number, None)
+            self._blocks.counters.update(done.counters)
+            if done.away_s:
+                self._away_until = time.monotonic() + done.away_s
+        return self._under_way.keys().isdisjoint(jobs)
+
+    def close(self) -> None:
+        self._process.close()
+        os.close(self._memory)
 
 
 class ECWorker:
@@ -327,7 +411,8 @@ class SemECConnector(ECConnectorBase):
             log.warning("semkv: no encoder outputs are kept: %s", reason)
             return None
         media = Media(trusted=settings.trust_media_names)
-        half = ECScheduler(blocks, namespace, settings.cache_dir, media)
+        bucket = settings.follower()
+        half = ECScheduler(blocks, namespace, settings.cache_dir, media=media, bucket=bucket)
         identity.FOLLOWERS[str(config.instance_id)] = half
         return half
 
@@ -347,9 +432,8 @@ class SemECConnector(ECConnectorBase):
     # ------------------------------------------------------------------ scheduler half
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        if self.scheduler_half is not None:
-            self._try(None, self.scheduler_half.observe, request)
-        return True
+        half = self.scheduler_half
+        return half is None or self._try(True, half.ready, request)
 
     def has_cache_item(self, identifier: str) -> bool:
         half = self.scheduler_half

@@ -659,6 +659,7 @@ def make_shared(config: Any, kv_cache_config: Any, settings: KVSettings) -> KVSh
         facts |= identity.kv_facts(config, kv_cache_config)
         writer = identity.engine_name(config, config.kv_transfer_config.engine_id)
         store = BlockStore(settings.cache_dir / "kv", "kv", settings.bounds(), writer)
+        store.finds_far = bool(settings.bucket)
     except UnknownError as reason:
         log.warning("semkv: no KV is kept on disk: %s", reason)
         facts = identity.nobody_elses()

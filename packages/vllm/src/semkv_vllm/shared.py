@@ -196,11 +196,13 @@ class BreakEven:
 
     Attributes:
         disk: of bytes, from the request for them until they are checked in host memory.
+        bucket: the same of bytes that come from the bucket.
         prefill: of tokens that the engine computes in steps of many tokens.
     """
 
     def __init__(self) -> None:
         self.disk = Pace()
+        self.bucket = Pace()
         self.prefill = Pace()
         self._steps: deque[tuple[int, float]] = deque(maxlen=2)  # vLLM has at most two under way
         self._last_end = 0.0
@@ -220,12 +222,13 @@ class BreakEven:
                 self.prefill.measured(tokens, now - max(begun, self._last_end))
         self._last_end = now
 
-    def worth(self, tokens: int, nbytes: int) -> bool:
-        """Whether to read ``nbytes`` from disk rather than to compute ``tokens``: yes while a pace is not known, and
-        once in a while all the same."""
+    def worth(self, tokens: int, nbytes: int, far_bytes: int = 0) -> bool:
+        """Whether to read ``nbytes`` from disk and ``far_bytes`` from the bucket rather than to compute ``tokens``: yes
+        while a pace is not known, and once in a while all the same."""
         compute = self.prefill.seconds(tokens)
-        read = self.disk.seconds(nbytes)
-        if compute is None or read is None or read <= compute:
+        read = self.disk.seconds(nbytes) if nbytes else 0.0
+        fetch = self.bucket.seconds(far_bytes) if far_bytes else 0.0
+        if compute is None or read is None or fetch is None or read + fetch <= compute:
             return True
         self._refused = (self._refused + 1) % _RETRY
         return self._refused == 0

@@ -60,13 +60,15 @@ class _Lookups:
 
 @dataclass
 class _Transfer:
-    """A job of vLLM's, cut into files that are copied side by side; ``parts`` of them are under way."""
+    """A job of vLLM's, cut into files that are copied side by side; ``parts`` of them are under way. ``places``: of a
+    load, whether files are in the directory, in the bucket, or both."""
 
     job: TransferJob
     namespace: str
     waiting_bytes: int = 0
     parts: int = 0
     good: list[bytes] = field(default_factory=list)
+    places: set[bool] = field(default_factory=set)
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -106,11 +108,14 @@ class SemKVTier(SecondaryTierManager):
         self._disk: DiskProcess | None = None
         if self.shared.store is not None:
             shape = HostShape(rows=rows, stride=stride, row_bytes=self._row_bytes)
-            self._disk = DiskProcess(private.descriptor(offloading_spec), shape, self.shared.store)
+            memory = private.descriptor(offloading_spec)
+            bucket = self.shared.settings.follower()
+            self._disk = DiskProcess(memory, shape, self.shared.store, bucket)
         self._parts: dict[int, _Part] = {}  # by the number of the disk's job
         self._hung = dict[
             str, float
         ]()  # files whose reads were given up, and until when they are not read again
+        self._away_until = 0.0  # until when nothing is read from the bucket
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
@@ -137,7 +142,7 @@ class SemKVTier(SecondaryTierManager):
         if key not in lookups.refs:
             self._look_up(key, context, lookups)
         ref = lookups.refs[key]
-        if ref is None or lookups.refused or self._hangs(ref.file):
+        if ref is None or lookups.refused or not self._may_read(ref):
             return False
         # What does not fit into host memory at once would push itself out there for ever.
         if lookups.promised >= self._most_promised:
@@ -145,9 +150,12 @@ class SemKVTier(SecondaryTierManager):
         lookups.promised += 1
         return True
 
-    def _hangs(self, file: str) -> bool:
-        """Whether a read of the file was given up a short while ago; another one would hold up everybody again."""
-        return self._hung.get(file, 0.0) > time.monotonic()
+    def _may_read(self, ref: BlockRef) -> bool:
+        """Not where a read of the file was given up a short while ago, or the bucket did not answer: another one would
+        hold up everybody again."""
+        now = time.monotonic()
+        away = not ref.here and now < self._away_until
+        return not away and self._hung.get(ref.file, 0.0) <= now
 
     def _look_up(self, key: bytes, context: Any, lookups: _Lookups) -> None:
         """Ask the index for ``key``; where it is found, for the keys of its group that follow too."""
@@ -173,7 +181,10 @@ class SemKVTier(SecondaryTierManager):
             lookups.judged = True
             run = [key, *itertools.takewhile(lambda k: lookups.refs[k] is not None, more)]
             tokens = places.get(run[-1], 0) - at + self._tokens.get(int.from_bytes(group, "big"), 0)
-            lookups.refused = not self.shared.gate.worth(tokens, len(run) * self._row_bytes)
+            far = sum(not found.here for k in run if (found := lookups.refs[k]) is not None)
+            far_bytes = far * self._row_bytes
+            nbytes = len(run) * self._row_bytes - far_bytes
+            lookups.refused = not self.shared.gate.worth(tokens, nbytes, far_bytes)
             self.shared.counters["refused_loads"] += lookups.refused
 
     def _namespace(self, context: Any) -> str:
@@ -223,17 +234,19 @@ class SemKVTier(SecondaryTierManager):
     def _bring(self, job: TransferJob) -> bool:
         """Ask the disk for a load, file by file; False where nothing can be read."""
         lookups = job.req_context.get_state(_Lookups)
-        files = dict[tuple[str, str], list[tuple[int, bytes, int]]]()
+        files = dict[tuple[str, str, bool], list[tuple[int, bytes, int]]]()
         if lookups is None or lookups.stamp is not self.shared.stamp:
             return False
         for key, chunk in zip(job.keys, job.chunk_ids, strict=True):
             if (ref := lookups.refs.get(key)) is not None:
-                files.setdefault((ref.file, ref.owner), []).append((ref.row, key, int(chunk)))
+                place = (ref.file, ref.owner, ref.here)
+                files.setdefault(place, []).append((ref.row, key, int(chunk)))
                 self.shared.records[key] = (ref.owner, ref.created)
         if self._disk is None or not files:
             return False
         transfer = _Transfer(job, self._namespace(job.req_context))
-        for (file, owner), part in files.items():
+        transfer.places = {here for _, _, here in files}
+        for (file, owner, here), part in files.items():
             part.sort()
             self._hand_over(
                 transfer,
@@ -242,6 +255,8 @@ class SemKVTier(SecondaryTierManager):
                 file=file,
                 owner=owner,
                 places=[place for place, _, _ in part],
+                since=self.shared.heard,
+                far=not here,
             )
         return transfer.parts > 0
 
@@ -269,6 +284,8 @@ class SemKVTier(SecondaryTierManager):
         self.shared.counters.update(done.counters)  # from here on a fault costs no request
         if done.hung and part.file:
             self._hung[part.file] = time.monotonic() + _HUNG_S
+        if done.away_s:
+            self._away_until = time.monotonic() + done.away_s
         if not self._tells:
             return
         if new := [key for key in good if self._told.get(key) != transfer.namespace]:
@@ -288,13 +305,17 @@ class SemKVTier(SecondaryTierManager):
             success = len(keys) == len(job.keys)
             if (lookups := job.req_context.get_state(_Lookups)) is not None:
                 lookups.refs.update(dict.fromkeys(set(job.keys).difference(keys)))
-            self._measured(nbytes, seconds)
+            self._measured(nbytes, seconds, transfer.places)
         self._finished.append(JobResult(job.job_id, success, keys, seconds, nbytes))
 
     @ours("a measurement")
-    def _measured(self, nbytes: int, seconds: float) -> None:
-        if self.shared.gate is not None:
-            self.shared.gate.disk.measured(nbytes, seconds)
+    def _measured(self, nbytes: int, seconds: float, places: set[bool]) -> None:
+        """Of a load from both the disk and the bucket nothing is learnt."""
+        gate = self.shared.gate
+        if gate is None or len(places) != 1:
+            return
+        pace = gate.disk if True in places else gate.bucket
+        pace.measured(nbytes, seconds)
 
     def drain_jobs(self) -> None:
         for done in self._disk.drain() if self._disk is not None else ():
@@ -373,6 +394,9 @@ COUNTERS = {
     "missing": "KV block files that had vanished",
     "dropped": "KV blocks not written because the disk was behind",
     "rejected": "KV block files larger than the bounds of the store",
+    "bucket_stored_blocks": "KV blocks put into the bucket",
+    "bucket_read_blocks": "KV blocks read from the bucket and checked",
+    "bucket_errors": "Times that the bucket did not do what it was asked for",
     "evicted_blocks": "KV blocks evicted from disk",
     "purged_blocks": "KV blocks taken out of host memory by a purge or for their age",
     "unsealed_blocks": "KV blocks from other tiers of vLLM's that failed their check",
