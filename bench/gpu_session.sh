@@ -11,6 +11,7 @@
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   positions  positions: documents at another position, Qwen2.5-7B's shape
+#   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
 #              start takes a minute, the first arm of a data set starts two: about 20 minutes in all (STEP_S)
@@ -36,9 +37,12 @@ bench() { # NAME SCRIPT ARGUMENTS: its output also as a log; stopped in time, wi
     return "$status"
 }
 
-check() {
-    # Host memory that engines share lies in /dev/shm, whose bound may be half of the memory that was there at the start.
+widen_shm() { # Host memory that engines share lies there; its bound may be half of the memory there was at the start.
     mount -o remount,size="${SHM:-100G}" /dev/shm 2>/dev/null || echo "/dev/shm stays as it is"
+}
+
+check() {
+    widen_shm
     df -h /dev/shm "$scratch"; free -g | head -2; nproc
     nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv,noheader
     kv check --tiny --engines none,offload,semkv "$@"
@@ -85,9 +89,10 @@ identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$ou
 identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
 positions) bench positions positions.py --out "$out/positions.json" "$@" ;;
+by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,18p' "$0"; exit 2 ;;
+*) sed -n '2,19p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left
