@@ -201,6 +201,9 @@ class SemanticCache:
             least=self._planner.least,
             tally=self._tally,
             index=index,
+            forgetting=[
+                part.forget for part in (looking, hook, self._planner) if hasattr(part, "forget")
+            ],
         )
         # A dry run serves no hits, so every tier would seem not to pay.
         live = config.mode is CacheMode.LIVE

@@ -51,7 +51,8 @@ class _Graph:
         return self.states[:, :count].cpu()
 
 
-def _plain_linear(layer: Any) -> Any:
+def plain_linear(layer: Any) -> Any:
+    """A linear layer as torch has it."""
     import torch.nn.functional as torch_functions
 
     def run(rows: Any, after: str = "none", how: str = "") -> Any:
@@ -73,7 +74,7 @@ class CudaBert(ShortBert):
         import torch
 
         bert = copy.deepcopy(model[0].auto_model).to(DEVICE)
-        super().__init__(model, bert, _plain_linear)
+        super().__init__(model, bert, plain_linear)
         self._graphs: dict[int, _Graph] = {}
         pool = torch.cuda.graph_pool_handle()  # one graph runs at a time
         with torch.inference_mode():

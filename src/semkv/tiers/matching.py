@@ -110,6 +110,10 @@ class Planner:
         if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
             require_opencv()
 
+    def forget(self) -> None:
+        """Drop the images in memory."""
+        self._images.forget()
+
     def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
         """Take the first candidate that can be used, with the statuses it brings. One that a guard or the policy
         refuses, or whose image is gone, is counted and passed over."""

@@ -73,7 +73,8 @@ class SimilarTier:
     and gets it with the next request of its partition, in the same pass.
 
     ``hook`` is the fingerprint of what fills the layers of L2; ``encoder`` is that of L1, None switches it off;
-    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`.
+    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`. What a purge
+    has dropped is dropped from memory by ``forgetting``, too.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class SimilarTier:
         least: float,
         tally: Tally,
         index: Callable[[int], Index] | None = None,
+        forgetting: Sequence[Callable[[], None]] = (),
     ) -> None:
+        self._forgetting = forgetting
         self._catalog = catalog
         self._tally = tally
         self._encoder = encoder
@@ -219,7 +222,9 @@ class SimilarTier:
                     | self._item_of.keys()
                 ]
             self.remove(known)
-            getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
+            for forget in self._forgetting:
+                with self._tally.boundary("purge"):
+                    forget()
             self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
