@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
@@ -273,6 +274,8 @@ class Engine:
         }
 
     def _llm(self, spec: Mapping[str, Any]) -> Any:
+        # two engines that start at once would write the same compiled files
+        os.environ["VLLM_CACHE_ROOT"] = str(self.scratch / f"compiled-{self.connected}")
         from vllm import LLM
 
         from semkv_vllm import EC_CONNECTOR, EC_MODULE, KV_CONNECTOR, KV_MODULE, register
@@ -435,6 +438,7 @@ class Engine:
 
 def obey(spec: dict[str, Any], answer: Answer) -> None:
     """Start the engine and do what is asked until the standard input ends."""
+    logging.basicConfig(level=logging.INFO)
     engine = Engine(spec)
     answer(engine.facts)
     for line in sys.stdin:

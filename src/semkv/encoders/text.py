@@ -230,7 +230,7 @@ class ShortBert:
         return states
 
 
-def short_bert(model: Any, make: Callable[[Any], ShortBert] = ShortBert) -> ShortBert | None:
+def short_bert(model: Any, make: type[ShortBert] = ShortBert) -> ShortBert | None:
     """A `SentenceTransformer` as `ShortBert`; None where it is another model, torch has no such kernels, or its vectors
     would differ."""
     try:
@@ -238,7 +238,8 @@ def short_bert(model: Any, make: Callable[[Any], ShortBert] = ShortBert) -> Shor
         for probe in _PROBES:
             if not np.allclose(short.encode(probe), encode_batch(model, [probe])[0], atol=_SAME):
                 return None
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # not of this form
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        logger.info("a sentence encoder has not the form for %s: %r", make.__name__, error)
         return None
     return short
 
