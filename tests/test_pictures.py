@@ -20,16 +20,24 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from gateway_helpers import wait_until
-from semkv import pictures
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.encoders import VisionHook, vision
 from semkv.encoders.vision import draft_of, read_picture, read_pixels
 from semkv.engines import MediaError, load_image
 from semkv.keys import media_id
-from semkv.pictures import LIMIT, Planes, Remembered, Small, may_show_the_same, planes_of, small_of
 from semkv.stores.maintenance import purge
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
+from semkv_guards import pictures
+from semkv_guards.pictures import (
+    LIMIT,
+    Planes,
+    Remembered,
+    Small,
+    may_show_the_same,
+    planes_of,
+    small_of,
+)
 from vllm_forks import prepare
 
 MOST = 1_000_000

@@ -1,4 +1,4 @@
-"""Whether a donor's image shows the same as a request's: `semkv.pictures` over files."""
+"""Whether a donor's image shows the same as a request's: `semkv_guards.pictures` over files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from semkv import pictures
 from semkv.encoders import read_media
 from semkv.encoders.vision import JPEG, draft_of, read_pixels
 from semkv.errors import ConfigError
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment
+from semkv_guards import pictures
 
 _PAIRS = 1024  # verdicts that are remembered: a lookup meets a pair of images with several donors
 _AT_ONCE = 2  # comparisons at a time: one of 25 megapixels takes 400 MB

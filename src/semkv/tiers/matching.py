@@ -415,7 +415,7 @@ class Matching:
                 return False
             reasons.append(reason)
         for reason in reasons:
-            self._tally.add(f"veto:{reason}")
+            self._tally.add(f"told apart:{reason}")
         return bool(reasons)
 
     def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semkv.pictures.aligning import GAINS
-from semkv.pictures.planes import Plane
+from semkv_guards.pictures.aligning import GAINS
+from semkv_guards.pictures.planes import Plane
 
 _OFFSET = 60.0  # levels of 255 by which black or white may move
 _BURNT = 40.0  # levels that white or black may hide

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv.pictures.planes import Look, Plane, halved
+from semkv_guards.pictures.planes import Look, Plane, halved
 
 # A change is at least so many levels of 255 in a window of 3 x 3, and such a share of the contrast there: both are more
 # where contours differ more all over the picture, up to the second number. Chosen on docs/quality.md's tuned scenes.
@@ -104,9 +104,9 @@ def _smooth(bands: Plane) -> _Numbers:
     """Binomial, over 3 x 3: [count, 5, width] to [count, 3, width - 2]."""
     import cv2
 
-    count, height, width = bands.shape
-    levels = cv2.sepFilter2D(bands.reshape(-1, width), cv2.CV_32F, _WEIGHTS, _WEIGHTS, delta=-128)
-    found: _Numbers = levels.reshape(count, height, width)[:, 1:-1, 1:-1]
+    rows = bands.reshape(-1, bands.shape[-1])
+    levels = cv2.sepFilter2D(rows, cv2.CV_32F, _WEIGHTS, _WEIGHTS, delta=-128)
+    found: _Numbers = levels.reshape(bands.shape)[:, 1:-1, 1:-1]
     return found
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import inf
 
-from semkv.pictures.aligning import align, align_small
-from semkv.pictures.changes import change_of_luma, changed
-from semkv.pictures.edges import lost
-from semkv.pictures.laying import Axis, axis, laid
-from semkv.pictures.light import light, lit
-from semkv.pictures.planes import Look, Plane, Planes, Small, look_of
+from semkv_guards.pictures.aligning import align, align_small
+from semkv_guards.pictures.changes import change_of_luma, changed
+from semkv_guards.pictures.edges import lost
+from semkv_guards.pictures.laying import Axis, axis, laid
+from semkv_guards.pictures.light import light, lit
+from semkv_guards.pictures.planes import Look, Plane, Planes, Small, look_of
 
 LIMIT = 1.0
 """Least `difference` of two pictures that may not stand in for each other."""
