@@ -13,6 +13,7 @@
 #   positions  positions: documents at another position, Qwen2.5-7B's shape
 #   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
 #   documents-quality  documents_quality: with it, how many answers are right where documents are reused
+#   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
 #              start takes a minute, the first arm of a data set starts two: about 20 minutes in all (STEP_S)
@@ -44,9 +45,12 @@ bench() { # NAME SCRIPT ARGUMENTS: the same with engines of its own, whose logs 
     return "$status"
 }
 
-check() {
-    # Host memory that engines share lies in /dev/shm, whose bound may be half of the memory that was there at the start.
+widen_shm() { # Host memory that engines share lies there; its bound may be half of the memory there was at the start.
     mount -o remount,size="${SHM:-100G}" /dev/shm 2>/dev/null || echo "/dev/shm stays as it is"
+}
+
+check() {
+    widen_shm
     df -h /dev/shm "$scratch"; free -g | head -2; nproc
     nvidia-smi --query-gpu=name,memory.used,memory.total --format=csv,noheader
     kv check --tiny --engines none,offload,semkv "$@"
@@ -97,9 +101,10 @@ positions) alone positions positions.py --out "$out/positions.json" "$@" ;;
 documents-train) alone documents-train documents_quality.py train --model "$documents" --out "$out/documents-train.json" "$@" ;;
 documents-quality) alone documents-quality documents_quality.py measure --model "$documents" \
     --out "$out/documents-quality.json" "$@" ;;
+by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,20p' "$0"; exit 2 ;;
+*) sed -n '2,21p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

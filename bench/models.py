@@ -78,29 +78,90 @@ SHAPE = "qwen3-vl-2b"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MOST_PIXELS = 1280 * 32 * 32  # its own 16.8 million make vLLM's profiling encode 16,384 tokens
 
+_TEXT = {
+    "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144,
+}  # fmt: skip
+_ROPE = {"rope_theta": 5e6, "mrope_section": [24, 20, 20]}
+_LARGE_ENCODER = {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
 
-def write_shape(directory: Path) -> None:
-    """https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json"""
+# https://huggingface.co/Qwen/Qwen3-VL-2B-Instruct/blob/main/config.json, of 8B and 32B, and one for a CPU:
+# text model, image encoder
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3-vl-2b": (
+        _TEXT | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie_word_embeddings": True},
+        {
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+            "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+        },
+    ),
+    "qwen3-vl-8b": (
+        _TEXT | {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "tie_word_embeddings": False,
+        },
+        _LARGE_ENCODER,
+    ),
+    "qwen3-vl-32b": (
+        _TEXT | {
+            "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "tie_word_embeddings": False,
+        },
+        _LARGE_ENCODER,
+    ),
+    "tiny": (
+        _TEXT | {
+            "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
+        },
+        {
+            "depth": 3, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+    ),
+}  # fmt: skip
+
+
+def write_shape(directory: Path, shape: str = SHAPE, most_pixels: int = MOST_PIXELS) -> None:
+    """The configuration of a model of these `SHAPES`, with a tokenizer of a few words."""
     sys.path.insert(0, str(ROOT / "tests"))
     import tiny_models
 
-    text = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
-        "tie_word_embeddings": True, "rope": {"rope_theta": 5e6, "mrope_section": [24, 20, 20]},
-    }  # fmt: skip
-    vision = {
-        "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2048,
-        "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
-    }  # fmt: skip
-    config = tiny_models.qwen3_vl_config(directory, text, vision, (65536, MOST_PIXELS), TEMPLATE)
+    text, vision = SHAPES[shape]
+    config = tiny_models.qwen3_vl_config(
+        directory,
+        text | {"rope": dict(_ROPE)},
+        vision | {"out_hidden_size": text["hidden_size"]},
+        (65536, most_pixels),
+        TEMPLATE,
+    )
     more = {
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": text["tie_word_embeddings"],
         "dtype": "bfloat16",
         "architectures": ["Qwen3VLForConditionalGeneration"],
     }
     config.update(more)
     config.save_pretrained(directory)
+
+
+def learn_words(directory: Path, text: str) -> None:
+    """Train a model's tokenizer again, so that it takes the words of a text for one token each."""
+    from tokenizers import Tokenizer, pre_tokenizers, trainers
+
+    file = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    trainer = trainers.BpeTrainer(
+        vocab_size=2048,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(file)
 
 
 def draw_picture(seed: int, width: int, height: int) -> Any:

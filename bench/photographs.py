@@ -27,8 +27,8 @@ import numpy as np
 from common import machine, write_json
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from semkv import pictures
 from semkv.encoders.vision import read_picture
+from semkv_guards import pictures
 
 EDGE = 4  # pixels around the frame that a camera may move by
 NAMES = (

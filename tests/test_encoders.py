@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 from PIL import Image, ImageDraw
 
 import tiny_models
+from semkv.cache import SemanticCache
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
+from semkv.encoders.cuda import plain_linear
 from semkv.encoders.text import (
     SentenceEncoder,
+    ShortBert,
     load_sentence_transformer,
     resolve_model,
     short_bert,
@@ -26,6 +30,7 @@ from semkv.encoders.text import (
 from semkv.encoders.vision import ClipEncoder, SmallCopy, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
+from semkv.stores.maintenance import purge
 from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
 
 CHECKPOINT = Path(text_module.__file__).parents[1] / "assets" / "minigqa-vlm"
@@ -84,6 +89,69 @@ def test_the_vectors_are_those_of_sentence_transformers(minilm: SentenceEncoder)
             [*expected] * 4,
             atol=1e-5,
         )
+
+
+@packaged
+def test_padding_changes_nothing() -> None:
+    import torch
+
+    model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
+    short = ShortBert(model, linear=plain_linear)
+    tokens = model.preprocess(["What color is the car?"])
+    ids, kinds = tokens["input_ids"], tokens["token_type_ids"]
+    count = ids.shape[1]
+    there = torch.zeros((1, 1, 1, 32), dtype=torch.bool)
+    there[..., :count] = True
+    padded = torch.full((1, 32), 7)
+    padded[:, :count] = ids
+    with torch.inference_mode():
+        alone = short.states(ids, kinds)
+        beside = short.states(padded, torch.zeros_like(padded), there)[:, :count]
+    assert np.allclose(alone, beside, atol=1e-5)
+
+
+@packaged
+def test_on_a_gpu_the_vectors_are_the_same(minilm: SentenceEncoder) -> None:
+    import torch
+
+    encoder = SentenceEncoder(device="cuda")
+    texts = ["What color is the car?", "a", "word " * 100, "word " * 300, *map(str, range(20))]
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"--encoder-device.*no CUDA device"):
+            encoder.encode(texts)
+        return
+    assert np.allclose(encoder.encode(texts), minilm.encode(texts), atol=1e-5)
+
+
+@packaged
+def test_a_purge_waits_for_no_pass_that_hangs(
+    minilm: SentenceEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go = threading.Event(), threading.Event()
+    run = minilm._run
+
+    def hangs(texts: list[str]) -> Any:
+        asked.set()
+        go.wait()
+        return run(texts)
+
+    minilm.forget()
+    monkeypatch.setattr(minilm, "_run", hangs)
+    cache = SemanticCache(CacheConfig(tmp_path), text_encoder=minilm, encoder_limit_s=0.25)
+    for number in range(4):
+        request = Request(
+            "", Namespace(), (TextSegment(f"What is in the box with number {number}?"),)
+        )
+        report = cache.try_reuse(request)
+        assert not report.hit
+        cache.add_observation(report, "a hat")
+    assert asked.is_set()
+    assert cache.stats().faults == {"semantic_text": 3}
+    purge(tmp_path, tenants=[""])
+    cache.close()
+    go.set()
+    minilm.encode(["after it"])
+    assert list(minilm._memory) == ["after it"]
 
 
 @packaged

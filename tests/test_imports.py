@@ -26,7 +26,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
 ROWS = (
     "__init__ account types errors keys plug tenants user_files counting latest periodic niceness documents",
     "config command_line",
-    "pictures stores encoders",
+    "stores encoders",
     "index",
     "tiers",
     "cache",

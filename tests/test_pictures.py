@@ -19,13 +19,25 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
-from semkv import pictures
+from gateway_helpers import wait_until
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
 from semkv.encoders import VisionHook, vision
-from semkv.encoders.vision import read_picture
+from semkv.encoders.vision import draft_of, read_picture, read_pixels
 from semkv.engines import MediaError, load_image
 from semkv.keys import media_id
-from semkv.pictures import LIMIT, Planes, Remembered, Small, may_show_the_same, planes_of, small_of
-from semkv.types import MediaSegment, Namespace, Request, TextSegment
+from semkv.stores.maintenance import purge
+from semkv.types import EmbeddingLayer, MediaSegment, Namespace, Request, TextSegment
+from semkv_guards import pictures
+from semkv_guards.pictures import (
+    LIMIT,
+    Planes,
+    Remembered,
+    Small,
+    may_show_the_same,
+    planes_of,
+    small_of,
+)
 from vllm_forks import prepare
 
 MOST = 1_000_000
@@ -189,6 +201,33 @@ def test_what_no_engine_can_read_is_no_more_than_an_error_of_the_picture(tmp_pat
             load_image(MediaSegment(media_id(kinds[name]), tmp_path / "x"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_faster_way_gives_the_same_pixels() -> None:
+    kinds = files()
+    image = Image.fromarray(noise(3)).resize((611, 433), Image.Resampling.BICUBIC)
+    kinds |= {
+        "4:4:4.jpeg": saved(image, "JPEG", progressive=True, subsampling=0),
+        "more.jpeg": saved(image, "JPEG") + b"more",
+        "photo.jpeg": saved(image, "JPEG"),
+    }
+    jpegs = {name: data for name, data in kinds.items() if name.endswith(".jpeg")}
+    everything = kinds | dict(damaged(jpegs, 400))
+
+    def read(data: bytes, by: Callable[..., Any], side: int) -> Any:
+        try:
+            return np.asarray(by(data, most_pixels=MOST, side=side))
+        except OSError:
+            return None
+
+    differ = []
+    for name, data in everything.items():
+        for side in (0, 100, 8):
+            expected, found = (read(data, by, side) for by in (read_picture, read_pixels))
+            if not np.array_equal(expected, found):
+                differ.append((name, side))
+    assert differ == []
+
+
 # -- whether two pictures show the same ------------------------------------------------------------------------------
 
 
@@ -327,6 +366,33 @@ def test_a_draft_of_a_photograph_is_as_good_at_a_glance() -> None:
     assert not may_show_the_same(small_of(other), whole.small)
     png = saved(seen(scene()))
     assert read_picture(png, side=32).size == (300, 220)
+
+
+def test_a_purge_takes_images_from_memory(tmp_path: Path) -> None:
+    config = CacheConfig(
+        tmp_path / "cache",
+        semantic=False,
+        embedding_layers=(EmbeddingLayer("vision", 512, 0.9),),
+        embedding_hook="vision",
+        vision_encoder="small",
+    )
+    image = seen(scene())
+    with SemanticCache(config) as cache:
+        for quality in (90, 70):
+            data = saved(image, "JPEG", quality=quality)
+            file = tmp_path / f"{quality}.jpg"
+            file.write_bytes(data)
+            segments = (MediaSegment(media_id(data), file), TextSegment("What is it?"))
+            report = cache.try_reuse(Request("", Namespace(), segments))
+            cache.add_observation(report, "a gate")
+        assert report.hit
+        guard = cache._planner._images
+        assert guard._remembered.nbytes
+        assert draft_of.cache_info().currsize
+        purge(config.cache_dir, tenants=[""])
+        wait_until(lambda: not guard._remembered.nbytes)
+        wait_until(lambda: not draft_of.cache_info().currsize)
+        assert not guard._verdict.cache_info().currsize
 
 
 def test_what_is_remembered_of_pictures_is_bounded() -> None:

@@ -15,7 +15,7 @@ from cache_helpers import Bench, WrittenEncoder, line
 from gateway_helpers import wait_until
 from semkv.encoders.timed import EncoderLateError, TimedEncoder
 from semkv.stores.catalog import Catalog
-from semkv.tiers.similar import _ENCODED
+from semkv.tiers.similar import _ENCODED, _FEW
 from semkv.types import Plan, ReuseReport
 
 KEY = "semantic_text@written"
@@ -84,6 +84,20 @@ def test_the_first_text_of_a_partition_is_encoded_with_the_second(bench: Bench) 
     assert bench.encoder.passes == [["color~0.95", "color"]]
     assert bench.look("color~0.96", system="s").hit
     assert bench.encoder.passes[1:] == [["color~0.96"]]
+
+
+def test_what_the_guards_tell_apart_is_not_encoded(tmp_path: Path) -> None:
+    bench = a_bench(tmp_path, guards=True)
+    asked = "What color is the object above the cube?"
+    bench.ask(asked)
+    for other in ("below", "left of"):
+        report = bench.look(asked.replace("above", other))
+        assert line(report) == "exact_text=miss, semantic_text=miss"
+    assert bench.encoder.passes == []
+    for number in range(_FEW):
+        record(bench, f"What color is the object with number {number}?")
+    bench.look(asked.replace("above", "below"))
+    assert len(bench.encoder.passes) == 1
 
 
 def test_after_a_restart_what_has_no_vector_gets_one_and_keeps_it(bench: Bench) -> None:

@@ -147,7 +147,9 @@ class SemanticCache:
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
-        plain = text_encoder if text_encoder is not None else SentenceEncoder(config.index_encoder)
+        plain = text_encoder
+        if plain is None:
+            plain = SentenceEncoder(config.index_encoder, device=config.encoder_device)
         # Lookups wait for the encoder up to the limit. Checks run in the background, without a limit.
         self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
         looking = self._timed or plain
@@ -199,6 +201,9 @@ class SemanticCache:
             least=self._planner.least,
             tally=self._tally,
             index=index,
+            forgetting=[
+                part.forget for part in (looking, hook, self._planner) if hasattr(part, "forget")
+            ],
         )
         # A dry run serves no hits, so every tier would seem not to pay.
         live = config.mode is CacheMode.LIVE

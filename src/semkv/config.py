@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -116,6 +116,7 @@ class LookupConfig(PolicyConfig):
         normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
             Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
             decide.
+        encoder_device: Where the sentence encoder runs: cpu, or cuda, which takes room beside the engine.
         embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
         embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
         vision_encoder: Behind the vision layer: id or directory of a vision tower, or small (needs no weights); empty
@@ -134,6 +135,7 @@ class LookupConfig(PolicyConfig):
     normalised: Annotated[
         bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR
     ] = True
+    encoder_device: Annotated[Literal["cpu", "cuda"], NEAR] = "cpu"
     embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, NEAR] = ()
     embedding_hook: Annotated[str, NEAR] = "none"
     vision_encoder: Annotated[str, NEAR] = ""

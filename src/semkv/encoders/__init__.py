@@ -107,6 +107,10 @@ class VisionHook:
             return {}
         return {"vision": vectors[0] if len(vectors) == 1 else np.stack(vectors)}
 
+    def forget(self) -> None:
+        """Drop the vectors in memory."""
+        self._vector.cache_clear()
+
     def _encoded(self, segment: MediaSegment) -> Vector:
         return self._encoder.encode(self._read(segment))
 
@@ -130,6 +134,11 @@ class JoinedHook:
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         return {layer: vector for hook in self._hooks for layer, vector in hook(request).items()}
+
+    def forget(self) -> None:
+        """Let the hooks drop what they have in memory, where they keep anything."""
+        for hook in self._hooks:
+            getattr(hook, "forget", lambda: None)()
 
 
 def image_roots(config: CacheConfig) -> tuple[Path, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
     Matrix = npt.NDArray[np.float32]
 
+logger = logging.getLogger("semkv")
+
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _KEY = "--index-encoder"
 _PROBES = ("one", "What color is the car, and how many wheels does it have?")
 _TOKENS = 16  # of a short text: for how many rows packed weights are laid out
-# so many texts are as fast one after the other; most texts of a pass
-_FEW = 4
-_BATCH = 32
+_BATCH = 32  # most texts of a pass
 _SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ
 
 
@@ -151,34 +152,51 @@ def load_sentence_transformer(key: str, model: str) -> Any:
         ) from error
 
 
+def packed_linear(layer: Any) -> Callable[..., Any]:
+    """A linear layer on the CPU with its weights packed for few rows."""
+    import torch
+
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TOKENS)
+    return lambda rows, after="none", how="": torch.ops.mkldnn._linear_pointwise(
+        rows, weight, layer.bias, after, [], how
+    )
+
+
 class ShortBert:
     """A `SentenceTransformer` around BERT, for one short text at a time: 7 ms of processor time instead of 14.
 
     One text has no padding, and so no mask, and every step is one call of torch. It is bound by reading the weights, so
     those of linear layers are packed for few rows. Other texts and models take `SentenceTransformer.encode`.
+
+    Args:
+        model: the `SentenceTransformer`. It makes tokens of the text, and one vector of the tokens' states.
+        bert: its BERT, or a copy on another device.
+        linear: makes a function of a linear layer.
+
+    Attributes:
+        few: so many texts are as fast one after the other as together.
     """
 
-    def __init__(self, model: Any) -> None:
-        import torch
+    few = 4
 
-        def packed(layer: Any) -> Callable[..., Any]:
-            weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _TOKENS)
-            return lambda rows, after="none", how="": torch.ops.mkldnn._linear_pointwise(
-                rows, weight, layer.bias, after, [], how
-            )
-
+    def __init__(
+        self,
+        model: Any,
+        bert: Any = None,
+        linear: Callable[[Any], Callable[..., Any]] = packed_linear,
+    ) -> None:
         self._model = model
-        self._bert = model[0].auto_model
+        self._bert = model[0].auto_model if bert is None else bert
         self._layers = []
         for layer in self._bert.encoder.layer:
             own, joined = layer.attention.self, layer.attention.output
-            heads = [packed(part) for part in (own.query, own.key, own.value)]
+            heads = [linear(part) for part in (own.query, own.key, own.value)]
             feed = (
-                packed(layer.intermediate.dense),
-                packed(layer.output.dense),
+                linear(layer.intermediate.dense),
+                linear(layer.output.dense),
                 layer.output.LayerNorm,
             )
-            self._layers.append((heads, packed(joined.dense), joined.LayerNorm, *feed))
+            self._layers.append((heads, linear(joined.dense), joined.LayerNorm, *feed))
 
     def encode(self, text: str) -> Vector:
         """The unit vector of a text."""
@@ -187,7 +205,7 @@ class ShortBert:
         model = self._model
         with torch.inference_mode():
             features = model.preprocess([text], prompt=model.prompts.get(model.default_prompt_name))
-            features["token_embeddings"] = self._states(
+            features["token_embeddings"] = self.states(
                 features["input_ids"], features["token_type_ids"]
             )
             for module in list(model)[1:]:
@@ -195,8 +213,9 @@ class ShortBert:
             vector: Vector = features["sentence_embedding"][0, : model.truncate_dim].float().numpy()
         return (vector / np.linalg.norm(vector)).astype(np.float32)
 
-    def _states(self, ids: Any, kinds: Any) -> Any:
-        """The states of the tokens, [1, tokens, width], from ``ids`` and ``kinds``, [1, tokens]."""
+    def states(self, ids: Any, kinds: Any, there: Any = None) -> Any:
+        """The states of the tokens, [1, tokens, width], from ``ids`` and ``kinds``, [1, tokens]; ``there`` says which
+        of them are no padding, [1, 1, 1, tokens]."""
         import torch
 
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -205,21 +224,22 @@ class ShortBert:
         states = self._bert.embeddings(input_ids=ids, token_type_ids=kinds)
         for parts, joined, norm, up, down, last in self._layers:
             split = [part(states).view(1, count, heads, -1).transpose(1, 2) for part in parts]
-            seen = attend(*split).transpose(1, 2).reshape(1, count, -1)
+            seen = attend(*split, attn_mask=there).transpose(1, 2).reshape(1, count, -1)
             states = norm(joined(seen) + states)
             states = last(down(up(states, "gelu", "none")) + states)
         return states
 
 
-def short_bert(model: Any) -> ShortBert | None:
+def short_bert(model: Any, make: type[ShortBert] = ShortBert) -> ShortBert | None:
     """A `SentenceTransformer` as `ShortBert`; None where it is another model, torch has no such kernels, or its vectors
     would differ."""
     try:
-        short = ShortBert(model)
+        short = make(model)
         for probe in _PROBES:
             if not np.allclose(short.encode(probe), encode_batch(model, [probe])[0], atol=_SAME):
                 return None
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # not of this form
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        logger.info("a sentence encoder has not the form for %s: %r", make.__name__, error)
         return None
     return short
 
@@ -239,14 +259,20 @@ def encode_batch(model: Any, texts: list[str]) -> Matrix:
 class SentenceEncoder:
     """A sentence-transformers model, by directory or hub id, with a bounded memory of recent texts.
 
-    The model is loaded when first asked for anything, and runs on one core, for one thread after the other.
+    The model is loaded when first asked for anything, and runs on one core, for one thread after the other. On the
+    device ``cuda`` it runs on one core and the GPU; what it cannot run there it runs on the CPU, and says so.
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, remembered: int = 4096) -> None:
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, device: str = "cpu", remembered: int = 4096
+    ) -> None:
         self._path = resolve_model(model)
+        self._device = device
         self._remembered = remembered
         self._memory: OrderedDict[str, Vector] = OrderedDict()
-        self._lock = threading.RLock()
+        self._purges = 0
+        self._lock = threading.RLock()  # of the model
+        self._memory_lock = threading.Lock()  # held for no pass: a purge waits for none
         self._count_lock = threading.Lock()
         self._model: Any = None
         self._counter: Any = None
@@ -261,9 +287,23 @@ class SentenceEncoder:
                     self._counter = copy.deepcopy(
                         model.tokenizer
                     )  # a tokenizer serves one thread at a time
-                    self._short = short_bert(model)
+                    self._short = self._on_gpu(model) or short_bert(model)
                     self._model = model
         return self._model
+
+    def _on_gpu(self, model: Any) -> ShortBert | None:
+        from semkv.encoders.cuda import DEVICE, CudaBert, require_cuda
+
+        if self._device != DEVICE:
+            return None
+        require_cuda()
+        found = short_bert(model, CudaBert)
+        if found is None:
+            logger.warning(
+                "The sentence encoder runs on the CPU. On the GPU there is no room for it, or it is no BERT, or its"
+                " vectors would differ."
+            )
+        return found
 
     @property
     def dim(self) -> int:
@@ -301,28 +341,42 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> Matrix:
         with self._lock:  # a text that several threads wait for is run once
-            found = {
-                text: self._memory.pop(text)
-                for text in dict.fromkeys(texts)
-                if text in self._memory
-            }
+            purges = self._purges
+            found = self._known(texts)
             if new := [text for text in dict.fromkeys(texts) if text not in found]:
                 found |= self._run(new)
-            self._memory |= found  # the latest last
+                self._keep(found, purges)
+        return np.stack([found[text] for text in texts])
+
+    def _known(self, texts: Sequence[str]) -> dict[str, Vector]:
+        with self._memory_lock:
+            found = {text: self._memory[text] for text in texts if text in self._memory}
+            for text in found:
+                self._memory.move_to_end(text)
+            return found
+
+    def _keep(self, vectors: Mapping[str, Vector], purges: int) -> None:
+        """Remember vectors of texts that came before a purge only where there was none since."""
+        with self._memory_lock:
+            if self._purges != purges:
+                return
+            for text, vector in vectors.items():
+                self._memory[text] = vector
+                self._memory.move_to_end(text)
             while len(self._memory) > self._remembered:
                 self._memory.popitem(last=False)
-        return np.stack([found[text] for text in texts])
 
     def _run(self, texts: list[str]) -> dict[str, Vector]:
         model = self._loaded()
         with few_threads(1):
-            if self._short is not None and len(texts) <= _FEW:
+            if self._short is not None and len(texts) <= self._short.few:
                 return {text: self._short.encode(text) for text in texts}
             return dict(zip(texts, encode_batch(model, texts), strict=True))
 
     def forget(self) -> None:
-        """Drop the texts and vectors in memory."""
-        with self._lock:
+        """Drop the texts and vectors in memory, also those of a pass that runs."""
+        with self._memory_lock:
+            self._purges += 1
             self._memory.clear()
         with self._count_lock:
             self._counted = "", []

@@ -1,26 +1,23 @@
-"""Whether a donor's image shows the same as a request's: `semkv.pictures` over files."""
+"""Whether a donor's image shows the same as a request's: `semkv_guards.pictures` over files."""
 
 from __future__ import annotations
 
 import importlib.util
 import threading
 from collections.abc import Callable, Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
-from semkv import pictures
 from semkv.encoders import read_media
-from semkv.encoders.vision import read_picture
+from semkv.encoders.vision import JPEG, draft_of, read_pixels
 from semkv.errors import ConfigError
 from semkv.stores.media import MediaStore
 from semkv.types import MediaSegment
+from semkv_guards import pictures
 
 _PAIRS = 1024  # verdicts that are remembered: a lookup meets a pair of images with several donors
-_GLANCE = 256  # pixels a side that are read of a JPEG at first
 _AT_ONCE = 2  # comparisons at a time: one of 25 megapixels takes 400 MB
-_JPEG = b"\xff\xd8\xff"
-
-_Read = Callable[[], bytes | None]
 
 
 def require_opencv() -> None:
@@ -56,6 +53,12 @@ class ImageGuard:
         """
         return self._verdict(mine, theirs)
 
+    def forget(self) -> None:
+        """Drop images and verdicts in memory."""
+        self._remembered = pictures.Remembered()  # a comparison that runs keeps to the old one
+        self._verdict.cache_clear()
+        draft_of.cache_clear()
+
     def _compared(self, mine: MediaSegment, theirs: str) -> bool:
         def own() -> bytes | None:
             return read_media(mine, self._roots)
@@ -63,38 +66,48 @@ class ImageGuard:
         def donor() -> bytes | None:
             return self._media.get(theirs)
 
+        images = (
+            _Image(mine.media_id, cache(own), self._remembered),
+            _Image(theirs, cache(donor), self._remembered),
+        )
         with self._comparisons:
-            a = self._at_a_glance(mine.media_id, own)
-            b = self._at_a_glance(theirs, donor)
-            if not pictures.may_show_the_same(a, b):
+            small = [image.at_a_glance() for image in images]
+            if not pictures.may_show_the_same(*small):
                 return False
-            first = self._at_full_size(mine.media_id, own)
-            second = self._at_full_size(theirs, donor)
-            return pictures.difference(first, second) < pictures.LIMIT
+            whole = [image.at_full_size() for image in images]
+            return pictures.difference(*whole) < pictures.LIMIT
 
-    def _at_a_glance(self, media_id: str, read: _Read) -> pictures.Small:
-        known = self._remembered.find(pictures.Planes, media_id)
+
+@dataclass(frozen=True)
+class _Image:
+    """An image by its media id, and what is remembered of it."""
+
+    media_id: str
+    read: Callable[[], bytes | None]
+    remembered: pictures.Remembered
+
+    def at_a_glance(self) -> pictures.Small:
+        known = self.remembered.find(pictures.Planes, self.media_id)
         if known is not None:
             return known.small
-        small = self._remembered.find(pictures.Small, media_id)
+        small = self.remembered.find(pictures.Small, self.media_id)
         if small is not None:
             return small
-        data = _present(read())
-        if not data.startswith(_JPEG):
-            return self._planes(media_id, data).small
-        image = read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True, side=_GLANCE)
-        small = pictures.small_of(image)
-        self._remembered.keep(media_id, small)
+        data = _present(self.read())
+        if not data.startswith(JPEG):
+            return self._planes(data).small
+        small = pictures.small_of(draft_of(data, most_pixels=pictures.MOST_PIXELS))
+        self.remembered.keep(self.media_id, small)
         return small
 
-    def _at_full_size(self, media_id: str, read: _Read) -> pictures.Planes:
-        known = self._remembered.find(pictures.Planes, media_id)
-        return self._planes(media_id, _present(read())) if known is None else known
+    def at_full_size(self) -> pictures.Planes:
+        known = self.remembered.find(pictures.Planes, self.media_id)
+        return self._planes(_present(self.read())) if known is None else known
 
-    def _planes(self, media_id: str, data: bytes) -> pictures.Planes:
-        image = read_picture(data, most_pixels=pictures.MOST_PIXELS, whole=True)
-        planes = pictures.planes_of(image)
-        self._remembered.keep(media_id, planes)
+    def _planes(self, data: bytes) -> pictures.Planes:
+        pixels = read_pixels(data, most_pixels=pictures.MOST_PIXELS, whole=True)
+        planes = pictures.planes_of(pixels)
+        self.remembered.keep(self.media_id, planes)
         return planes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -45,21 +44,23 @@ class Layer:
         self.index = index
         self._tally = tally
         self.items: dict[str, str] = {}  # with the partition of each
-        self.sizes: Counter[str] = Counter()  # items of each partition
+        self.members: dict[str, dict[str, None]] = {}  # items of each partition
 
     def extend(self, rows: Iterable[Row]) -> None:
         new = {row.item: row for row in rows if row.item not in self.items}
         with self._tally.boundary("index"):
             self.index.extend(new.values())
             self.items.update({row.item: row.partition for row in new.values()})
-            self.sizes.update(row.partition for row in new.values())
+            for row in new.values():
+                self.members.setdefault(row.partition, {})[row.item] = None
 
     def remove(self, items: Iterable[str]) -> None:
         known = {item: self.items.pop(item) for item in items if item in self.items}
-        for partition in known.values():
-            self.sizes[partition] -= 1
-            if not self.sizes[partition]:
-                del self.sizes[partition]
+        for item, partition in known.items():
+            members = self.members[partition]
+            del members[item]
+            if not members:
+                del self.members[partition]
         with self._tally.boundary("index"):
             self.index.remove(list(known))
 

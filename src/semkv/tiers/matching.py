@@ -83,6 +83,7 @@ class Planner:
     Where long texts differ in some sentences, the cosine of each counts; without an ``encoder`` they never match.
 
     Attributes:
+        guard: says why two texts must not stand in for each other.
         least: cosine of a similar question from which the policy is asked.
     """
 
@@ -103,12 +104,16 @@ class Planner:
         self._normalised = config.normalised
         self._by_place = config.match is MatchPolicy.ALL
         guarded = config.guards and self._by_place
-        self._guard = veto if guarded else unread if self._by_place else no_veto
+        self.guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._images = ImageGuard(media, image_roots(config))
         if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
             require_opencv()
+
+    def forget(self) -> None:
+        """Drop the images in memory."""
+        self._images.forget()
 
     def take(self, found: Lookup, candidates: Iterable[Candidate]) -> None:
         """Take the first candidate that can be used, with the statuses it brings. One that a guard or the policy
@@ -184,7 +189,7 @@ class Planner:
             else []
         )
         for mine, theirs in dict.fromkeys(texts):
-            if (reason := self._guard(mine, theirs)) is not None:
+            if (reason := self.guard(mine, theirs)) is not None:
                 return reason
         return "image" if self._compare_images and self._shows_another(own, run) else None
 
@@ -389,7 +394,7 @@ class Matching:
         text = found.request.chunk_text
         if not text.strip() or not is_read(text):
             found.statuses[SEMANTIC] = Status.SKIP
-        elif self._similar.has_texts(keyed):
+        elif self._similar.has_texts(keyed) and not self._told_apart(keyed, text):
             vector = self._similar.encoded(keyed, text)
             if vector is not None:
                 found.vectors[SEMANTIC] = vector
@@ -397,6 +402,21 @@ class Matching:
                 yield from self._similar.by_spelling(keyed, text, vector)
             else:
                 found.statuses[SEMANTIC] = Status.SKIP
+
+    def _told_apart(self, keyed: Keyed, text: str) -> bool:
+        """Whether the guards turn down all that a text has to be compared with, where that is little: nothing is
+        encoded then."""
+        if not self._similar.stands_for(text):
+            return False
+        reasons = []
+        for other in self._similar.few_texts(keyed):
+            reason = self._planner.guard(text, other)
+            if reason is None:
+                return False
+            reasons.append(reason)
+        for reason in reasons:
+            self._tally.add(f"told apart:{reason}")
+        return bool(reasons)
 
     def _plugged(self, found: Lookup, keyed: Keyed, tier: Tier) -> Iterator[Candidate]:
         """Donors that share a key of a tier of the user's own, and all but the question, the best first."""

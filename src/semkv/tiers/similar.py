@@ -51,6 +51,7 @@ _RESPELLED = 2  # pairs of texts that a lookup encodes anew, with slips put righ
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
 _FOLLOW_S = 1.0  # between two looks for purges
+_FEW = 4  # texts of a partition that take less time to compare by words than one takes to encode
 _ENCODED = 15  # entries that a lookup encodes beside its own text, the latest of its partition
 _ASKED = 512  # entries that are looked for at once; lookups wait for that, a millisecond or so
 
@@ -73,7 +74,8 @@ class SimilarTier:
     and gets it with the next request of its partition, in the same pass.
 
     ``hook`` is the fingerprint of what fills the layers of L2; ``encoder`` is that of L1, None switches it off;
-    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`.
+    ``least`` is the cosine of a similar question there; ``index`` makes an index instead of `VectorIndex`. What a purge
+    has dropped is dropped from memory by ``forgetting``, too.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class SimilarTier:
         least: float,
         tally: Tally,
         index: Callable[[int], Index] | None = None,
+        forgetting: Sequence[Callable[[], None]] = (),
     ) -> None:
+        self._forgetting = forgetting
         self._catalog = catalog
         self._tally = tally
         self._encoder = encoder
@@ -219,7 +223,9 @@ class SimilarTier:
                     | self._item_of.keys()
                 ]
             self.remove(known)
-            getattr(self._encoder, "forget", lambda: None)()  # texts in memory, where it keeps any
+            for forget in self._forgetting:
+                with self._tally.boundary("purge"):
+                    forget()
             self._purge = purge
 
     def remove(self, entry_ids: Sequence[str]) -> None:
@@ -243,12 +249,26 @@ class SimilarTier:
     def has_texts(self, keyed: Keyed) -> bool:
         """Whether L1 has anything to compare a request with."""
         slot = keyed.question_slot(with_media=self._within_media)
-        return bool(slot) and (slot in self.layers[SEMANTIC].sizes or slot in self._unencoded)
+        return bool(slot) and (slot in self.layers[SEMANTIC].members or slot in self._unencoded)
+
+    def few_texts(self, keyed: Keyed) -> Iterator[str]:
+        """The texts that L1 has to compare a request with, where they are few; none where they are many."""
+        slot = keyed.question_slot(with_media=self._within_media)
+        with self._refreshing:
+            known = [*self.layers[SEMANTIC].members.get(slot, ())]
+            waiting = self._unencoded.of(slot, _FEW + 1)
+        if len(known) + len(waiting) <= _FEW:
+            for entry_id in (*waiting, *known):
+                yield from self._texts_of([entry_id]).values()
+
+    def stands_for(self, text: str) -> bool:
+        """Whether a text's vector would stand for all of it."""
+        return self._encoder is not None and stands_for(self._encoder, text)
 
     def encoded(self, keyed: Keyed, text: str) -> Vector | None:
         """The unit vector of a request's chunk text, once what it is to be compared with has vectors: those that have
         none yet get theirs in the same pass. None where its vector would not stand for all of it."""
-        if self._encoder is None or not stands_for(self._encoder, text):
+        if not self.stands_for(text):
             return None
         slot = keyed.question_slot(with_media=self._within_media)
         with self._refreshing:

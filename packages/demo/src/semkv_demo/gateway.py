@@ -19,7 +19,8 @@ from semkv_demo.turns import Ask, Found, Reply, in_turns
 
 SERVED = "minigqa-vlm"
 _VETO = re.compile(
-    r'^semkv_cache_events_total\{event="semantic veto:([^"]+)"\} (\S+)', re.MULTILINE
+    r'^semkv_cache_events_total\{event="semantic (?:veto|told apart):([^"]+)"\} (\S+)',
+    re.MULTILINE,
 )
 _RECORDED = re.compile(
     r'^semkv_cache_events_total\{event="semantic recorded"\} (\S+)', re.MULTILINE
@@ -92,7 +93,10 @@ def _body(picture: bytes, question: str) -> dict[str, Any]:
 
 def vetoes(gateway: Server) -> dict[str, int]:
     """How many matches the guards have refused, by reason."""
-    return {reason: int(float(count)) for reason, count in _VETO.findall(gateway.page("/metrics"))}
+    found = Counter[str]()
+    for reason, count in _VETO.findall(gateway.page("/metrics")):
+        found[reason] += int(float(count))
+    return dict(found)
 
 
 def recorded(gateway: Server) -> int:

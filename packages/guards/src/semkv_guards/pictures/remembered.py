@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from typing import TypeVar
 
-from semkv.pictures.planes import Planes, Small
+from semkv_guards.pictures.planes import Planes, Small
 
 MOST_BYTES = 256 * 2**20
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semkv.pictures.aligning import GAINS
-from semkv.pictures.planes import Plane
+from semkv_guards.pictures.aligning import GAINS
+from semkv_guards.pictures.planes import Plane
 
 _OFFSET = 60.0  # levels of 255 by which black or white may move
 _BURNT = 40.0  # levels that white or black may hide
 _ROUNDING = 1.5  # levels
 _PIXELS = 16_000  # from which brightness and contrast are found
+_STRIP = 65_536  # pixels that are lit together: they fit into a core's cache
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ def light(mine: Plane, other: Plane) -> Light:
 def lit(found: Light, mine: Plane, other: Plane) -> Plane:
     """The second picture's pixels in the first one's light. What was brighter than white, or darker than black, is
     lost: there the first picture's levels count."""
+    import cv2
+
+    step = max(16, _STRIP // other.shape[1])
+    if len(other) <= step:
+        return _lit(found, mine, other)
+    strips = [slice(start, start + step) for start in range(0, len(other), step)]
+    levels: Plane = cv2.vconcat([_lit(found, mine[strip], other[strip]) for strip in strips])
+    return levels
+
+
+def _lit(found: Light, mine: Plane, other: Plane) -> Plane:
     import cv2
 
     levels: Plane = cv2.addWeighted(other, found.gain, other, 0.0, found.offset)

@@ -79,17 +79,18 @@ class Planes:
         return sum(plane.nbytes for plane in planes)
 
 
-def planes_of(image: Image) -> Planes:
-    """The planes of a picture in RGB.
+def planes_of(picture: Image | Plane) -> Planes:
+    """The planes of a picture in RGB, or of its pixels.
 
     Raises:
         OSError: it has too few pixels to be compared, or too many in a row.
     """
-    if min(image.size) < _LEAST_SIDE or max(image.size) > _LONGEST_SIDE:
+    pixels = np.asarray(picture)
+    sides = pixels.shape[:2]
+    if min(sides) < _LEAST_SIDE or max(sides) > _LONGEST_SIDE:
         raise OSError(
             f"a picture of less than {_LEAST_SIDE} or more than {_LONGEST_SIDE} pixels a side"
         )
-    pixels = np.asarray(image)
     look = look_of(pixels)
     middle = look.luma
     if max(middle.shape) > 2.2 * _MIDDLE:
@@ -106,9 +107,9 @@ def look_of(pixels: Plane) -> Look:
     return Look(luma=luma_of(pixels), chroma=(reds, blues))
 
 
-def small_of(image: Image) -> Small:
-    """A picture in RGB at a glance; a draft of it will do."""
-    return _small(luma_of(np.asarray(image)))
+def small_of(picture: Image | Plane) -> Small:
+    """A picture in RGB, or its pixels, at a glance; a draft of it will do."""
+    return _small(luma_of(np.asarray(picture)))
 
 
 def _small(luma: Plane) -> Small:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semkv.pictures.aligning import Move
-from semkv.pictures.planes import Plane
+from semkv_guards.pictures.aligning import Move
+from semkv_guards.pictures.planes import Plane
 
 _NEAR = 0.12  # of a pixel: as good as none
 _MARGIN = 2  # pixels at the ends of what both have

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv.pictures.planes import Look, Plane, halved
+from semkv_guards.pictures.planes import Look, Plane, halved
 
 # A change is at least so many levels of 255 in a window of 3 x 3, and such a share of the contrast there: both are more
 # where contours differ more all over the picture, up to the second number. Chosen on docs/quality.md's tuned scenes.
@@ -34,6 +34,7 @@ for _tap in range(81):
     _row, _column = _to // 3 + _from // 3, _to % 3 + _from % 3
     _BINOMIAL[5 * _row + _column, _to] = (1, 2, 1)[_from // 3] * (1, 2, 1)[_from % 3] / 16
 
+_WEIGHTS = np.array((1, 2, 1), np.float32) / 4
 _MEAN = np.array((1, 3, 4, 3, 1), np.float32) / 12  # of 3 smoothed pixels
 
 _Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their width
@@ -91,7 +92,7 @@ def _levels(a: Plane, b: Plane) -> float:
     # neither at equal distances nor by chance: lines of text are at equal distances
     starts = ((np.arange(count) + np.arange(count) * _GOLDEN % 1) / count * height).astype(int)
     rows = starts[:, None] + np.arange(2 * _REACH + 1)
-    first, second = _smooth(a[rows]), _smooth(b[rows])
+    first, second = (_smooth(plane[rows]) for plane in (a, b))
     rest = first - second
     power = _mean(rest * rest)
     contrast = np.maximum(*(_mean(z * z) - _mean(z) ** 2 for z in (first, second)))
@@ -101,9 +102,11 @@ def _levels(a: Plane, b: Plane) -> float:
 
 def _smooth(bands: Plane) -> _Numbers:
     """Binomial, over 3 x 3: [count, 5, width] to [count, 3, width - 2]."""
-    levels: _Numbers = bands.astype(np.float32) - 128
-    levels = (levels[:, :-2] + 2 * levels[:, 1:-1] + levels[:, 2:]) / 4
-    found: _Numbers = (levels[:, :, :-2] + 2 * levels[:, :, 1:-1] + levels[:, :, 2:]) / 4
+    import cv2
+
+    rows = bands.reshape(-1, bands.shape[-1])
+    levels = cv2.sepFilter2D(rows, cv2.CV_32F, _WEIGHTS, _WEIGHTS, delta=-128)
+    found: _Numbers = levels.reshape(bands.shape)[:, 1:-1, 1:-1]
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv.pictures.planes import Look, Plane
+from semkv_guards.pictures.planes import Look, Plane
 
 _BLOCK = 8  # pixels along a strip that are judged together
 _STRIP = 48.0  # levels, in a block

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv.pictures.planes import SIDES, Plane, Planes, Small
+from semkv_guards.pictures.planes import SIDES, Plane, Planes, Small
 
 _FARTHEST = 0.09  # share of half a side: a pixel near an edge is moved by 4.5% of the side at most
 _STRETCH = 0.03  # between the scales of the two axes: a circle is no ellipse

@@ -8,9 +8,9 @@ character, a color, a place, a count. So is a thing at an edge that only one of 
 What has to be computed of one picture alone is a `Planes`, which `Remembered` keeps for the next comparison.
 """
 
-from semkv.pictures.comparing import LIMIT, difference, may_show_the_same
-from semkv.pictures.planes import MOST_PIXELS, Planes, Small, planes_of, small_of
-from semkv.pictures.remembered import Remembered
+from semkv_guards.pictures.comparing import LIMIT, difference, may_show_the_same
+from semkv_guards.pictures.planes import MOST_PIXELS, Planes, Small, planes_of, small_of
+from semkv_guards.pictures.remembered import Remembered
 
 __all__ = [
     "LIMIT",
