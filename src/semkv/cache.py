@@ -326,11 +326,7 @@ class SemanticCache:
 
     def settled(self, report: ReuseReport) -> ReuseReport:
         """The report once the verdict on its doubt is kept: of the hit that a yes makes, or of the miss that it is."""
-        settled = self.pending.settled(report)
-        if settled.plan.full and settled.plan.match is not None:
-            with self._tally.boundary("catalog"):
-                self._catalog.hit(settled.plan.match.entry_id, time.time())
-        return settled
+        return self.pending.settled(report)
 
     # -- recording ----------------------------------------------------------------------------------------------
 

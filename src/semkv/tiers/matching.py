@@ -653,16 +653,9 @@ class PendingTier:
         """The cosines of those below the threshold that have slips, once these are put right."""
         text = own.donor.chunk_text
         certain = self._config.similarity_threshold
-        pairs = {
-            other: spelling.alike(text, other.donor.chunk_text)
-            for other, cosine in cosines.items()
-            if cosine < certain
-        }
-        slips = [
-            other
-            for other, pair in pairs.items()
-            if pair[0] != text or pair[1] != other.donor.chunk_text
-        ]
+        far = [other for other, cosine in cosines.items() if cosine < certain]
+        pairs = {other: spelling.alike(text, other.donor.chunk_text) for other in far}
+        slips = [other for other in far if pairs[other] != (text, other.donor.chunk_text)]
         return {other: cosine_of(self._encoder, *pairs[other]) for other in slips[:_DONORS]}
 
     def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:

@@ -48,7 +48,7 @@ from semkv_gateway.http import (
     Send,
     Upstream,
 )
-from semkv_gateway.judge import Judge, judge_name
+from semkv_gateway.judge import Judge
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
@@ -59,7 +59,7 @@ from semkv_gateway.routes import ROUTES
 from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
-from semkv_gateway.settings import ServerSettings, admin_key, judge_key, secret_of
+from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
 from semkv_gateway.worth import Worth
 
@@ -306,7 +306,7 @@ def gateway_of(
         semantic = SemanticCache(
             config,
             encoder_limit_s=settings.encoder_timeout,
-            judge=judge_name(settings),
+            judge=f"{settings.judge_url} {settings.judge_model}",
             log=entry_log,
         )
         semantic.warm_up()
@@ -325,7 +325,7 @@ def gateway_of(
         judge = Judge(
             settings,
             secret=secret,
-            key=judge_key(environment),
+            key=environment.get("SEMKV_JUDGE_KEY", ""),
             cache=cache,
             upstream=upstream,
             metrics=metrics,

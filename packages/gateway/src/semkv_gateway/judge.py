@@ -35,7 +35,6 @@ NO = "no"
 LATE = "late"
 FAILED = "failed"
 LEFT = "left alone"
-OUTCOMES = (YES, NO, LATE, FAILED, LEFT)
 _LONGEST_S = 30.0  # for a verdict that nobody waits for
 _AT_ONCE = 8  # pairs that are judged at once
 _BYTES = 64 * 1024  # of an answer
@@ -82,8 +81,6 @@ class Judge:
         self._running: dict[str, asyncio.Task[bool | None]] = {}
         self._breakers: Latest[str, Breaker] = Latest(_BREAKERS)
         self._lateness = Breaker()
-        for outcome in OUTCOMES:
-            metrics.judged.labels(outcome)
 
     async def settled(self, call: Call, asked: CanonicalRequest, found: Lookup) -> Lookup | None:
         """The hit that a yes makes of a lookup's doubt; None where there is no doubt, or no yes in time."""
@@ -230,8 +227,3 @@ class Judge:
         await asyncio.gather(*running, return_exceptions=True)
         if self._own is not None:
             await self._own.aclose()
-
-
-def judge_name(settings: ServerSettings) -> str:
-    """Names the judge: verdicts of another are not its own."""
-    return f"{settings.judge_url} {settings.judge_model}"

@@ -224,11 +224,6 @@ def admin_key(environment: Mapping[str, str]) -> str:
     return _given("SEMKV_ADMIN_KEY", environment)
 
 
-def judge_key(environment: Mapping[str, str]) -> str:
-    """``SEMKV_JUDGE_KEY``; empty where requests are judged with their own keys."""
-    return environment.get("SEMKV_JUDGE_KEY", "")
-
-
 def _given(name: str, environment: Mapping[str, str]) -> str:
     found = environment.get(name, "")
     if found and len(found) < _KEY_LENGTH:
