@@ -20,6 +20,7 @@ from gateway_helpers import ADMIN, PATIENT, SECRET, Served, wait_until
 from semkv.encoders.text import DEFAULT_MODEL, resolve_model
 from semkv_gateway.app import app_of
 from semkv_gateway.settings import ServerSettings
+from semkv_guards.judge import messages, one_token, verdict
 from vllm_forks import prepare
 from vllm_server import MODULE, VllmServer
 
@@ -121,6 +122,18 @@ def test_a_picture_question_repeated_reworded_and_streamed(
     assert text(answer) == text(first)
     pieces, said = ask(gateway.url, question, picture="scene.jpg", stream=True)
     assert (streamed(pieces).strip(), said.split()[0]) == (text(first), "hit")
+
+
+def test_a_judge_may_be_asked(servers: Servers) -> None:
+    """vLLM takes the request, and gives the chances of the one token."""
+    shown = messages(["Look at it."], "Is the cube red?", "Is it a red cube?")
+    assert shown is not None
+    body = one_token(shown) | {"model": MODEL, "cache_salt": "a tenant's"}
+    answer = httpx.post(f"{servers[0].url}/v1/chat/completions", json=body, timeout=120).json()
+    (choice,) = answer["choices"]
+    (token,) = choice["logprobs"]["content"]
+    assert len(token["top_logprobs"]) == 5
+    assert verdict(answer) in (True, False, None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,7 @@ from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.types import Namespace, Request, TextSegment
 from semkv_guards import veto
-from semkv_guards.spelling import WORDS, alike, slips
+from semkv_guards.spelling import WORDS, alike, slips_alone
 
 STORED = "What are the advantages of eating breakfast early?"
 
@@ -23,7 +23,11 @@ STORED = "What are the advantages of eating breakfast early?"
         ("Is the goverment elected?", "Is the government elected?", "government"),
         ("Thier car is red", "Is their car red?", "Their"),
         ("Is it neccessary?", "Is it necessary?", "necessary?"),
-        ("Is it untill Monday?", "Is it until Monday?", "untill"),  # the last letter
+        ("Is it untill Monday?", "When is it not until Monday?", "untill"),  # the last letter
+        ("Is it untill Monday?", "Is it until Monday?", "until"),  # nothing else differs
+        ("Is the website slwo today?", "Is the website slow today?", "slow"),
+        ("Thsi shop is closed", "This shop is closed", "This"),
+        ("Have you hve any?", "Have you have any?", "have"),
     ],
 )
 def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) -> None:
@@ -47,6 +51,14 @@ def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) 
         ("What does captial() do?", "What does capital() do?"),  # code
         ("How do you spell goverment?", "How do you spell government?"),
         ("Is the chages table new?", "Is the charges table new?"),  # or "changes"
+        ("How do I open a bwl file?", "How do I open a bowl file?"),  # an abbreviation
+        ("Which orm is best for Django?", "Which form is best for Django?"),
+        ("What does hodl mean?", "What does hold mean?"),  # slang
+        ("How do I pay the brad?", "How do I pay the bread?"),  # a name
+        ("Is grindr safe?", "Is Grinder safe?"),
+        ("I work in slaes", "I work in sales now"),  # another word more, so too short a word
+        ("Which dose is safe?", "Which does is safe?"),
+        ("soem rain", "some rain"),  # too few words
     ],
 )
 def test_what_may_be_another_word_stays(a: str, b: str) -> None:
@@ -56,12 +68,13 @@ def test_what_may_be_another_word_stays(a: str, b: str) -> None:
 
 def test_the_word_list_knows_every_slip_that_is_a_word() -> None:
     tables = WORDS.read_text(encoding="utf-8").split('"""')
-    common, rare = tables[1].split(), tables[3].split()
+    common, rare, frequent = (tables[place].split() for place in (1, 3, 5))
     assert common == sorted(set(common))
     assert rare == sorted(set(rare) - set(common))
-    made = {slip for word in common for slip in slips(word)}
+    made = {slip for word in common for slip in slips_alone(word)}
     assert made.issuperset(rare)
     assert made & set(common)  # "trail", "trial"
+    assert len(set(frequent)) == len(frequent)
 
 
 @pytest.fixture

@@ -125,6 +125,7 @@ class SemanticCache:
         index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
         tiers: asked after the built-in ones, in this order.
         encoder_limit_s: longest wait of a lookup for the text encoder; None for no limit.
+        judge: names the model whose verdicts count, where the settings have one.
         log: through which caches of other directories share entries; closed with the cache.
 
     Raises:
@@ -143,6 +144,7 @@ class SemanticCache:
         index: Callable[[int], Index] | None = None,
         tiers: Sequence[Tier] = (),
         encoder_limit_s: float | None = None,
+        judge: str = "",
         log: EntryLog | None = None,
     ) -> None:
         self.config = config
@@ -175,16 +177,17 @@ class SemanticCache:
             catalog=self._catalog,
             fingerprint=hook.fingerprint if encoder is None else encoder.fingerprint,
             tally=self._tally,
+            judge=judge,
         )
         encoder = None if encoder is None else looking
-        judge = looking if config.embedding_hook.startswith("prompt") else encoder
+        comparing = looking if config.embedding_hook.startswith("prompt") else encoder
         self._planner = Planner(
             config,
             self.media,
             self._decider,
             checking=self._checking,
             tally=self._tally,
-            encoder=judge,
+            encoder=comparing,
         )
         self.pending = PendingTier(
             config,
@@ -315,8 +318,20 @@ class SemanticCache:
             proposed=proposed,
             hit_id=hit_id,
             near=found.near,
+            doubt=found.doubt if self.config.mode is CacheMode.LIVE else None,
             left_out=found.left_out,
         )
+
+    def keep_verdict(self, report: ReuseReport, *, same: bool) -> None:
+        """Take a judge's verdict on ``report.doubt``: whether one answer serves the request and the donor. It counts
+        for these texts from now on, in every process on the directory."""
+        if report.doubt is not None:
+            with self._tally.boundary("catalog"):
+                self._checking.keep_verdict(report.request, report.doubt[1], same=same)
+
+    def settled(self, report: ReuseReport) -> ReuseReport:
+        """The report once the verdict on its doubt is kept: of the hit that a yes makes, or of the miss that it is."""
+        return self.pending.settled(report)
 
     # -- recording ----------------------------------------------------------------------------------------------
 

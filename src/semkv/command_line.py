@@ -24,6 +24,7 @@ _S = TypeVar("_S")
 _OTHERS = (
     "SEMKV_SECRET",
     "SEMKV_ADMIN_KEY",
+    "SEMKV_JUDGE_KEY",
     "SEMKV_CONFIG",
     "SEMKV_HOST",
     "SEMKV_PORT",

@@ -63,12 +63,15 @@ class PolicyConfig:
         similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short: cosines are
             float32, good to a millionth.
         index_encoder: Sentence encoder of the text tiers: id or directory.
-        policy: Who has the last word on an approximate match: fixed, calibrated, bounded, or package.module:Factory.
+        policy: Who has the last word on an approximate match: fixed, calibrated, bounded, judge (a model, below the
+            threshold), or package.module:Factory.
         max_error_rate: Wrong approximate answers per request that the bounded policy allows.
         calibration: A file that `semkv calibrate` wrote: the curve of the calibrated policy, the prior of the bounded
             one.
         verify_rate: Share of approximate hits whose unchanged request is also run, to compare; by default 0.1 for the
             bounded policy and 0 for the others.
+        judge: Under the bounded policy, too, a model judges pairs that the policy would refuse.
+        judge_threshold: Least cosine of a pair that a model judges.
         guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
             word order.
     """
@@ -79,6 +82,8 @@ class PolicyConfig:
     max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
     calibration: Annotated[Path | None, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, NEAR] = None
+    judge: Annotated[bool, Parameter(negative=""), NEAR] = False
+    judge_threshold: Annotated[float, COSINE, NEAR] = 0.75
     guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
 
     def __post_init__(self) -> None:
@@ -91,10 +96,18 @@ class PolicyConfig:
                 None,
                 "a file that `semkv calibrate` wrote, for --policy calibrated",
             )
-        if self.policy is PolicyName.FIXED and self.calibration is not None:
+        if self.policy in (PolicyName.FIXED, PolicyName.JUDGE) and self.calibration is not None:
             raise ConfigError(
-                "--calibration", str(self.calibration), "given with another --policy than fixed"
+                "--calibration", str(self.calibration), "given with --policy calibrated or bounded"
             )
+
+        if self.judge and self.policy not in (PolicyName.BOUNDED, PolicyName.JUDGE):
+            raise ConfigError("--judge", True, "given with --policy bounded or judge")
+
+    @property
+    def judges(self) -> bool:
+        """Whether a model is shown pairs in doubt."""
+        return self.judge or self.policy is PolicyName.JUDGE
 
     @property
     def checked_share(self) -> float:

@@ -69,6 +69,7 @@ class PolicyName(StrEnum):
     FIXED = "fixed"
     CALIBRATED = "calibrated"
     BOUNDED = "bounded"
+    JUDGE = "judge"
 
 
 class TierChoice(StrEnum):
@@ -222,6 +223,7 @@ class Match:
         whole: whether the donor's whole prompt matched, so that its answer can be used.
         wording: how the words differ (`semkv_guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
+        judged: whether a judge said that one answer serves both; None where none has.
     """
 
     tier: str
@@ -231,6 +233,7 @@ class Match:
     whole: bool = True
     wording: tuple[float, float, float] | None = None
     others: tuple[Score, ...] = ()
+    judged: bool | None = None
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -276,6 +279,7 @@ class ReuseReport:
         hit_id: names this hit for `SemanticCache.checked` and `SemanticCache.report_wrong`; empty on a miss.
         near: the best approximate match of a whole prompt that the policy refused, and that donor's answer; None where
             there is none, or another match was used. What the engine answers tells whether it would have been right.
+        doubt: the best match that a judge's yes would make a hit, with its donor: see `SemanticCache.keep_verdict`.
         left_out: tiers that ``--tiers auto`` did not ask; with ``all`` those that it would not have asked.
     """
 
@@ -288,6 +292,7 @@ class ReuseReport:
     proposed: Plan | None = None
     hit_id: str = ""
     near: tuple[Match, str] | None = None
+    doubt: tuple[Match, Entry] | None = None
     left_out: frozenset[str] = frozenset()
 
     @property
@@ -327,6 +332,7 @@ class ReuseReport:
             proposed=None,
             hit_id="",
             near=None,
+            doubt=None,
         )
 
     def unused(self) -> ReuseReport:

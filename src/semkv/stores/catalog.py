@@ -63,12 +63,14 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 
 # Files of earlier versions are without these tables, and had two that are dropped. `shared` has one row where the file
 # shares entries with other files: the place in the log up to which it has read. `removals` are the removals that the
-# other files have not read yet. `barred` are the texts that an entry must not answer.
+# other files have not read yet. `barred` are the texts that an entry must not answer. `judged` are pairs of texts, and
+# whether a judge said that one answer serves both.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS barred (pair TEXT NOT NULL UNIQUE, entry TEXT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS barred_entry ON barred (entry)",
+    "CREATE TABLE IF NOT EXISTS judged (pair TEXT NOT NULL UNIQUE, same INTEGER NOT NULL)",
     "DROP TABLE IF EXISTS sentences",
     "DROP TABLE IF EXISTS contexts",
 )
@@ -96,6 +98,8 @@ _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=M
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that wait for others; one of everything stands for more
 _BARRED = 65_536  # pairs found wrong that are kept, the latest
+_JUDGED = 65_536  # pairs that were judged, those used last
+_USE_VERDICT = "UPDATE judged SET rowid=(SELECT MAX(rowid) FROM judged)+1 WHERE pair=?"
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
 created, last_hit, hits FROM """  # noqa: S608 (our own words)
@@ -326,6 +330,22 @@ class Catalog:
     def is_barred(self, pair: str) -> bool:
         """Whether an entry was wrong for a text."""
         return bool(self.database.rows("SELECT 1 FROM barred WHERE pair=?", pair))
+
+    def judge(self, pair: str, *, same: bool) -> None:
+        """Note whether one answer serves a pair of texts."""
+        with self.database.write() as db:
+            db.execute("INSERT OR REPLACE INTO judged VALUES (?, ?)", (pair, same))
+            db.execute(
+                "DELETE FROM judged WHERE rowid<=(SELECT MAX(rowid) FROM judged)-?", (_JUDGED,)
+            )
+
+    def verdict(self, pair: str) -> bool | None:
+        """Whether one answer serves a pair of texts; None where that is not known. A pair that is asked for stays."""
+        found = self.database.rows("SELECT same FROM judged WHERE pair=?", pair)
+        if not found:
+            return None
+        self.database.later(_USE_VERDICT, pair)
+        return bool(found[0][0])
 
     def _trim(self, db: sqlite3.Connection, keep: int) -> Removed:
         excess = len(self) - self.max_entries

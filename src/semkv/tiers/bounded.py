@@ -19,6 +19,10 @@ that is worth a few observations. The risk of a cell is that of all its observat
 whichever is greater: traffic may shift. Cells are opened in the order of their risk until the wrong answers they would
 bring meet what is left.
 
+A judge's yes makes a wrong answer less likely: such a match falls into a cell of its own, where the checks count how
+often the judge errs. Its no is a refusal. Where a match is refused and no judge has seen it, a judge may be asked, as
+long as it has not turned out to err too often.
+
 A text that is served a second time is checked always: after that it has an answer of its own, and a wrong one is not
 served again.
 
@@ -31,7 +35,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from typing import Any
 
@@ -52,6 +56,7 @@ _DOUBT = 0.05  # chance with which the bound may fail
 _RESERVE = 2500.0  # requests whose budget is kept free, for wrong answers that no check has found
 _SAVED = 4 * _RESERVE  # requests whose unused budget is kept at most
 _LEAST_RISK = 0.002
+_YES = 20.0  # odds of a right answer are so many times those before a judge said yes, until checks tell
 _MOST_RISK = 0.3  # no match more likely wrong than this is served, whatever the budget
 _HORIZON = 0.3  # what is left is spent over so large a share of the requests so far
 _EASE = 0.5  # of that, what the open cells should need: what is safe is served longer
@@ -98,6 +103,8 @@ _WORDINGS = ("other words", "other forms", "order")
 
 def _kind(match: Match) -> str:
     """What there is to doubt in a match that no guard objects to: traps come in clusters of one kind."""
+    if match.judged:
+        return "judged"
     differing = dict(zip(_WORDINGS, match.wording or (), strict=False))
     if differing.get("order"):
         return "order"
@@ -157,6 +164,7 @@ class Bounded(Decider):
         max_error_rate: bound on wrong approximate answers per request.
         calibration: estimates the risk in the tiers in ``tiers``; None takes `cautious`.
         tiers: status keys whose scores are cosines of the calibrated encoder.
+        judged_from: least score of a match that a judge may be asked about; None where there is no judge.
     """
 
     learns = True
@@ -167,8 +175,10 @@ class Bounded(Decider):
         max_error_rate: float,
         calibration: Calibration | None = None,
         tiers: frozenset[str] = frozenset(),
+        judged_from: float | None = None,
     ) -> None:
         self._rate = max_error_rate
+        self._judged_from = judged_from
         self._calibration = calibration
         self._tiers = tiers
         self._arms: dict[ArmKey, Arm] = {}
@@ -206,8 +216,11 @@ class Bounded(Decider):
                 arm.asked[place] += 1
                 self._latest = request
             risk = arm.risk[place]
+            if match.judged is False:
+                return Decision(False, "judged", risk)
             if not arm.open[place] or match.score < FLOOR:
-                return Decision(False, f"risk {risk:.4f}: not open", risk)
+                doubt = self._may_judge(match)
+                return Decision(False, f"risk {risk:.4f}: not open", risk, doubt=doubt)
             if self._free() < 1.0:
                 return Decision(False, f"risk {risk:.4f}: beyond the budget", risk)
             share = 1.0
@@ -219,6 +232,14 @@ class Bounded(Decider):
             stake = self._stake(share)
             self._left -= stake
             return Decision(True, f"risk {risk:.4f}", risk, 1.0, stake)
+
+    def _may_judge(self, match: Match) -> bool:
+        """Whether a judge's yes may help: its answers to such matches have not been wrong too often."""
+        asks = self._judged_from is not None and match.score >= self._judged_from
+        if not asks or match.judged is not None:
+            return False
+        arm, place = self._cell(replace(match, judged=True))
+        return arm.risk[place] <= _MOST_RISK
 
     def _served_before(self, request: Request) -> bool:
         """Whether a text was served before; remembers that it is now."""
@@ -261,7 +282,10 @@ class Bounded(Decider):
             self._arms[key] = Arm()
             self._review()
         right = math.prod(1.0 - self._estimate(score, match) for score in match.scores)
-        return self._arms[key], band(1.0 - right)
+        wrong = 1.0 - right
+        if match.judged:
+            wrong = wrong / (wrong + _YES * right) if wrong else 0.0
+        return self._arms[key], band(wrong)
 
     def _estimate(self, score: Score, match: Match) -> float:
         """The chance of a wrong answer by one of a match's scores."""

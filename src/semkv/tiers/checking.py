@@ -20,9 +20,10 @@ from semkv.encoders.text import at_unit_length
 from semkv.latest import Latest
 from semkv.stores.catalog import Catalog
 from semkv.tiers.policies import Decider, Decision
-from semkv.types import Exactness, Match, Request, ReuseReport
+from semkv.types import Entry, Exactness, Match, Request, ReuseReport, TextSegment
 from semkv_guards import said_otherwise
 from semkv_guards.folding import normalise
+from semkv_guards.judge import VERSION
 from semkv_stores.digests import digest
 from semkv_stores.files import replace_text
 
@@ -100,11 +101,11 @@ class _OpenHit(NamedTuple):
 
 
 class Checking:
-    """The open hits, the sample that is checked, the pairs found wrong, and what outcomes teach the policy.
+    """The open hits, the sample that is checked, the pairs found wrong or judged, and what outcomes teach the policy.
 
     Pairs are kept in the ``catalog``, for all processes; what the policy learned in a file beside it, for scores of the
     encoder with this ``fingerprint``. Any thread may call any method. ``rate`` is the share of approximate hits in the
-    random sample; ``remove`` deletes an entry, by its id.
+    random sample; ``remove`` deletes an entry, by its id; ``judge`` names the model whose verdicts count.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Checking:
         catalog: Catalog,
         fingerprint: str,
         tally: Tally,
+        judge: str = "",
     ) -> None:
         self._rate = rate
+        self._judge = judge
         self._decider = decider
         self._same = same
         self._remove = remove
@@ -157,6 +160,22 @@ class Checking:
     def blocked(self, request: Request, entry_id: str) -> bool:
         """Whether a donor was found wrong for a request's text, by this process or another."""
         return self._catalog.is_barred(_pair_of(request, entry_id))
+
+    def verdict(self, request: Request, donor: Entry) -> bool | None:
+        """What the judge said of a request and a donor, in this process or another; None where it was not asked."""
+        return self._catalog.verdict(self._judged_pair(request, donor))
+
+    def keep_verdict(self, request: Request, donor: Entry, *, same: bool) -> None:
+        """Remember what the judge said."""
+        self._catalog.judge(self._judged_pair(request, donor), same=same)
+
+    def _judged_pair(self, request: Request, donor: Entry) -> str:
+        """The name of all that a verdict depends on: the judge and what it is asked, the tenant and model, the texts of
+        the whole request, and the donor's."""
+        space = request.namespace
+        shown = (segment.text for segment in request.segments if isinstance(segment, TextSegment))
+        own = (request.chunk_text, donor.chunk_text, donor.question)
+        return digest("judged", VERSION, self._judge, space.tenant, space.model, *own, *shown)
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class Lookup:
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
     near: tuple[Match, str] | None = None  # see `ReuseReport.near`
+    doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
 
 
@@ -103,6 +104,7 @@ class Planner:
         self._encoder = encoder
         self._normalised = config.normalised
         self._by_place = config.match is MatchPolicy.ALL
+        self._judges = config.judges and self._by_place
         guarded = config.guards and self._by_place
         self.guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
@@ -123,6 +125,7 @@ class Planner:
             if found.plan is not None:
                 found.donor = candidate.donor
                 found.near = None if found.plan.full else found.near
+                found.doubt = None if found.plan.full else found.doubt
                 found.statuses.update(dict.fromkeys(candidate.agreed, Status.HIT))
                 return
 
@@ -159,10 +162,17 @@ class Planner:
                     self._tally.add("veto:length")
                     return None
                 words = wording(request.chunk_text, donor.chunk_text)
-                match = replace(match, score=min(match.score, cosine), wording=words)
-            found.decision = self._judge(request, donor, match)
+                match = replace(
+                    match,
+                    score=min(match.score, cosine),
+                    wording=words,
+                    judged=self._verdict(request, donor),
+                )
+            found.decision = self._decide(request, donor, match)
             if not found.decision.accept:
                 found.near = found.near or ((match, donor.response) if whole else None)
+                if found.decision.doubt and self._can_judge(request):
+                    found.doubt = found.doubt or (match, donor)
                 return None
         leading = own if exactness is Exactness.EXACT else self._available(request, run)
         if leading is None:
@@ -211,7 +221,15 @@ class Planner:
             (cosine_of(self._encoder, *spelling.alike(*place)) for place in places), default=1.0
         )
 
-    def _judge(self, request: Request, donor: Entry, match: Match) -> Decision:
+    def _can_judge(self, request: Request) -> bool:
+        """Whether a judge may be asked about a request: it sees no images."""
+        return self._judges and not request.media
+
+    def _verdict(self, request: Request, donor: Entry) -> bool | None:
+        """What a judge said of a donor; None where none has been asked."""
+        return self._checking.verdict(request, donor) if self._can_judge(request) else None
+
+    def _decide(self, request: Request, donor: Entry, match: Match) -> Decision:
         """What checks found, then the policy."""
         if self._checking.blocked(request, donor.entry_id):
             self._tally.add("barred")
@@ -642,11 +660,23 @@ class PendingTier:
             return {}
         texts = [entry.donor.chunk_text for entry in (own, *others)]
         mine, *theirs = vectors_of(self._encoder, texts)
-        return {
+        found = {
             other: as_cosine(float(mine @ vector))
             for other, vector in zip(others, theirs, strict=True)
             if mine is not None and vector is not None
         }
+        return found | self._respelled(own, found)
+
+    def _respelled(
+        self, own: PendingEntry, cosines: Mapping[PendingEntry, float]
+    ) -> dict[PendingEntry, float]:
+        """The cosines of those below the threshold that have slips, once these are put right."""
+        text = own.donor.chunk_text
+        certain = self._config.similarity_threshold
+        far = [other for other, cosine in cosines.items() if cosine < certain]
+        pairs = {other: spelling.alike(text, other.donor.chunk_text) for other in far}
+        slips = [other for other in far if pairs[other] != (text, other.donor.chunk_text)]
+        return {other: cosine_of(self._encoder, *pairs[other]) for other in slips[:_DONORS]}
 
     def try_reuse(self, report: ReuseReport, candidate: Candidate) -> ReuseReport | None:
         """Whether a request whose lookup found nothing may have the answer of a pending entry, a ``candidate`` that
@@ -663,3 +693,21 @@ class PendingTier:
                 report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None
             )
         return None
+
+    def settled(self, report: ReuseReport) -> ReuseReport:
+        """The report of a lookup once a judge's verdict on its doubt is known: of a hit, or of the miss that it is."""
+        if report.doubt is None:
+            return report
+        match, donor = report.doubt
+        candidate = Candidate(
+            donor,
+            len(donor.segments),
+            match.tier,
+            match.score,
+            agreed=(match.tier,),
+            others=match.others,
+            similar=Keyed(donor.namespace, donor.segments).question,
+        )
+        report = replace(report, doubt=None)
+        found = self.try_reuse(report, candidate)
+        return report if found is None else replace(found, donor_response=donor.response)

@@ -4,6 +4,7 @@ fixed       the threshold of the flags
 calibrated  the chance of a wrong answer at this score and wording, fitted from labeled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
             (`semkv.tiers.bounded`)
+judge       the threshold of the flags, and below it what a judge has said yes to (`SemanticCache.keep_verdict`)
 
 A guard's veto comes before all of them, and is final: what a guard sees, such as another dose, is too rare in labeled
 pairs and in traffic for its cost to be learned there.
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 from semkv import plug
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError, DatasetError
+from semkv.tiers.tier import SEMANTIC
 from semkv.types import Entry, Match, PolicyName, Request
 from semkv.user_files import read_json
 from semkv_guards import MOST_UNMATCHED, Wording
@@ -43,6 +45,7 @@ class Decision:
         risk: the chance of a wrong answer, where the policy knows one.
         check: check this hit at least with this chance.
         stake: the part of the budget that comes back when a check finds the answer right.
+        doubt: a judge has not been asked, and its yes may change the decision.
     """
 
     accept: bool
@@ -50,6 +53,7 @@ class Decision:
     risk: float | None = None
     check: float = 0.0
     stake: float = 0.0
+    doubt: bool = False
 
 
 class Decider(Protocol):
@@ -93,6 +97,27 @@ class FixedThreshold(Decider):
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         return Decision(True)
+
+
+class Judged(Decider):
+    """Accepts what the threshold of the flags accepts, and from ``least`` on what a judge has said yes to.
+
+    Args:
+        certain: cosine of the semantic text tier from which no judge is asked; other tiers have their own threshold.
+        least: cosine below which none is asked either.
+    """
+
+    def __init__(self, certain: float, least: float) -> None:
+        self._certain = certain
+        self.floor = min(certain, least)
+
+    def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
+        if match.judged is not None:
+            return Decision(match.judged, "judged")
+        own = (score.cosine for score in match.scores if score.tier == SEMANTIC)
+        if min(own, default=1.0) >= self._certain:
+            return Decision(True)
+        return Decision(False, "in doubt", doubt=True)
 
 
 def features(score: float, wording: tuple[float, float, float] | None) -> tuple[float, ...]:
@@ -213,8 +238,10 @@ def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
         return own
     if config.policy is PolicyName.FIXED:
         return FixedThreshold()
+    if config.policy is PolicyName.JUDGE:
+        return Judged(config.similarity_threshold, config.judge_threshold)
     prompt = ["embedding:prompt"] if config.embedding_hook in _PROMPT_HOOKS else []
-    tiers = frozenset(["semantic_text", *prompt])
+    tiers = frozenset([SEMANTIC, *prompt])
     calibration = None if config.calibration is None else Calibration.load(config.calibration)
     if calibration is not None and calibration.fingerprint != fingerprint:
         raise ConfigError(
@@ -226,6 +253,7 @@ def build_policy(config: CacheConfig, fingerprint: str) -> Decider:
     if config.policy is PolicyName.BOUNDED:
         from semkv.tiers.bounded import Bounded  # which stands on this module
 
-        return Bounded(config.max_error_rate, calibration, tiers)
+        judged_from = config.judge_threshold if config.judge else None
+        return Bounded(config.max_error_rate, calibration, tiers, judged_from=judged_from)
     assert calibration is not None  # CacheConfig holds it
     return Calibrated(calibration, tiers)

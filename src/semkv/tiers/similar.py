@@ -46,7 +46,7 @@ VISION = "vision"
 # of a layer, and of L1: the next ones are asked when the policy refuses the best
 _NEIGHBOURS = 8
 _QUESTIONS = 4
-_MISSPELLED = 0.5  # least cosine of a text with a slip to the same text without it
+_MISSPELLED = 0.3  # least cosine of a text with a slip to the same text without it
 _RESPELLED = 2  # pairs of texts that a lookup encodes anew, with slips put right
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 _PAGE = 4096
@@ -96,6 +96,7 @@ class SimilarTier:
         self._any = config.match is MatchPolicy.ANY
         self._within_media = config.scope is Scope.MEDIA
         self._most = 1 if config.normalised else _SPELLINGS
+        self._certain = config.similarity_threshold
         self._purge: str | None = None
         with tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
@@ -339,13 +340,14 @@ class SimilarTier:
     def by_spelling(self, keyed: Keyed, text: str, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar once what is misspelled in either is put right.
 
-        An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold.
+        An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold, and
+        once more where a policy looks below it.
         """
         slot = keyed.question_slot(with_media=self._within_media)
         layer = self.layers[SEMANTIC]
         left = _RESPELLED
-        for neighbour in layer.search(slot, vector, _QUESTIONS, _MISSPELLED):
-            is_misspelled = neighbour.score < layer.threshold and left > 0
+        for neighbour in layer.search(slot, vector, _NEIGHBOURS, _MISSPELLED):
+            is_misspelled = neighbour.score < self._certain and left > 0
             donor = self._entry(neighbour.item) if is_misspelled else None
             if donor is None:
                 continue

@@ -48,6 +48,7 @@ from semkv_gateway.http import (
     Send,
     Upstream,
 )
+from semkv_gateway.judge import Judge
 from semkv_gateway.logs import Seen, Tracing, begin
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
@@ -305,6 +306,7 @@ def gateway_of(
         semantic = SemanticCache(
             config,
             encoder_limit_s=settings.encoder_timeout,
+            judge=f"{settings.judge_url} {settings.judge_model}",
             log=entry_log,
         )
         semantic.warm_up()
@@ -318,6 +320,17 @@ def gateway_of(
         least_cosine=rules.least_cosine,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
+    judge = None
+    if config is not None and config.judges:
+        judge = Judge(
+            settings,
+            secret=secret,
+            key=environment.get("SEMKV_JUDGE_KEY", ""),
+            cache=cache,
+            upstream=upstream,
+            metrics=metrics,
+            worth=worth,
+        )
     gateway = Gateway(
         settings,
         secret,
@@ -327,6 +340,7 @@ def gateway_of(
         sampling=sampling,
         worth=worth,
         rules=rules,
+        judge=judge,
     )
     metrics.read_sizes(gateway.sizes)
     return gateway

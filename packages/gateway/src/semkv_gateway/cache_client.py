@@ -77,6 +77,12 @@ class Lookup:
         return match.score if match is not None and self.tier != EXACT else None
 
     @property
+    def judged(self) -> bool:
+        """Whether the donor is one to which a judge said yes."""
+        match = self.report.plan.match if self.report is not None else None
+        return match is not None and match.judged is True
+
+    @property
     def donor(self) -> str:
         """Id of the donor; empty without one."""
         match = self.report.plan.match if self.report is not None else None
@@ -267,6 +273,39 @@ class CacheClient:
             if report is not None:
                 return Lookup(same, None, report)
         return None
+
+    async def doubted(self, lookup: Lookup, own: CanonicalRequest) -> Lookup | None:
+        """What a judge's yes would give a request: the donor's stored answer. None where its lookup left no doubt, or
+        there is no such answer that it may have."""
+        report = lookup.report
+        if report is None or report.doubt is None:
+            return None
+        match, donor = report.doubt
+        plan = Plan(donor.segments, len(donor.segments), match)
+        other = await self._guarded("semantic", _in_thread(own.with_plan, plan))
+        if other is None or other.key == own.key:
+            return None
+        least = max(self._least_cosine(own), self._least_cosine(other))
+        found = await self.stored(other.key) if match.score >= least else None
+        return None if found is None else Lookup(other, found, report)
+
+    async def keep_verdict(self, report: ReuseReport, *, same: bool) -> None:
+        """Remember what a judge said of a lookup's doubt."""
+        if self.semantic is not None:
+            keep = _in_thread(self.semantic.keep_verdict, report, same=same)
+            await self._guarded("semantic", keep)
+
+    async def settled(self, doubted: Lookup) -> Lookup | None:
+        """The hit that a judge's yes makes of what `doubted` returned; None where policy or checks refuse it."""
+        assert self.semantic is not None
+        assert doubted.report is not None
+        settling = _in_thread(self.semantic.settled, doubted.report)
+        report = await self._guarded("semantic", settling)
+        if report is None or not report.plan.full:
+            return None
+        self._count(found=True)
+        found = await self.stored(doubted.canonical.key)  # it may be gone by now
+        return replace(doubted, found=found, report=report)
 
     # -- storing ------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
+from semkv_gateway.judge import Judge
 from semkv_gateway.logs import ONLY
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
 from semkv_gateway.outcome import Outcome
@@ -163,8 +164,10 @@ class Gateway:
         sampling: Sampling,
         worth: Worth,
         rules: Rules | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.settings = settings
+        self.judge = judge
         self.worth = worth
         self.holdout = Holdout(settings.holdout, metrics)
         self.upstream = upstream
@@ -297,9 +300,11 @@ class Gateway:
         if answer is not None or request.reader is not None or not request.shared:
             return answer
         near = await self._similar(found)
-        if near is None:
-            return None
-        answer = await self._near(request, near)
+        if near is not None:
+            answer = await self._near(request, near)
+        elif self.judge is not None and not self.holdout.holds(request.canonical):
+            judged = await self.judge.settled(request.call, request.canonical, found)
+            answer = None if judged is None else self._hit(request, judged)
         return answer or self._join_or_memory(request, found)
 
     # -- credentials --------------------------------------------------------------------------------------------
@@ -455,6 +460,7 @@ class Gateway:
             donor=lookup.donor,
             age_s=found.age_s,
             stale=found.stale,
+            judged=lookup.judged,
             joined=joined,
             zeroed=is_zeroed,
             payload=lambda: payload,
@@ -831,6 +837,8 @@ class Gateway:
     async def aclose(self) -> None:
         """Stop upstream requests, finish what is being written, close the stores."""
         self.flights.close()
+        if self.judge is not None:
+            await self.judge.aclose()
         if self.background:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstream.aclose()

@@ -489,7 +489,7 @@ class AppUpstream:
 class BegunReply:
     """An answer of which the first bytes were read already."""
 
-    def __init__(self, reply: _HttpReply | _AppReply) -> None:
+    def __init__(self, reply: _HttpReply | _AppReply | BegunReply) -> None:
         self._reply = reply
         self._pieces = reply.pieces()
         self._read: list[bytes] = []

@@ -227,6 +227,14 @@ class Metrics:
         self.lookup_seconds = self._histogram(
             "semantic_lookup_seconds", "Semantic lookups, encoders included."
         )
+        self.judge_seconds = self._histogram(
+            "judge_seconds", "Verdicts of the judge, as they came."
+        )
+        self.judged = self.counter(
+            "judged",
+            "Pairs in doubt by what the judge said; late counts requests that waited in vain.",
+            "outcome",
+        )
         self._uncacheable = self.counter(
             "uncacheable",
             "Requests that the cache could not answer, and answers that it could not keep.",

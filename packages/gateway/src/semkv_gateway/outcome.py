@@ -18,6 +18,7 @@ class Outcome:
         donor: id of that entry.
         age_s: age of a stored answer.
         stale: whether that answer's time to live is over.
+        judged: whether a judge said that the donor's answer will do.
         joined: whether the client waited for an answer to another request, which is stored now.
         steadied: whether the request was given the temperature 0.
         reordered: whether its documents were sent in another order than they came in.
@@ -34,6 +35,7 @@ class Outcome:
     donor: str = ""
     age_s: float | None = None
     stale: bool = False
+    judged: bool = False
     joined: bool = False
     steadied: bool = False
     reordered: bool = False
@@ -54,6 +56,8 @@ class Outcome:
             words.append(f"age={self.age_s:.0f}")
         if self.stale:
             words.append("stale")
+        if self.judged:
+            words.append("judged")
         if self.joined:
             words.append("joined")
         if self.zeroed:

@@ -1,6 +1,7 @@
 """Settings of the gateway. Secrets come from the environment and are never printed.
 
 SEMKV_SECRET       keys of stored answers are HMACs under it; made once per cache directory where it is not set
+SEMKV_JUDGE_KEY    is sent to --judge-url in place of the keys of requests
 SEMKV_ADMIN_KEY    opens the admin routes and the dashboard; without it they are closed
 SEMKV_<FLAG>       any flag of ``semkv serve`` in upper case, such as SEMKV_TTL; a flag given overrides it
 SEMKV_CONFIG       a TOML file of flags; what is given otherwise overrides it
@@ -54,6 +55,7 @@ def _is_url(text: str) -> bool:
 
 
 URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
+URL_OR_NONE = Allowed(URL.text, lambda text: not text or _is_url(text))
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -116,6 +118,11 @@ class ServerSettings(LookupConfig):
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
         encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
+        judge_model: The model that judges pairs in doubt; by default the one that the request names.
+        judge_url: Its OpenAI-compatible server; by default the upstream. It gets SEMKV_JUDGE_KEY, else the request's
+            own key.
+        judge_timeout: Seconds a request waits for the judge; then it goes on as a miss, and the verdict counts for the
+            next one. 0: none waits.
         prices: Such as `gpt-4o*=input=2.5 output=10`, per million tokens; may be repeated, in a file a table.
         worth_days: Days for which it is kept what was saved.
         hit_usage: original, or zero: the usage of a hit says that nothing was spent.
@@ -156,6 +163,9 @@ class ServerSettings(LookupConfig):
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
+    judge_model: Annotated[str, NEAR] = ""
+    judge_url: Annotated[str, URL_OR_NONE, NEAR] = ""
+    judge_timeout: Annotated[float, NOT_NEGATIVE, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
     hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"

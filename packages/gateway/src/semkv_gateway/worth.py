@@ -35,6 +35,7 @@ from semkv_gateway.usage import tokens_of
 
 log = logging.getLogger(__name__)
 
+JUDGE = "judge"  # the tier of hits that a judge's yes made
 JOINED = "joined"  # the tier of requests that had the answer of an equal one on its way
 _WRITE_S = 5.0  # between two writes
 _MODELS = 256  # whose pace is known
@@ -182,7 +183,8 @@ class Worth:
         """A stored answer was given, or that of a request on its way that asks the same in other words."""
         report = lookup.report
         if report is not None and lookup.tier != EXACT and report.plan.match is not None:
-            tier = name_of(report.plan.match.tier)
+            match = report.plan.match
+            tier = JUDGE if match.judged else name_of(match.tier)
             counts = tier not in report.left_out
             tokens = tokens_of(response.payload)
             self._add(lookup.canonical, tokens, tier, counts=counts)
@@ -194,6 +196,21 @@ class Worth:
             hits.count += 1
         if len(self._exact) >= _WAITING:
             self._add_exact()
+
+    def judged(
+        self,
+        canonical: CanonicalRequest,
+        model: str,
+        payload: bytes,
+        *,
+        seconds: float,
+        counts: bool,
+    ) -> None:
+        """A judge was asked for a request, and took so long; ``counts`` as for `Account.spent`."""
+        self._account.spent(JUDGE, seconds, counts=counts)
+        money = self._prices.money(model, *tokens_of(payload))
+        with self._lock:
+            self._of(canonical).sent_money += money
 
     def joined(self, canonical: CanonicalRequest, flight: InFlight) -> None:
         """A request has the answer of an equal one, which is still on its way."""

@@ -2,6 +2,10 @@
 
 Only what is certain is put right. A word that stands in no list may be a drug, a product or a name, so the one that was
 meant has to be common, one slip away, and in the other text; no other common word is one slip away.
+
+Where two texts are the same but for one word, more is certain: short words, and first and last letters, are put right
+as well. Of several words that may have been meant, that of the other text then has to be much more common than all
+others.
 """
 
 from __future__ import annotations
@@ -19,13 +23,22 @@ from semkv_guards.language import languages
 WORDS = Path(__file__).parent / "words" / "spelling" / "en.toml"
 SHORTEST = 5
 """Letters of a word that may have been meant."""
+SHORTEST_ALONE = 4
+"""The same where nothing else differs."""
 LONGEST = 24
 """Letters of a word that may be a slip: what is made of one by slips grows with the square of its length."""
 _LONG = 8  # of one that lost its first letter
 _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _MOST = 4  # slips in a text; one with more is no slip
-_WORD = re.compile(r"(?<![^\s(\"'])[A-Za-z]?[a-z]{3,}(?![^\s.,;:?!)\"'])")
+_WORDS = 3  # of texts that are the same but for one word, at least
+_MORE_COMMON = 5.0  # times as common as all other words that may have been meant
+_RARE = 20_000  # rank of a word that is not among the frequent ones
+# What is asked may be the very word, which is slang, a brand or an abbreviation.
+_OF_A_WORD = frozenset(
+    "mean means meaning define defined definition stand stands term word slang acronym".split()
+)
+_WORD = re.compile(r"(?<![^\s(\"'])[A-Za-z]?[a-z]{2,}(?![^\s.,;:?!)\"'])")
 
 
 class Spelling(NamedTuple):
@@ -34,6 +47,15 @@ class Spelling(NamedTuple):
     common: frozenset[str]
     rare: frozenset[str]
     """Others that are one slip away from a common one."""
+    ranks: dict[str, int]
+    """Of common words, by how often they are used: 1 for the most frequent one."""
+
+    def frequency(self, word: str) -> float:
+        """How often a word is used, by Zipf's law."""
+        return 1.0 / self.ranks.get(word, _RARE)
+
+    def has(self, word: str) -> bool:
+        return word in self.common or word in self.rare or word in _lookalikes()
 
 
 def alike(a: str, b: str) -> tuple[str, str]:
@@ -42,11 +64,13 @@ def alike(a: str, b: str) -> tuple[str, str]:
     >>> alike("What is the captial of France?", "Which city is the capital of France?")
     ('What is the capital of France?', 'Which city is the capital of France?')
     """
-    if not any(map(_meant, _differing(a, b))):
+    alone = _apart(a, b)
+    if not alone and not any(map(_meant, _differing(a, b))):
         return a, b
     first = _plain_words(a)
     second = _plain_words(b)
-    meant = {
+    meant = {slip: word for slip, word in alone if {slip, word} <= first | second}
+    meant |= {
         slip: word
         for own, other in ((first - second, second - first), (second - first, first - second))
         for slip, word in _slips(own, other)
@@ -69,10 +93,55 @@ def slips(word: str) -> Iterator[str]:
             yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
 
 
+def slips_alone(word: str) -> Iterator[str]:
+    """What any slip makes of a word: any letter dropped or doubled, or any two exchanged."""
+    for i in range(len(word)):
+        yield word[:i] + word[i + 1 :]
+        yield word[:i] + word[i] + word[i:]
+        if i < len(word) - 1:
+            yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+
+
+def _apart(a: str, b: str) -> list[tuple[str, str]]:
+    """The slip in which alone two texts differ, with the word that was meant; nothing where there is none."""
+    first = a.split()
+    second = b.split()
+    if len(first) != len(second) or len(first) < _WORDS:
+        return []
+    if not _OF_A_WORD.isdisjoint(map(_core, first)):
+        return []
+    pairs = {(_core(x), _core(y)) for x, y in zip(first, second, strict=True) if x != y}
+    apart = [(x, y) for x, y in pairs if x != y]
+    if len(apart) != 1:
+        return []
+    x, y = apart[0]
+    return [(slip, word) for slip, word in ((x, y), (y, x)) if _is_slip_of(slip, word)]
+
+
+def _core(chunk: str) -> str:
+    return chunk.strip(_EDGES).lower()
+
+
+@lru_cache(maxsize=4096)
+def _is_slip_of(slip: str, word: str) -> bool:
+    """Whether a word that is none stands for a common one, and hardly for any other."""
+    known = _spelling()
+    fits = SHORTEST_ALONE <= len(word) <= LONGEST and word in known.common
+    if not fits or known.has(slip) or slip not in slips_alone(word) or word in _lookalikes():
+        return False
+    language = languages()[0]
+    if len(slip) < SHORTEST_ALONE and word not in language.stop_words:
+        return False  # it may be an abbreviation
+    others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
+    stem = language.stem(word)
+    rivals = sum(known.frequency(each) for each in others if language.stem(each) != stem)
+    return known.frequency(word) >= _MORE_COMMON * rivals
+
+
 def _differing(a: str, b: str) -> Iterator[str]:
     """The words that one text alone has, in small letters and without the signs around them."""
     for chunk in set(a.split()).symmetric_difference(b.split()):
-        word = chunk.strip(_EDGES).lower()
+        word = _core(chunk)
         if SHORTEST <= len(word) <= LONGEST and word.isalpha() and word.isascii():
             yield word
 
@@ -90,14 +159,9 @@ def _meant(word: str) -> frozenset[str]:
     be one of several."""
     known = _spelling()
     nothing: frozenset[str] = frozenset()
-    if (
-        not SHORTEST <= len(word) <= LONGEST
-        or word in known.common
-        or word in known.rare
-        or word in _lookalikes()
-    ):
+    if not SHORTEST <= len(word) <= LONGEST or known.has(word):
         return nothing
-    near = _near(word) & known.common
+    near = (each for each in _near(word) & known.common if len(each) >= SHORTEST)
     found = frozenset(each for each in near if word in slips(each))
     stems = {language.stem(each) for language in languages()[:1] for each in found}
     return found if len(stems) == 1 and found.isdisjoint(_lookalikes()) else nothing
@@ -144,8 +208,11 @@ def _put_right(text: str, meant: dict[str, str]) -> str:
 @cache
 def _spelling() -> Spelling:
     tables = tomllib.loads(WORDS.read_text(encoding="utf-8"))
+    frequent = tables["frequent"].split()
     return Spelling(
-        common=frozenset(tables["common"].split()), rare=frozenset(tables["rare"].split())
+        common=frozenset(tables["common"].split()),
+        rare=frozenset(tables["rare"].split()),
+        ranks={word: rank for rank, word in enumerate(frequent, 1)},
     )
 
 

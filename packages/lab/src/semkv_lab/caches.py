@@ -48,6 +48,7 @@ class Cache:
     """
 
     name, learns = "", False
+    judge: ScriptedJudge | None = None
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.encoder = encoder
@@ -352,10 +353,42 @@ class RedisVL(Cache):
 # -- semkv ------------------------------------------------------------
 
 
+class ScriptedJudge:
+    """A judge that knows the right answer and errs at known rates: a share of its answers to pairs of each kind."""
+
+    wrong_yes = 0.01  # of pairs that need two answers
+    wrong_no = 0.1  # of pairs that one answer serves
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)  # noqa: S311
+        self.asked = 0
+        self.said_yes = 0
+        self.wrongly_yes = 0
+
+    def says(self, same: bool) -> bool:
+        """What it says of a pair that one answer serves, or does not serve."""
+        errs = self._random.random() < (self.wrong_no if same else self.wrong_yes)
+        said = same != errs
+        self.asked += 1
+        self.said_yes += said
+        self.wrongly_yes += said and not same
+        return said
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "asked": self.asked,
+            "yes": self.said_yes,
+            "wrong yes": self.wrongly_yes,
+            "rate of wrong yes": self.wrong_yes,
+            "rate of wrong no": self.wrong_no,
+        }
+
+
 class SemKV(Cache):
     """The whole `SemanticCache` under the flags of a policy, with its catalog in a folder of its own.
 
-    ``seed`` is of a bounded policy's draws, which have none in use.
+    ``seed`` is of a bounded policy's draws, which have none in use. Pairs in doubt are shown to a `ScriptedJudge` where
+    the policy has a judge.
     """
 
     def __init__(
@@ -383,9 +416,15 @@ class SemKV(Cache):
             config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b
         )
         self._report: ReuseReport | None = None
+        self.judge = ScriptedJudge(seed or 0) if policy.judges else None
 
     def lookup(self, asked: Asked) -> str | None:
         self._report = self._cache.try_reuse(_request(asked))
+        if self.judge is not None and self._report.doubt is not None:
+            donor = self._report.doubt[1]
+            same = self.judge.says(donor.response == asked.answer)
+            self._cache.keep_verdict(self._report, same=same)
+            self._report = self._cache.settled(self._report)
         return self._report.donor_response if self._report.plan.full else None
 
     def store(self, asked: Asked) -> None:
@@ -478,7 +517,13 @@ def makers(
         return [
             semkv(PRECISION, {"precision": PRECISION}, policy="calibrated", calibration=calibration)
         ]
-    given = {"policy": "bounded", "calibration": calibration if name == "bounded" else None}
+    if name == "judge":
+        return [semkv(PolicyConfig.judge_threshold, {"cosine": threshold}, policy="judge")]
+    given = {
+        "policy": "bounded",
+        "calibration": calibration if name == "bounded" else None,
+        "judge": name == "bounded-judge",
+    }
     checks = PolicyConfig(policy="bounded").checked_share
     return [
         semkv(rate, {"max error rate": rate, "checks": checks}, max_error_rate=rate, **given)

@@ -36,7 +36,7 @@ from semkv_lab.console import environment, percent, shown, table, version, write
 from semkv_lab.labels import KINDS, SEED, Asked, Pair, Stream, fit, halves, know, neighbors, zipf
 from semkv_lab.metrics import Estimate, share
 from semkv_lab.samples import read_jsonl, read_rows
-from semkv_lab.settings import CACHES, SemanticFlags
+from semkv_lab.settings import CACHES, SemanticFlags, refuse_judge
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -117,6 +117,7 @@ def _header(flags: PolicyConfig) -> Row:
 
 def _cache(flags: PolicyConfig, texts: Iterable[str]) -> SemKV:
     """The cache under a policy, with an encoder that knows the texts."""
+    refuse_judge(flags)
     encoder = SentenceEncoder(flags.index_encoder, remembered=_REMEMBERED)
     know(texts, encoder)
     return SemKV(encoder, flags, seed=0)
@@ -324,7 +325,8 @@ def _pairs(bench: Bench, asking: Sequence[Pair], what: str) -> Found:
     for make in bench.makers:
         with bench.warm(make) as cache:
             row = _pair_figures(cache, pairs)
-        found[cache.name] = {"settings": cache.settings} | row
+        judge = None if cache.judge is None else cache.judge.to_json()
+        found[cache.name] = {"settings": cache.settings, "judge": judge} | row
         shares = (
             row[name] for name in ("hit_rate", "precision", "same that hit", "different that hit")
         )
@@ -492,6 +494,7 @@ def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -
         "checks": round(sum(one.checks for one in played) / total, 5),
         "best_static_hit_rate": round(sum(best) / total, 5),
         "best_static_hits": best,
+        "judge": None if cache.judge is None else cache.judge.to_json(),
         "lookup": times([second for one in played for second in one.seconds]),
     }
 

@@ -107,6 +107,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        refuse_judge(self.cache)
         if not (
             self.dataset in DATASETS
             or self.dataset.endswith(".jsonl")
@@ -152,6 +153,14 @@ class RunSettings:
         values = asdict(self) | {"instruction": self.instruction}
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))  # paths become texts
         return plain
+
+
+def refuse_judge(flags: PolicyConfig) -> None:
+    """Raises `ConfigError` where a policy needs a judge: a gateway alone asks one."""
+    if flags.judges:
+        raise ConfigError(
+            "--policy", str(flags.policy), "one without a judge, which only a gateway asks"
+        )
 
 
 def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -228,6 +237,8 @@ CACHES = (
     "calibrated",
     "bounded",
     "bounded-uncalibrated",
+    "judge",
+    "bounded-judge",
 )
 
 
@@ -246,7 +257,8 @@ class SemanticFlags:
     Attributes:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
         caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
-            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated.
+            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated; judge and bounded-judge with a scripted
+            judge that knows the answers and errs at known rates.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
             their clusters ask, the other half fits the calibration. By default the held-out rows of bench/data ask.
         stream: A stream of your own instead of generated ones: JSONL of text and cluster in the order of requests.
@@ -257,7 +269,7 @@ class SemanticFlags:
     """
 
     parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), MANY] = SEMANTIC_PARTS
-    caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-1]
+    caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-3]
     pairs: Path | None = None
     stream: Path | None = None
     requests: Annotated[int, POSITIVE] = 2000

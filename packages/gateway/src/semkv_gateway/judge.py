@@ -1,0 +1,229 @@
+"""Asks a model whether the answer of a donor that is in doubt serves a request.
+
+A pair is shown once, with the credentials and in the partition of the request that found it, to a chat completion of
+one token. Requests wait a short time for a verdict. One that comes later counts for the next request with these texts.
+A judge that fails several times in a row is left alone for a while, and one that is late is not waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from semkv.latest import Latest
+from semkv.tenants import tenant_salt
+from semkv.tiers.judging import one_token, shown, verdict
+from semkv.types import ReuseReport
+from semkv_gateway.cache_client import CacheClient, Lookup
+from semkv_gateway.http import JSON, BegunReply, Call, HttpUpstream, Scope, Upstream, UpstreamError
+from semkv_gateway.metrics import Metrics
+from semkv_gateway.request_key import CanonicalRequest
+from semkv_gateway.salts import Salts
+from semkv_gateway.settings import ServerSettings
+from semkv_gateway.worth import JUDGE, Worth
+from semkv_stores.breaker import Breaker
+
+log = logging.getLogger(__name__)
+
+PATH = "/v1/chat/completions"
+YES = "yes"
+NO = "no"
+LATE = "late"
+FAILED = "failed"
+LEFT = "left alone"
+_LONGEST_S = 30.0  # for a verdict that nobody waits for
+_AT_ONCE = 8  # pairs that are judged at once
+_BYTES = 64 * 1024  # of an answer
+_BREAKERS = 1024
+_KEYS = frozenset((b"authorization", b"api-key", b"x-api-key"))
+_ONCE = frozenset((b"idempotency-key", b"x-idempotency-key"))  # of the request that asks
+
+
+class Judge:
+    """Settles doubts. Used only on the event loop.
+
+    Args:
+        settings: which model, where, and how long a request waits.
+        secret: of the deployment, for the tenants' salts.
+        key: sent to a server of its own in place of the request's.
+        cache: keeps the verdicts.
+        upstream: where the requests go.
+        metrics: whose counters it adds to.
+        worth: which learns what it costs.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        secret: bytes,
+        key: str,
+        cache: CacheClient,
+        upstream: Upstream,
+        metrics: Metrics,
+        worth: Worth,
+    ) -> None:
+        self._model = settings.judge_model
+        self._secret = secret
+        self._key = key
+        self._limit_s = settings.judge_timeout
+        self._cache = cache
+        self._own = HttpUpstream(settings.judge_url) if settings.judge_url else None
+        self._upstream: Upstream = self._own or upstream
+        self._salts = Salts(on=settings.salt)
+        self._metrics = metrics
+        self._worth = worth
+        self._account = cache.account
+        self._running: dict[str, asyncio.Task[bool | None]] = {}
+        self._breakers: Latest[str, Breaker] = Latest(_BREAKERS)
+        self._lateness = Breaker()
+
+    async def settled(self, call: Call, asked: CanonicalRequest, found: Lookup) -> Lookup | None:
+        """The hit that a yes makes of a lookup's doubt; None where there is no doubt, or no yes in time."""
+        doubted = await self._cache.doubted(found, asked)
+        if doubted is None:
+            return None
+        pair = f"{asked.key} {doubted.canonical.key}"
+        judging = self._running.get(pair) or self._begin(pair, call, asked, doubted)
+        if judging is None or not await self._in_time(judging):
+            return None
+        return await self._cache.settled(doubted)
+
+    def _begin(
+        self, pair: str, call: Call, asked: CanonicalRequest, doubted: Lookup
+    ) -> asyncio.Task[bool | None] | None:
+        """Show a pair to the judge; None where it is not shown."""
+        report = doubted.report
+        assert report is not None
+        messages = shown(report)
+        if messages is None:
+            return None
+        breaker = self._breaker(asked)
+        is_busy = len(self._running) >= _AT_ONCE
+        pays = self._account.pays(JUDGE)
+        if breaker.is_open or is_busy or (self._account.auto and not pays):
+            self._metrics.judged.labels(LEFT).inc()
+            return None
+        asking = self._ask(call, asked, messages)
+        judging = self._judge(asking, breaker=breaker, asked=asked, report=report, pays=pays)
+        task = asyncio.ensure_future(judging)
+        self._running[pair] = task
+        task.add_done_callback(lambda _: self._running.pop(pair, None))
+        return task
+
+    def _breaker(self, asked: CanonicalRequest) -> Breaker:
+        """Of one tenant's requests to one model: the key of one or the model of another may be refused."""
+        name = f"{asked.partition} {self._model or asked.model}"
+        if name not in self._breakers:
+            self._breakers[name] = Breaker()
+        return self._breakers[name]
+
+    async def _in_time(self, judging: asyncio.Task[bool | None]) -> bool:
+        """Whether the judge says yes before the request's time is up."""
+        if self._limit_s <= 0.0 or self._lateness.is_open:
+            return False
+        try:
+            found = await asyncio.wait_for(asyncio.shield(judging), self._limit_s)
+        except TimeoutError:
+            self._lateness.failed()
+            self._metrics.judged.labels(LATE).inc()
+            return False
+        self._lateness.succeeded()
+        return found is True
+
+    async def _judge(
+        self,
+        asking: Coroutine[Any, Any, bytes],
+        *,
+        breaker: Breaker,
+        asked: CanonicalRequest,
+        report: ReuseReport,
+        pays: bool,
+    ) -> bool | None:
+        """Ask, and keep the verdict; None where there is none."""
+        start = time.perf_counter()
+        payload, found = await self._answer(asking)
+        seconds = time.perf_counter() - start
+        self._metrics.judge_seconds.observe(seconds)
+        model = self._model or asked.model
+        self._worth.judged(asked, model, payload, seconds=seconds, counts=pays)
+        if found is None:
+            breaker.failed()
+            self._metrics.judged.labels(FAILED).inc()
+            return None
+        breaker.succeeded()
+        self._metrics.judged.labels(YES if found else NO).inc()
+        await self._cache.keep_verdict(report, same=found)
+        return found
+
+    async def _answer(self, asking: Coroutine[Any, Any, bytes]) -> tuple[bytes, bool | None]:
+        """What the judge answers, and its verdict."""
+        payload = b""
+        if self._own is None:
+            self._worth.shares.begin()
+        try:
+            async with asyncio.timeout(_LONGEST_S):
+                payload = await asking
+            return payload, verdict(json.loads(payload))
+        except (UpstreamError, TimeoutError, ValueError, RecursionError) as error:
+            log.debug("the judge failed: %s", error)
+        except Exception:
+            log.exception("asking the judge failed")
+            self._metrics.fault("judge")
+        finally:
+            if self._own is None:
+                self._worth.shares.end()
+        return payload, None
+
+    async def _ask(
+        self, call: Call, asked: CanonicalRequest, messages: list[dict[str, str]]
+    ) -> bytes:
+        """The judge's answer. Raises `UpstreamError` where it gives none."""
+        plain = self._body(asked, messages)
+        salt = tenant_salt(self._secret, asked.partition, None)
+        asking = Call(self._scope(call.scope), b"", canonical=True)
+
+        def made(salted: bool) -> Call:
+            body = {**plain, "cache_salt": salt} if salted else plain
+            return asking.with_body(json.dumps(body).encode())
+
+        reply = await self._salts.send(self._upstream, made)
+        try:
+            if reply.status != 200:
+                raise UpstreamError(f"status {reply.status}")
+            return await BegunReply(reply).read(_BYTES)
+        finally:
+            await reply.aclose()
+
+    def _body(self, asked: CanonicalRequest, messages: list[dict[str, str]]) -> dict[str, Any]:
+        body = one_token(messages)
+        if model := self._model or asked.model:
+            body["model"] = model
+        template = asked.given.get("chat_template_kwargs")
+        if template and not self._model and self._own is None:  # such as: no thinking
+            body["chat_template_kwargs"] = template
+        return body
+
+    def _scope(self, scope: Scope) -> Scope:
+        """That of the asking request with another path; to a server of its own only what says who asks."""
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _ONCE]
+        more: Mapping[str, Any] = {}
+        if self._own is not None:
+            more = {"query_string": b""}
+            headers = [JSON, *(pair for pair in headers if pair[0].lower() in _KEYS)]
+            if self._key:
+                headers = [JSON, (b"authorization", f"Bearer {self._key}".encode())]
+        return {**scope, "path": PATH, "raw_path": PATH.encode(), "headers": headers, **more}
+
+    async def aclose(self) -> None:
+        """Ask nothing more."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._own is not None:
+            await self._own.aclose()
