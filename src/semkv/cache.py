@@ -42,7 +42,7 @@ from semkv.stores.worth import Ledger
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
-from semkv.tiers.sharing import EntryLog, Sharing
+from semkv.tiers.sharing import DonorStore, Sharing
 from semkv.tiers.similar import SimilarTier
 from semkv.tiers.tier import Tier
 from semkv.types import (
@@ -125,7 +125,8 @@ class SemanticCache:
         index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
         tiers: asked after the built-in ones, in this order.
         encoder_limit_s: longest wait of a lookup for the text encoder; None for no limit.
-        log: through which caches of other directories share entries; closed with the cache.
+        shared: through which caches of other directories share entries; closed with the cache.
+        shared_limit_s: longest wait of a lookup for it.
 
     Raises:
         ConfigError: a part or layer that does not exist or does not fit.
@@ -143,7 +144,8 @@ class SemanticCache:
         index: Callable[[int], Index] | None = None,
         tiers: Sequence[Tier] = (),
         encoder_limit_s: float | None = None,
-        log: EntryLog | None = None,
+        shared: DonorStore | None = None,
+        shared_limit_s: float = 0.25,
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
@@ -170,6 +172,7 @@ class SemanticCache:
             self._decider,
             same=same_answer or (same_text if encoder is None else SameMeaning(encoder)),
             remove=lambda entry_id: self.invalidate(entry_id=entry_id),
+            share=self._share_wrong,
             catalog=self._catalog,
             fingerprint=hook.fingerprint if encoder is None else encoder.fingerprint,
             tally=self._tally,
@@ -215,14 +218,16 @@ class SemanticCache:
             account=self.account,
         )
         self._sharing = None
-        if log is not None:
+        if shared is not None:
             self._sharing = Sharing(
-                log,
+                shared,
                 self._catalog,
+                partitions=self._matching.partitions,
                 to_record=self._matching.shared_record,
-                add=self._add,
+                add=self._add_shared,
                 removed=self._forget,
                 tally=self._tally,
+                limit_s=shared_limit_s,
             )
 
     def __enter__(self) -> SemanticCache:
@@ -279,7 +284,8 @@ class SemanticCache:
             return ReuseReport(request, own, self._matching.statuses())
         with self._tally.boundary("decider"):
             self._decider.arrived()
-        found = self._matching.look_up(request, embeddings)
+        bring = None if self._sharing is None else self._sharing.bring
+        found = self._matching.look_up(request, embeddings, bring)
         plan = found.plan
         proposed = None
         answer = None
@@ -366,6 +372,15 @@ class SemanticCache:
         self._similar.refresh()
         return new
 
+    def _add_shared(self, records: Sequence[Record]) -> None:
+        """Bring records of other directories into the catalog and the indexes."""
+        self._forget(self._catalog.add_all(records))
+        self._similar.refresh()
+
+    def _share_wrong(self, pair: str, entry_id: str) -> None:
+        if self._sharing is not None:
+            self._sharing.add_wrong(pair, entry_id)
+
     def _keep_media(self, entry: Entry) -> None:
         """Keep the bytes of an entry's images; without them it serves only requests that bring the same image."""
         for segment in Request("", entry.namespace, entry.segments, " ").media:
@@ -438,6 +453,8 @@ class SemanticCache:
             StoreError: the catalog could not be read or written; nothing was deleted.
         """
         try:
+            if self._sharing is not None and entry_id is not None and not dry_run:
+                self._sharing.removing(entry_id)
             removed = self._catalog.invalidate(
                 tag=tag, entry_id=entry_id, namespace=namespace, dry_run=dry_run
             )

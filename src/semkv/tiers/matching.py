@@ -10,7 +10,7 @@ here by the rules of the text tiers: the whole prompt, after folding, or a simil
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from semkv.stores.media import MediaStore
 from semkv.tiers.checking import Checking
 from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.sharing import tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
@@ -40,6 +41,7 @@ from semkv.types import (
     Match,
     MatchPolicy,
     MediaSegment,
+    Namespace,
     Plan,
     Request,
     ReuseReport,
@@ -303,8 +305,14 @@ class Matching:
         """``skip`` for every tier, as before it was asked."""
         return dict.fromkeys(self._names, Status.SKIP)
 
-    def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
-        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
+    def look_up(
+        self,
+        request: Request,
+        given: Mapping[str, Vector] | None,
+        bring: Callable[[Iterable[str]], None] | None = None,
+    ) -> Lookup:
+        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's. ``bring`` brings what other directories
+        have in some partitions.
 
         Raises:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
@@ -313,6 +321,9 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            if bring is not None and self._accounted - found.left_out:
+                with self._tally.boundary("shared entries"):
+                    bring(self._partitions(request.namespace, keyed))
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
@@ -468,6 +479,16 @@ class Matching:
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )
+
+    def partitions(self, entry: Entry) -> tuple[str, ...]:
+        """The names of all partitions in which other directories look for an entry."""
+        return self._partitions(entry.namespace, Keyed(entry.namespace, entry.segments))
+
+    def _partitions(self, namespace: Namespace, keyed: Keyed) -> tuple[str, ...]:
+        slots = self._similar.slots(keyed)
+        # Without a question a prompt matches only as a whole.
+        slots = slots or {keyed.folded_key(len(keyed.segments), with_media=False)}
+        return tuple(f"{tenant_name(namespace.tenant)}:{slot}" for slot in sorted(slots))
 
     def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
         """The record of an entry that another cache has made. All by which it is found is computed anew, but for its

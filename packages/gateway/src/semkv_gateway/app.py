@@ -35,7 +35,7 @@ from semkv.errors import SemkvError
 from semkv.stores.catalog import CATALOG
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
-from semkv_gateway.entry_log import open_entry_log
+from semkv_gateway.donors import open_donors
 from semkv_gateway.gateway import Gateway
 from semkv_gateway.http import (
     Answer,
@@ -299,13 +299,19 @@ def gateway_of(
     )
     semantic = None
     if config is not None:
-        entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
+        shared = open_donors(
+            settings.store,
+            settings.store_timeout,
+            secret,
+            store_bytes=settings.store_mib << 20,
+        )
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
         semantic = SemanticCache(
             config,
             encoder_limit_s=settings.encoder_timeout,
-            log=entry_log,
+            shared=shared,
+            shared_limit_s=settings.store_timeout,
         )
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)

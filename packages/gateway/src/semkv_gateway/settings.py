@@ -26,6 +26,7 @@ from semkv.config import BOUNDS, NEAR, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode, TierChoice
 from semkv_gateway.prices import PRICE_FORM, is_price
+from semkv_gateway.responses.opening import is_redis
 from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
 
 _KEY_LENGTH = 16
@@ -86,7 +87,8 @@ class ServerSettings(LookupConfig):
 
     Attributes:
         upstream: The OpenAI-compatible server behind; not used by the middleware.
-        store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
+        store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
+            default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
         ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
@@ -177,7 +179,7 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
     if given := _given("SEMKV_SECRET", environment):
         return given.encode()
-    if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
+    if is_redis(settings.store) or plug.is_path(settings.store):
         raise ConfigError(
             "SEMKV_SECRET", "", "a secret that is the same for every gateway on this store"
         )
