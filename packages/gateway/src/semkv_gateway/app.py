@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
+from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class Middleware(App):
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Environment(os.environ))
         super().__init__(
-            gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ)
+            gateway_of(settings, os.environ, [http.AppUpstream(app)]), admin_key(os.environ)
         )
         self._otherwise = app
 
@@ -258,15 +259,17 @@ class Middleware(App):
 
 
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
-    """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
+    """The gateway in front of ``settings.upstreams``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    return App(
-        gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key
-    )
+    upstreams = [http.HttpUpstream(url) for url in dict.fromkeys(settings.upstreams)]
+    return App(gateway_of(settings, environment, upstreams, workers), key)
 
 
 def gateway_of(
-    settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    upstreams: Sequence[Upstream],
+    workers: int = 1,
 ) -> Gateway:
     """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
@@ -327,7 +330,7 @@ def gateway_of(
     gateway = Gateway(
         settings,
         secret,
-        upstream,
+        Upstreams(upstreams, metrics, salt=settings.salt),
         cache,
         metrics,
         sampling=sampling,
@@ -408,11 +411,13 @@ class Operations:
 
     async def ready(self, _: Request) -> Response:
         """200 where the upstream answers, else 503; cached answers are served either way."""
-        up = await self._gateway.upstream.ready()
+        upstreams = self._gateway.upstreams
+        up = await upstreams.ready()
         said = {
             "status": "ready" if up else "upstream down",
             "store": self._gateway.cache.responses.store_state,
-            "salt_refused": self._gateway.salts.refused,
+            "salt_refused": upstreams.salt_refused,
+            "upstreams": upstreams.view(),
         }
         return JSONResponse(said, 200 if up else 503)
 
@@ -433,6 +438,7 @@ class Operations:
             "version": __version__,
             "workers": metrics.workers,
             "advice": self._gateway.advice.text,
+            "upstreams": self._gateway.upstreams.view(),
         }
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 

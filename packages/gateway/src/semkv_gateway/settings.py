@@ -54,7 +54,9 @@ def _is_url(text: str) -> bool:
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
+URL = Allowed(
+    "a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url, each=True
+)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -86,7 +88,8 @@ class ServerSettings(LookupConfig):
     """What ``semkv serve`` and the middleware need to know.
 
     Attributes:
-        upstream: The OpenAI-compatible server behind; not used by the middleware.
+        upstreams: The OpenAI-compatible server behind, not used by the middleware; may be repeated for several that
+            serve the same models.
         store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
             default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
@@ -126,7 +129,9 @@ class ServerSettings(LookupConfig):
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
 
-    upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
+    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URL] = (
+        "http://127.0.0.1:8000",
+    )
     store: str = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
