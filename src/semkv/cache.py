@@ -43,7 +43,7 @@ from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, w
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
 from semkv.tiers.sharing import DonorStore, Sharing
-from semkv.tiers.similar import SimilarTier
+from semkv.tiers.similar import VISION, SimilarTier
 from semkv.tiers.tier import Tier
 from semkv.types import (
     CacheMode,
@@ -226,9 +226,11 @@ class SemanticCache:
                 to_record=self._matching.shared_record,
                 add=self._add_shared,
                 removed=self._forget,
+                media=self.media if VISION in self._similar.layers else None,
                 tally=self._tally,
                 limit_s=shared_limit_s,
             )
+            self._planner.bring_images = self._sharing.bring_images
 
     def __enter__(self) -> SemanticCache:
         return self

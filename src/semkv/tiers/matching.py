@@ -86,6 +86,7 @@ class Planner:
 
     Attributes:
         least: cosine of a similar question from which the policy is asked.
+        bring_images: brings images of a tenant's donors, where others have them.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Planner:
         self._guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
+        self.bring_images: Callable[[str, Iterable[str]], None] = lambda *_: None
         self._images = ImageGuard(media, image_roots(config))
         if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
             require_opencv()
@@ -146,6 +148,7 @@ class Planner:
             others=candidate.others,
         )
         found.decision = None
+        self._bring_images(request, run)
         if exactness is Exactness.APPROXIMATE:
             if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
                 self._tally.add(f"veto:{reason}")
@@ -168,6 +171,13 @@ class Planner:
         return Plan(
             (*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match
         )
+
+    def _bring_images(self, request: Request, run: Sequence[Segment]) -> None:
+        """Bring those of a donor's images that the request has not itself."""
+        own = {segment.media_id for segment in request.media}
+        images = {segment.media_id for segment in run if isinstance(segment, MediaSegment)}
+        if images - own:
+            self.bring_images(request.namespace.tenant, images - own)
 
     def _veto(
         self,

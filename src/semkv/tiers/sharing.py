@@ -4,6 +4,9 @@ A near-repeat matches only behind the same history, so a partition holds all tha
 this directory's new entries, and pairs found wrong, to their partitions in a `DonorStore`. A lookup brings the rows of
 its partitions that are not here yet into the catalog, where every process of the directory finds them.
 
+The bytes of a donor's image, where images are compared, are a partition of their own. They are brought when the donor
+is to stand in for another one.
+
 Removals go through a log. A row says up to which place of the log its writer had followed it, so a reader knows the
 removals that came after the row, and leaves it out where one of them concerns it. One process of a directory at a time
 follows the log, and notes its place in the catalog. A store that cannot be reached is a counted fault: what waits is
@@ -34,6 +37,7 @@ import xxhash
 
 from semkv.counting import Tally
 from semkv.errors import CorruptValue
+from semkv.keys import media_id as digest_of
 from semkv.keys import namespace_key
 from semkv.latest import Latest
 from semkv.stores.catalog import (
@@ -45,6 +49,7 @@ from semkv.stores.catalog import (
     load_segments,
     pack,
 )
+from semkv.stores.media import MediaStore
 from semkv.types import Entry, MediaSegment, Namespace
 from semkv_stores.digests import digest
 from semkv_stores.files import lock
@@ -52,12 +57,15 @@ from semkv_stores.files import lock
 FORMAT = 1
 LOCK = "entry-log.lock"
 LARGEST = 32 * 1024  # bytes of an entry that is shared
+_LARGEST_IMAGE = 1 << 20
 MOST = 4096  # rows of a partition that are read and kept, the latest
 _WAITING = 1024  # rows that wait for the store
 _POLL_S, _PAUSE_S = 0.25, 1.0
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
 _KNOWN = 4096  # partitions of which it is known how far they were read
+_IMAGES_SENT = 4096  # images that are not sent again
 _READERS = 2
+_IMAGE = "image:"
 _CHECKSUM = 32
 _KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
 
@@ -77,11 +85,13 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Place:
         """The reverse of `str`. Raises a ValueError."""
-        log, _, at = text.rpartition(" ")
-        if not log:
-            return cls()
-        first, _, second = (at or "0-0").partition("-")
-        return cls(log, (int(first), int(second)))
+        log = text.rpartition(" ")[0]
+        return cls(log, numbers(text.rpartition(" ")[2])) if log else cls()
+
+
+def numbers(text: str) -> tuple[int, int]:
+    """The numbers of a place, as Redis writes it: ``1-0``. Raises a ValueError."""
+    return int(text.partition("-")[0] or 0), int(text.partition("-")[2] or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +157,9 @@ def tenant_name(tenant: str) -> str:
 class _Waiting:
     """A row that waits for the store, and the entry without which it is not sent."""
 
+    entry: Entry
     partitions: Sequence[str]
     data: bytes
-    entry_id: str
 
 
 @dataclass(slots=True)
@@ -177,6 +187,7 @@ class Sharing:
         to_record: makes a record of an entry and its packed vectors, as `Matching.shared_record`.
         add: brings records into the catalog and the indexes.
         removed: forgets what was removed from the catalog.
+        media: the images of this directory; None where none is compared.
         limit_s: longest wait of a lookup.
     """
 
@@ -189,6 +200,7 @@ class Sharing:
         to_record: Callable[[Entry, Mapping[str, bytes]], Record],
         add: Callable[[Sequence[Record]], None],
         removed: Callable[[Removed], None],
+        media: MediaStore | None,
         tally: Tally,
         limit_s: float,
     ) -> None:
@@ -199,6 +211,7 @@ class Sharing:
         self._to_record = to_record
         self._add_records = add
         self._removed = removed
+        self._media = media
         self._limit_s = limit_s
         self._waiting: deque[_Waiting] = deque()
         self._some = threading.Event()
@@ -207,6 +220,7 @@ class Sharing:
         self._knowing = threading.Lock()
         self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
+        self._images_sent: Latest[str, None] = Latest(_IMAGES_SENT)
         self._readers = ThreadPoolExecutor(_READERS, "semkv-donors")
         self._sweeper = ThreadPoolExecutor(1, "semkv-sweep")
         self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
@@ -233,7 +247,7 @@ class Sharing:
             why = "too large" if len(data) > LARGEST else "too many wait"
             self._tally.add(f"not shared: {why}")
             return
-        self._waiting.append(_Waiting(self._partitions_of(entry), data, entry.entry_id))
+        self._waiting.append(_Waiting(entry, self._partitions_of(entry), data))
         self._some.set()
 
     def close(self) -> None:
@@ -266,11 +280,23 @@ class Sharing:
         while self._waiting and (since := self._catalog.read_from()):
             row = self._waiting[0]
             # It is looked for after the place was read, so that a removal after the place concerns the row.
-            if not self._catalog.missing([row.entry_id]):
+            if not self._catalog.missing([row.entry.entry_id]):
+                self._send_images(row.entry, since)  # first: who finds the row looks for them
                 for partition in row.partitions:
                     self._store.add(partition, row.data, since)
                 self._tally.add("shared out")
             self._waiting.popleft()
+
+    def _send_images(self, entry: Entry, since: str) -> None:
+        if self._media is None:
+            return
+        for media_id in _media_of(entry):
+            name = _image(entry.namespace.tenant, media_id)
+            data = None if name in self._images_sent else self._media.get(media_id)
+            if data is None or len(data) > _LARGEST_IMAGE:
+                continue
+            self._store.add(name, data, since)
+            self._images_sent[name] = None
 
     def _send_removals(self) -> None:
         for number, text in self._catalog.removals():
@@ -397,6 +423,25 @@ class Sharing:
             if arrival.row.entry.entry_id not in kept:
                 self._remove({"entry_id": arrival.row.entry.entry_id})
 
+    def bring_images(self, tenant: str, media_ids: Iterable[str]) -> None:
+        """Bring images of donors that are not here. Never raises, and waits for ``limit_s`` at most."""
+        if self._media is None or time.monotonic() < self._quiet_until:
+            return
+        missing = [media_id for media_id in media_ids if self._media.path(media_id) is None]
+        with self._tally.boundary("shared entries"):
+            jobs = [self._readers.submit(self._read_image, tenant, one) for one in missing]
+            if wait(jobs, self._limit_s).not_done:
+                self._quiet_until = time.monotonic() + _PAUSE_S
+
+    def _read_image(self, tenant: str, media_id: str) -> None:
+        assert self._media is not None
+        with self._tally.boundary("shared entries"):
+            for row in self._store.read(_image(tenant, media_id), "", ""):
+                if digest_of(row.data) == media_id:
+                    self._media.put(row.data)
+                    self._tally.add("shared images in")
+                    return
+
     def _add_each(self, records: Sequence[Record]) -> None:
         """Add records. What others wrote must not keep a partition from being read; what this directory's file has
         against it is raised, and tried again."""
@@ -431,7 +476,7 @@ def dump(record: Record) -> bytes:
     """A checksum, and JSON of an entry and its vectors by layer and encoder."""
     entry = record.entry
     vectors = {layer: pack(vector) for layer, vector in record.vectors.items()}
-    media = [segment.media_id for segment in entry.segments if isinstance(segment, MediaSegment)]
+    media = _media_of(entry)
     for layer in {layer for layer, _ in record.media_vectors}:
         if all((layer, item) in record.media_vectors for item in media):
             vectors[layer] = pack(np.stack([record.media_vectors[layer, item] for item in media]))
@@ -495,37 +540,41 @@ def load(data: bytes) -> Shared:
         body: Mapping[str, Any] = json.loads(text)
         if body["format"] != FORMAT:
             raise ValueError("of another format")
-        names = ("id", "tenant", "model", "chunk_text", "response", "wrong")
-        words = {name: body[name] for name in names}
-        segments = load_segments(body["segments"])
-        tags = tuple(body["tags"])
-        created = float(body["created"])
-        texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
-        images = [s for s in segments if isinstance(s, MediaSegment)]
-        named = [image.name for image in images]
-        "".join([*words.values(), *texts, *named, *tags]).encode()  # refuses half of a character
-        if not (segments or words["wrong"]):
+        shared = Shared(_entry_in(body), _vectors_in(body), str(body["wrong"]))
+        if not (shared.entry.segments or shared.wrong):
             raise ValueError("no segments")
-        digests = [*(image.media_id for image in images), words["wrong"]]
-        if not all(re.fullmatch(r"[0-9a-f]{64}", one) for one in digests if one):
-            raise ValueError("no digest")
-        if not math.isfinite(created):
-            raise ValueError("no time")
-        vectors = {
-            str(layer): base64.b64decode(text, validate=True)
-            for layer, text in body["vectors"].items()
-        }
-        entry = Entry(
-            words["id"],
-            Namespace(words["tenant"], words["model"]),
-            segments,
-            chunk_text=words["chunk_text"],
-            response=words["response"],
-            tags=tags,
-            created=min(created, time.time()),
-            metadata=dict(body["metadata"]),
-        )
-        return Shared(entry, vectors, words["wrong"])
+        for one in (*_media_of(shared.entry), shared.wrong):
+            if one and not re.fullmatch(r"[0-9a-f]{64}", one):
+                raise ValueError("no digest")
+        return shared
+
+
+def _entry_in(body: Mapping[str, Any]) -> Entry:
+    names = ("id", "tenant", "model", "chunk_text", "response")
+    words = {name: body[name] for name in names}
+    segments = load_segments(body["segments"])
+    tags = tuple(body["tags"])
+    created = float(body["created"])
+    texts = [one for s in segments for one in (getattr(s, "text", ""), getattr(s, "name", ""))]
+    "".join([*words.values(), *texts, *tags]).encode()  # refuses half of a character
+    if not math.isfinite(created):
+        raise ValueError("no time")
+    return Entry(
+        words["id"],
+        Namespace(words["tenant"], words["model"]),
+        segments,
+        chunk_text=words["chunk_text"],
+        response=words["response"],
+        tags=tags,
+        created=min(created, time.time()),
+        metadata=dict(body["metadata"]),
+    )
+
+
+def _vectors_in(body: Mapping[str, Any]) -> dict[str, bytes]:
+    return {
+        str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()
+    }
 
 
 def read_criteria(data: bytes) -> Criteria:
@@ -573,7 +622,18 @@ def _concerns_data(criteria: Criteria, data: bytes) -> bool:
 
 def _may_concern(criteria: Criteria, partition: str) -> bool:
     """Whether a removal may be one of a partition's entries."""
+    name = partition.partition(":")[0]
+    slot = partition.partition(":")[2]
     tenants = criteria.get("tenants")
-    if not isinstance(tenants, list):
-        return True
-    return partition.partition(":")[0] in map(tenant_name, tenants)
+    if slot.startswith(_IMAGE) and criteria.keys() - {"tenants"}:
+        return False  # of which nothing is known but the tenant: it goes with its age
+    return not isinstance(tenants, list) or name in map(tenant_name, tenants)
+
+
+def _image(tenant: str, media_id: str) -> str:
+    """The name of the partition that has an image's bytes."""
+    return f"{tenant_name(tenant)}:{_IMAGE}{media_id}"
+
+
+def _media_of(entry: Entry) -> list[str]:
+    return [segment.media_id for segment in entry.segments if isinstance(segment, MediaSegment)]

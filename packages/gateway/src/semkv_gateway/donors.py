@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from semkv.tiers.sharing import MOST, DonorStore, Place, Removals, SharedRow
+from semkv.tiers.sharing import MOST, DonorStore, Place, Removals, SharedRow, numbers
 from semkv_gateway.responses.opening import is_redis
 from semkv_gateway.responses.redis import asking, connect, root_of
 
@@ -115,10 +115,12 @@ class RedisDonors(DonorStore):
             log = self._log()
             start = _text(after.at) if after.log == log else "0-0"
             rows = self._db.xrange(self._removals, min=f"({start}")
-        found = tuple((Place(log, _at(at)), fields.get(b"removal", b"")) for at, fields in rows)
+        found = tuple(
+            (Place(log, numbers(at.decode())), fields.get(b"removal", b"")) for at, fields in rows
+        )
         if len(found) >= _REMOVALS:  # earlier ones may be gone
             return Removals(found[0][0], found[1:])
-        return Removals(Place(log, _at(start.encode())), found)
+        return Removals(Place(log, numbers(start)), found)
 
     def _log(self) -> str:
         """What the log is called since it was last empty."""
@@ -172,11 +174,6 @@ def open_donors(
         name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}",
         max_bytes=store_bytes // _SHARE,
     )
-
-
-def _at(text: bytes) -> tuple[int, int]:
-    first, _, second = text.partition(b"-")
-    return int(first), int(second or b"0")
 
 
 def _text(at: tuple[int, int]) -> str:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -35,7 +34,6 @@ _LOOK_S = 1.0  # between two looks whether a server answers again
 _LIST_BYTES = 1 << 20  # of a list of models
 
 
-@dataclass(eq=False, slots=True)
 class Member:
     """One server.
 
@@ -47,14 +45,15 @@ class Member:
         models: those it says it serves; None where it does not say.
     """
 
-    name: str
-    upstream: Upstream
-    salts: Salts
-    running: int = 0
-    down: bool = False
-    models: frozenset[str] | None = None
-    turn: int = 0  # of the latest request
-    watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    def __init__(self, upstream: Upstream, *, salt: bool) -> None:
+        self.name = upstream.name
+        self.upstream = upstream
+        self.salts = Salts(upstream.name, on=salt)
+        self.running = 0
+        self.down = False
+        self.models: frozenset[str] | None = None
+        self.turn = 0  # of the latest request
+        self.watch: asyncio.Task[None] | None = None
 
     def can(self, model: str) -> bool:
         return not model or self.models is None or model in self.models
@@ -64,25 +63,24 @@ class Upstreams:
     """Sends requests to one of some servers. Used only on the event loop."""
 
     def __init__(self, upstreams: Sequence[Upstream], metrics: Metrics, *, salt: bool) -> None:
-        self.members = [
-            Member(upstream.name, upstream, Salts(upstream.name, on=salt)) for upstream in upstreams
-        ]
+        self.members = [Member(upstream, salt=salt) for upstream in upstreams]
         self._several = len(self.members) > 1
         self._sent_last: Latest[bytes, Member] = Latest(_BEGINNINGS)
         self._turn = 0
         self._learning: asyncio.Task[None] | None = None
-        labels = {"labelnames": ("upstream",), "registry": metrics.registry}
         self._up = Gauge(
             "semkv_upstream_up",
             "1 while connections to a server can be made.",
+            ("upstream",),
+            registry=metrics.registry,
             multiprocess_mode="livemin",
-            **labels,
         )
         self._running = Gauge(
             "semkv_upstream_requests",
             "Requests on their way to a server.",
+            ("upstream",),
+            registry=metrics.registry,
             multiprocess_mode="livesum",
-            **labels,
         )
         self._sent = metrics.counter("upstream_sent", "Requests sent to a server.", "upstream")
         self._failed = metrics.counter(
@@ -146,8 +144,11 @@ class Upstreams:
         up = [member for member in left if not member.down] or left
         able = [member for member in up if member.can(model)] or up
         least = min(able, key=lambda member: (member.running, member.turn))
-        before = (self._sent_last.get(beginning) for beginning in reversed(known))
-        last = next((member for member in before if member in able), least)
+        last = least
+        for beginning in known:  # the longest one decides
+            before = self._sent_last.get(beginning)
+            if before is not None and before in able:
+                last = before
         return last if last.running <= 2 * least.running + _BUSIER else least
 
     # -- servers that are away ----------------------------------------------------------------------------------

@@ -292,27 +292,33 @@ def _single(url: str, timeout_s: float) -> Any:
 
 def _clustered(url: str, timeout_s: float) -> Any:
     """A client of a cluster, by one or more of its nodes."""
-    from redis.cluster import ClusterNode, RedisCluster
-    from redis.connection import Connection, parse_url
+    from redis import cluster, connection
 
-    scheme, _, rest = url.partition("+cluster://")
-    names, slash, more = rest.partition("/")
-    user, at, hosts = names.rpartition("@")
-    options = [parse_url(f"{scheme}://{user}{at}{host}{slash}{more}") for host in hosts.split(",")]
-    given = dict(options[0])
-    if given.pop("db", 0) or not all(option.get("host") for option in options):
-        raise ValueError("a cluster has hosts, and no database but 0")
-    kind = given.pop("connection_class", Connection)
-    kind(**given)  # which connects to nothing, and knows what a URL may say
-    given = {**given, **_timeouts(timeout_s), "decode_responses": False, "protocol": 2}
+    parse: Any = connection.parse_url
+    node: Any = cluster.ClusterNode
+    found = re.fullmatch(r"(rediss?)\+cluster://(.*@)?([^/?]*)(.*)", url)
+    if found is None:
+        raise ValueError("no URL of a cluster")
+    scheme = found[1]
+    user = found[2] or ""
+    options = [parse(f"{scheme}://{user}{host}{found[4]}") for host in found[3].split(",")]
+    if not all(option.get("host") for option in options):
+        raise ValueError("a cluster has hosts")
     nodes = [(option["host"], option.get("port", 6379)) for option in options]
+    given = options[0]
     for name in ("host", "port"):
         given.pop(name, None)
+    if given.pop("db", 0):
+        raise ValueError("a cluster has no database but 0")
+    kind = given.pop("connection_class", connection.Connection)
+    kind(**given)  # which connects to nothing, and knows what a URL may say
+    given |= _timeouts(timeout_s)
+    given |= {"decode_responses": False, "protocol": 2}
     return _Later(
-        lambda: RedisCluster(
-            startup_nodes=[ClusterNode(*node) for node in nodes],
+        lambda: cluster.RedisCluster(
+            startup_nodes=[node(*one) for one in nodes],
             retry=_once(),
-            ssl=kind is not Connection,
+            ssl=kind is not connection.Connection,
             **given,
         )
     )
