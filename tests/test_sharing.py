@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import redis
 
-from cache_helpers import WrittenEncoder, WrittenHook
+from cache_helpers import LAYERS, WrittenEncoder, WrittenHook
 from gateway_helpers import wait_until
 from redis_server import RedisCluster, RedisServer
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.errors import ConfigError
-from semkv.types import Namespace, Request, ReuseReport, Role, TextSegment
+from semkv.keys import media_id
+from semkv.stores.maintenance import purge
+from semkv.types import MediaSegment, Namespace, Request, ReuseReport, Role, TextSegment
 from semkv_gateway.donors import RedisDonors
 from semkv_gateway.responses.redis import connect
 
@@ -177,6 +179,30 @@ def test_a_pair_found_wrong_at_one_is_no_hit_at_the_other(caches: Caches) -> Non
     assert not other.finds("bread~0.95")
     assert other.finds("bread~0.96")
     assert other.count("barred") == 1
+
+
+def test_a_similar_image_finds_a_donor_of_the_other_with_its_bytes(caches: Caches) -> None:
+    settings = {"embedding_layers": LAYERS, "embedding_hook": "cache_helpers:WrittenHook"}
+    with caches.cache("seeing", **settings) as one, caches.cache("seeing too", **settings) as other:
+
+        def look(cache: Cache, name: str) -> ReuseReport:
+            data = f"bytes of {name}".encode()
+            file = caches.folder / f"{media_id(data)}.bin"
+            file.write_bytes(data)
+            segments = (MediaSegment(media_id(data), file, name), TextSegment("What color?"))
+            return cache.cache.try_reuse(Request("1", Namespace("ours", "model"), segments))
+
+        one.cache.add_observation(look(one, "car"), "red")
+        wait_until(lambda: one.count("shared out") == 1)
+        assert not look(other, "tree").hit
+        hit = look(other, "car~0.95")
+        assert hit.provenance.startswith("embedding:")
+        (image,) = (s for s in hit.plan.segments if isinstance(s, MediaSegment))
+        assert image.source.read_bytes() == b"bytes of car"
+        assert image.source.is_relative_to(caches.folder / "seeing too")
+        one.cache.invalidate(namespace=Namespace("ours", "model"))
+        purge(caches.folder / "seeing", tenants=["ours"])
+        wait_until(lambda: not caches.rows())
 
 
 def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
