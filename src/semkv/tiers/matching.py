@@ -308,6 +308,8 @@ class Matching:
             **{tier.name: True for tier in self._tiers},
         }
         self._accounted = {name for name, on in is_on.items() if on}
+        # the tier that pays for what is brought from others
+        self._brings = SEMANTIC if SEMANTIC in self._accounted else EMBEDDING
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -331,9 +333,12 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            spent: dict[str, float] = {}
             if bring is not None and self._accounted - found.left_out:
+                start = time.perf_counter()
                 with self._tally.boundary("shared entries"):
                     bring(self._partitions(request.namespace, keyed))
+                spent[self._brings] = time.perf_counter() - start
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
@@ -345,12 +350,16 @@ class Matching:
                 # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
                 (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
             )
-            self._ask(found, asked)
+            self._ask(found, asked, spent)
         return found
 
-    def _ask(self, found: Lookup, asked: Iterable[tuple[str, Iterable[Candidate]]]) -> None:
-        """Ask the tiers that pay until one has a donor, and book what that costs."""
-        spent: dict[str, float] = {}
+    def _ask(
+        self,
+        found: Lookup,
+        asked: Iterable[tuple[str, Iterable[Candidate]]],
+        spent: dict[str, float],
+    ) -> None:
+        """Ask the tiers that pay until one has a donor, and book what that costs, with what is ``spent`` already."""
         for name, candidates in asked:
             if name in found.left_out and self._account.auto:
                 continue

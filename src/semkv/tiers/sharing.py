@@ -220,6 +220,7 @@ class Sharing:
         self._knowing = threading.Lock()
         self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
+        self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
         self._images_sent: Latest[str, None] = Latest(_IMAGES_SENT)
         self._readers = ThreadPoolExecutor(_READERS, "semkv-donors")
         self._sweeper = ThreadPoolExecutor(1, "semkv-sweep")
@@ -302,15 +303,21 @@ class Sharing:
         for number, text in self._catalog.removals():
             self._store.remove(text.encode())
             self._catalog.sent(number)
-            self._sweeper.submit(self._sweep, read_criteria(text.encode()))
+            self._removals.append(read_criteria(text.encode()))
+        if self._removals:
+            self._sweeper.submit(self._sweep)
 
-    def _sweep(self, criteria: Criteria) -> None:
-        """Delete the rows that a removal concerns. No gateway uses them meanwhile, nor where this fails."""
+    def _sweep(self) -> None:
+        """Delete the rows that removals concern, in one pass. No gateway uses them meanwhile, nor where this fails."""
+        removals = [self._removals.popleft() for _ in range(len(self._removals))]
         with self._tally.boundary("shared entries"):
-            among: Callable[[str], bool] | Sequence[str] = partial(_may_concern, criteria)
-            if "entry_id" in criteria:
-                among = self._sought.pop(str(criteria["entry_id"]), ())
-            self._store.sweep(partial(_concerns_data, criteria), among)
+            for criteria in removals:
+                if "entry_id" in criteria:
+                    known = self._sought.pop(str(criteria["entry_id"]), ())
+                    self._store.sweep(partial(_concerns_data, [criteria]), known)
+            others = [criteria for criteria in removals if "entry_id" not in criteria]
+            if others:
+                self._store.sweep(partial(_concerns_data, others), partial(_may_concern, others))
 
     # -- removals of others -------------------------------------------------------------------------------------
 
@@ -418,10 +425,13 @@ class Sharing:
 
     def _undo(self, arrivals: list[_Arrival]) -> None:
         """Take out again what was removed while it was brought. Later removals are followed after this."""
-        kept = {arrival.row.entry.entry_id for arrival in self._unremoved(arrivals)}
-        for arrival in arrivals:
-            if arrival.row.entry.entry_id not in kept:
-                self._remove({"entry_id": arrival.row.entry.entry_id})
+        kept = set[str]()
+        try:
+            kept = {arrival.row.entry.entry_id for arrival in self._unremoved(arrivals)}
+        finally:  # also where that cannot be said
+            for arrival in arrivals:
+                if arrival.row.entry.entry_id not in kept:
+                    self._remove({"entry_id": arrival.row.entry.entry_id})
 
     def bring_images(self, tenant: str, media_ids: Iterable[str]) -> None:
         """Bring images of donors that are not here. Never raises, and waits for ``limit_s`` at most."""
@@ -612,22 +622,27 @@ def _concerns(criteria: Criteria, entry: Entry) -> bool:
     )
 
 
-def _concerns_data(criteria: Criteria, data: bytes) -> bool:
-    """The same of a row; True where the row cannot be read."""
+def _concerns_data(removals: Sequence[Criteria], data: bytes) -> bool:
+    """The same of several and a row; True where the row cannot be read."""
     try:
-        return _concerns(criteria, load(data).entry)
+        entry = load(data).entry
     except CorruptValue:
         return True
+    return any(_concerns(criteria, entry) for criteria in removals)
 
 
-def _may_concern(criteria: Criteria, partition: str) -> bool:
-    """Whether a removal may be one of a partition's entries."""
+def _may_concern(removals: Sequence[Criteria], partition: str) -> bool:
+    """Whether one of several removals may be one of a partition's rows."""
     name = partition.partition(":")[0]
-    slot = partition.partition(":")[2]
-    tenants = criteria.get("tenants")
-    if slot.startswith(_IMAGE) and criteria.keys() - {"tenants"}:
-        return False  # of which nothing is known but the tenant: it goes with its age
-    return not isinstance(tenants, list) or name in map(tenant_name, tenants)
+    is_image = partition.partition(":")[2].startswith(_IMAGE)
+    for criteria in removals:
+        tenants = criteria.get("tenants")
+        known = criteria.keys() <= {"tenants"}  # all that an image's partition says
+        if (known or not is_image) and (
+            not isinstance(tenants, list) or name in map(tenant_name, tenants)
+        ):
+            return True
+    return False
 
 
 def _image(tenant: str, media_id: str) -> str:
