@@ -40,6 +40,7 @@ from semkv.errors import CorruptValue
 from semkv.keys import media_id as digest_of
 from semkv.keys import namespace_key
 from semkv.latest import Latest
+from semkv.niceness import set_niceness
 from semkv.stores.catalog import (
     Catalog,
     Criteria,
@@ -60,11 +61,13 @@ LARGEST = 32 * 1024  # bytes of an entry that is shared
 _LARGEST_IMAGE = 1 << 20
 MOST = 4096  # rows of a partition that are read and kept, the latest
 _WAITING = 1024  # rows that wait for the store
-_POLL_S, _PAUSE_S = 0.25, 1.0
+_POLL_S = 0.25
+_PAUSE_S = 1.0
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
 _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
 _READERS = 2
+_NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
 _CHECKSUM = 32
 _KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
@@ -80,18 +83,24 @@ class Place(NamedTuple):
     at: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
-        return f"{self.log} {self.at[0]}-{self.at[1]}" if self.log else ""
+        if not self.log:
+            return ""
+        first, second = self.at
+        return f"{self.log} {first}-{second}"
 
     @classmethod
     def of(cls, text: str) -> Place:
         """The reverse of `str`. Raises a ValueError."""
         log = text.rpartition(" ")[0]
-        return cls(log, numbers(text.rpartition(" ")[2])) if log else cls()
+        at = text.rpartition(" ")[2]
+        return cls(log, numbers(at)) if log else cls()
 
 
 def numbers(text: str) -> tuple[int, int]:
     """The numbers of a place, as Redis writes it: ``1-0``. Raises a ValueError."""
-    return int(text.partition("-")[0] or 0), int(text.partition("-")[2] or 0)
+    first = text.partition("-")[0]
+    second = text.partition("-")[2]
+    return int(first or 0), int(second or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +187,10 @@ class _Arrival:
     since: Place
     row: Shared
 
+    @property
+    def entry_id(self) -> str:
+        return self.row.entry.entry_id
+
 
 class Sharing:
     """Shares entries until it is closed. Any thread may call any method.
@@ -222,8 +235,9 @@ class Sharing:
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
         self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
         self._images_sent: Latest[str, None] = Latest(_IMAGES_SENT)
-        self._readers = ThreadPoolExecutor(_READERS, "semkv-donors")
-        self._sweeper = ThreadPoolExecutor(1, "semkv-sweep")
+        be_nice = partial(set_niceness, _NICE)
+        self._readers = ThreadPoolExecutor(_READERS, "semkv-donors", be_nice)
+        self._sweeper = ThreadPoolExecutor(1, "semkv-sweep", be_nice)
         self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
         self._thread.start()
 
@@ -244,11 +258,14 @@ class Sharing:
             self._sought[entry_id] = self._partitions_of(entry)
 
     def _wait(self, entry: Entry, data: bytes) -> None:
-        if len(data) > LARGEST or len(self._waiting) >= _WAITING:
-            why = "too large" if len(data) > LARGEST else "too many wait"
-            self._tally.add(f"not shared: {why}")
+        if len(data) > LARGEST:
+            self._tally.add("not shared: too large")
             return
-        self._waiting.append(_Waiting(entry, self._partitions_of(entry), data))
+        if len(self._waiting) >= _WAITING:
+            self._tally.add("not shared: too many wait")
+            return
+        partitions = self._partitions_of(entry)
+        self._waiting.append(_Waiting(entry, partitions, data))
         self._some.set()
 
     def close(self) -> None:
@@ -353,19 +370,22 @@ class Sharing:
         reading = [self._reading(partition, now) for partition in partitions]
         for job, began in reading:
             if job is not None:
-                wait([job], max(0.0, began + self._limit_s - time.monotonic()))
+                left_s = began + self._limit_s - time.monotonic()
+                wait([job], max(0.0, left_s))
 
     def _reading(self, name: str, now: float) -> tuple[Future[None] | None, float]:
         """The job that reads a partition, and when it began; None where the partition was read a moment ago."""
         with self._knowing:
             known = self._known.get(name, _Partition())
             self._known[name] = known  # the latest
-            running = known.job is not None and not known.job.done()
-            if not running and now - known.looked >= _FRESH_S and not self._closing.is_set():
-                known.looked = now
-                known.job = self._readers.submit(self._read, name, known)
-                running = True
-            return (known.job if running else None), known.looked
+            if known.job is not None and not known.job.done():
+                return known.job, known.looked
+            is_fresh = now - known.looked < _FRESH_S
+            if is_fresh or self._closing.is_set():
+                return None, known.looked
+            known.looked = now
+            known.job = self._readers.submit(self._read, name, known)
+            return known.job, now
 
     def _read(self, name: str, known: _Partition) -> None:
         """Bring a partition's rows that are not known yet into the catalog, the latest first."""
@@ -389,13 +409,17 @@ class Sharing:
 
     def _take(self, rows: Sequence[SharedRow]) -> None:
         arrivals = self._unremoved(self._arrivals(rows))
-        wrong = [arrival.row for arrival in arrivals if arrival.row.wrong]
-        for row in wrong:  # first, so that no request gets what was found wrong for it
-            self._catalog.bar(row.wrong, row.entry.entry_id)
+        for arrival in arrivals:  # first, so that no request gets what was found wrong for it
+            if arrival.row.wrong:
+                self._catalog.bar(arrival.row.wrong, arrival.entry_id)
         arrivals = [arrival for arrival in arrivals if not arrival.row.wrong]
-        missing = set(self._catalog.missing([arrival.row.entry.entry_id for arrival in arrivals]))
-        arrivals = [arrival for arrival in arrivals if arrival.row.entry.entry_id in missing]
-        records = [record for arrival in arrivals for record in self._records(arrival.row)]
+        ids = [arrival.entry_id for arrival in arrivals]
+        missing = set(self._catalog.missing(ids))
+        arrivals = [arrival for arrival in arrivals if arrival.entry_id in missing]
+        records: list[Record] = []
+        for arrival in arrivals:
+            with self._tally.boundary("shared entry"):
+                records.append(self._record(arrival.row))
         if records:
             self._add_each(records)
             self._tally.add("shared in", len(records))
@@ -406,14 +430,16 @@ class Sharing:
         found = []
         for row in rows:
             with self._tally.boundary("shared entry"):
-                found.append(_Arrival(Place.of(row.since), load(row.data)))
+                since = Place.of(row.since)
+                found.append(_Arrival(since, load(row.data)))
         return found
 
     def _unremoved(self, arrivals: list[_Arrival]) -> list[_Arrival]:
         """Those that no later removal concerns, as far as the log reaches back."""
         if not arrivals:
             return []
-        removals = self._store.removals(min(arrival.since for arrival in arrivals))
+        first = min(arrival.since for arrival in arrivals)
+        removals = self._store.removals(first)
         read = [(place, _criteria_or_none(data)) for place, data in removals.rows]
         kept = []
         for arrival in arrivals:
@@ -427,11 +453,11 @@ class Sharing:
         """Take out again what was removed while it was brought. Later removals are followed after this."""
         kept = set[str]()
         try:
-            kept = {arrival.row.entry.entry_id for arrival in self._unremoved(arrivals)}
+            kept = {arrival.entry_id for arrival in self._unremoved(arrivals)}
         finally:  # also where that cannot be said
             for arrival in arrivals:
-                if arrival.row.entry.entry_id not in kept:
-                    self._remove({"entry_id": arrival.row.entry.entry_id})
+                if arrival.entry_id not in kept:
+                    self._remove({"entry_id": arrival.entry_id})
 
     def bring_images(self, tenant: str, media_ids: Iterable[str]) -> None:
         """Bring images of donors that are not here. Never raises, and waits for ``limit_s`` at most."""
@@ -462,12 +488,12 @@ class Sharing:
                 with self._tally.boundary("shared entry"):
                     self._add_records([record])
 
-    def _records(self, row: Shared) -> Iterator[Record]:
-        with self._tally.boundary("shared entry"):
-            record = self._to_record(row.entry, row.vectors)
-            if row.vectors and not record.vectors and not record.media_vectors:
-                self._tally.add("shared entry of another encoder")
-            yield replace(record, recorded=time.time())
+    def _record(self, row: Shared) -> Record:
+        record = self._to_record(row.entry, row.vectors)
+        has_vectors = record.vectors or record.media_vectors
+        if row.vectors and not has_vectors:
+            self._tally.add("shared entry of another encoder")
+        return replace(record, recorded=time.time())
 
 
 # -- the form of what is shared -----------------------------------------------------------------------------------
