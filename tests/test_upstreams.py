@@ -16,8 +16,8 @@ import pytest
 from gateway_helpers import Pair, Served, chat, kind, said, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
-from semkv_gateway import http
-from semkv_gateway.upstreams import Member
+from semkv_gateway import http, upstreams
+from semkv_gateway.upstreams import Member, _beginnings
 from test_server_tenants import Strict
 
 LONG = "You sort the letters of a museum of the history of the post. " * 8
@@ -166,6 +166,7 @@ def test_what_may_have_begun_is_asked_of_no_other(
     """Neither a completion that was under way for longer than is tried again, nor a POST that is passed on, nor a
     stream that the client has a part of."""
     monkeypatch.setattr(http, "_RETRY_S", -1.0)
+    monkeypatch.setattr(upstreams, "_LOOK_S", 1000.0)
     with Several(tmp_path, doomed.url) as several:
         several.member(0).down = True  # so that all go to the other
         slow = "[delay=600] slow"
@@ -208,6 +209,33 @@ def test_each_upstream_takes_salts_or_not_and_has_its_models(tmp_path: Path) -> 
         assert other.total == before + 1, "whoever has it says so"
 
 
+class Ill(Scripted):
+    """A server whose engine has died: it takes requests, and says that it is not well."""
+
+    ill = True
+
+    async def _json(self, send: Any, status: int, value: Any) -> None:
+        await super()._json(send, 503 if self.ill and not value else status, value)
+
+
+def test_one_that_is_ill_is_left_out_until_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstreams, "_LOOK_S", 0.02)
+    other = Ill()
+    with served(tmp_path, other) as several:
+        several.post("first")
+        wait_until(lambda: several.member(1).down)
+        before = other.total
+        assert {several.post(f"while it is ill {at}").status_code for at in range(4)} == {200}
+        assert other.total == before
+        other.ill = False
+        wait_until(lambda: not several.member(1).down)
+        for at in range(2):
+            several.post(f"while it is well {at}")
+        assert other.total == before + 1
+
+
 def test_all_are_down(tmp_path: Path) -> None:
     with Several(tmp_path, f"http://127.0.0.1:{free_port()}") as several:
         kept = several.post("kept")
@@ -220,8 +248,6 @@ def test_all_are_down(tmp_path: Path) -> None:
 
 
 def test_beginnings_of_tenants_are_apart_and_few() -> None:
-    from semkv_gateway.upstreams import _beginnings
-
     body = bytes(10_000_000)
     assert len(set(_beginnings("one", body))) < 30
     assert not set(_beginnings("one", body)) & set(_beginnings("two", body))

@@ -69,6 +69,8 @@ _HOME = "/semkv"
 _FILES = ("index.html", "app.js", "app.css")
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
+_CONNECT_S = 10.0
+_CONNECT_SEVERAL_S = 2.0
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
@@ -261,7 +263,10 @@ class Middleware(App):
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
     """The gateway in front of ``settings.upstreams``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    upstreams = [http.HttpUpstream(url) for url in dict.fromkeys(settings.upstreams)]
+    urls = list(dict.fromkeys(settings.upstreams))
+    # Where there is another server, a request does not wait long for a connection.
+    connect_s = _CONNECT_S if len(urls) == 1 else _CONNECT_SEVERAL_S
+    upstreams = [http.HttpUpstream(url, connect_s=connect_s) for url in urls]
     return App(gateway_of(settings, environment, upstreams, workers), key)
 
 

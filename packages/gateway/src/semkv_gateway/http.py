@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
@@ -48,7 +47,6 @@ _THEIRS = frozenset(
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _FIELD_BYTES = 64 << 10  # of one header of an answer
-_CONNECT_S = 10.0
 _READ_S = 600.0  # until the upstream's next byte
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
@@ -330,12 +328,10 @@ class _HttpReply:
 class HttpUpstream:
     """An OpenAI-compatible server at a URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, connect_s: float) -> None:
         self._base = url.rstrip("/")
-        self.name = urlsplit(url).netloc
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_S, sock_read=_READ_S
-        )
+        self.name = self._base.partition("://")[2]
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=_READ_S)
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:

@@ -1,8 +1,9 @@
 """The servers behind the gateway, and which of them a request goes to.
 
 A request goes where the same beginning was sent last, as that server's prefix cache has it, unless that server is much
-busier than the least busy one, which gets it then. A server to which no connection can be made is left out until it
-answers again; the request goes to another one. A request that a server may have begun goes to no other.
+busier than the least busy one, which gets it then. A server to which no connection can be made, or that does not say
+that it is well, is left out until it does; the request goes to another one. A request that a server may have begun goes
+to no other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LONGEST = 4 << 20
 _BUSIER = (
     4  # requests more than twice those of the least busy server, from which on one is much busier
 )
-_LOOK_S = 1.0  # between two looks whether a server answers again
+_LOOK_S = 1.0  # between two looks whether a server answers
+_UNANSWERED = 2  # looks in a row, from which on it is left out
 _LIST_BYTES = 1 << 20  # of a list of models
 
 
@@ -41,7 +43,7 @@ class Member:
         name: its host and port.
         salts: whether it takes them.
         running: requests that have no whole answer yet.
-        down: no connection could be made, and it has not answered since.
+        down: no connection could be made, or it did not answer looks, and it has not answered since.
         models: those it says it serves; None where it does not say.
     """
 
@@ -53,7 +55,7 @@ class Member:
         self.down = False
         self.models: frozenset[str] | None = None
         self.turn = 0  # of the latest request
-        self.watch: asyncio.Task[None] | None = None
+        self.unanswered = 0  # looks in a row
 
     def can(self, model: str) -> bool:
         return not model or self.models is None or model in self.models
@@ -67,7 +69,7 @@ class Upstreams:
         self._several = len(self.members) > 1
         self._sent_last: Latest[bytes, Member] = Latest(_BEGINNINGS)
         self._turn = 0
-        self._learning: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._up = Gauge(
             "semkv_upstream_up",
             "1 while connections to a server can be made.",
@@ -111,7 +113,7 @@ class Upstreams:
         if self._several:
             call = cache(call)
             known = list(_beginnings(tenant, call(True).body))
-            self._learning = self._learning or asyncio.ensure_future(self._learn_all())
+            self._looking = self._looking or asyncio.ensure_future(self._look_after())
         left = list(self.members)
         while True:
             member = self._chosen(left, known, model)
@@ -123,7 +125,8 @@ class Upstreams:
             except UpstreamError as error:
                 if error.begun:
                     raise
-                self._leave_out(member)
+                self._failed.labels(member.name).inc()
+                self._leave_out(member, "cannot be reached")
                 if not left:
                     raise
 
@@ -137,6 +140,7 @@ class Upstreams:
         except BaseException:
             member.running -= 1
             raise
+        self._take_in(member)
         return Counted(reply, member)
 
     def _chosen(self, left: Sequence[Member], known: Sequence[bytes], model: str) -> Member:
@@ -153,29 +157,38 @@ class Upstreams:
 
     # -- servers that are away ----------------------------------------------------------------------------------
 
-    def _leave_out(self, member: Member) -> None:
-        self._failed.labels(member.name).inc()
+    def _leave_out(self, member: Member, why: str) -> None:
         if not member.down:
-            log.warning("the upstream %s cannot be reached and is left out", member.name)
-            member.down = True
-            member.watch = asyncio.ensure_future(self._watch(member))
+            log.warning("the upstream %s %s and is left out", member.name, why)
+        member.down = True
 
-    async def _watch(self, member: Member) -> None:
-        """Take a server in again once it answers."""
-        while not await member.upstream.ready():
-            await asyncio.sleep(_LOOK_S)
-        if self._several:
-            await self._learn(member)
+    def _take_in(self, member: Member) -> None:
+        member.unanswered = 0
+        if member.down:
+            log.warning("the upstream %s answers again", member.name)
         member.down = False
-        log.warning("the upstream %s answers again", member.name)
 
-    async def _learn_all(self) -> None:
+    async def _look_after(self) -> None:
+        """Ask each server again and again whether it answers, and which models it has when it begins to."""
         await asyncio.gather(*map(self._learn, self.members))
         lists = {member.models for member in self.members if member.models is not None}
         if len(lists) > 1:
             log.warning(
                 "the upstreams serve other models: a request goes to those that have its model"
             )
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await asyncio.gather(*map(self._look, self.members))
+
+    async def _look(self, member: Member) -> None:
+        if await member.upstream.ready():
+            if member.down:
+                await self._learn(member)
+            self._take_in(member)
+            return
+        member.unanswered += 1
+        if member.unanswered >= _UNANSWERED:
+            self._leave_out(member, "does not answer")
 
     async def _learn(self, member: Member) -> None:
         """Ask a server which models it has. One that does not say may have any."""
@@ -206,9 +219,8 @@ class Upstreams:
             self._running.labels(member.name).set(member.running)
 
     async def aclose(self) -> None:
-        tasks = [member.watch for member in self.members] + [self._learning]
-        for task in filter(None, tasks):
-            task.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         for member in self.members:
             await member.upstream.aclose()
 
