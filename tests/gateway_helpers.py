@@ -153,7 +153,7 @@ class Pair:
         given = {
             "semantic": False,
             "cache_dir": folder,
-            "upstream": self.behind.url,
+            "upstreams": (self.behind.url,),
             **PATIENT,
             **settings,
         }

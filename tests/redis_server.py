@@ -21,9 +21,10 @@ class RedisServer:
         folder: for its append-only file.
         durable: every write is in that file before it is acknowledged, and outlives kill -9. It is not waited for the
             disk, which takes seconds where others write.
+        more: settings.
     """
 
-    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+    def __init__(self, folder: Path, *more: str, durable: bool = False) -> None:
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("needs a Redis server: apt-get install redis-server")
@@ -39,7 +40,7 @@ class RedisServer:
             "--dir",
             str(folder),
         ]
-        self._command += ["--save", "", *keep]
+        self._command += ["--save", "", *keep, *more]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -82,6 +83,61 @@ class RedisServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class RedisCluster:
+    """Three nodes of a cluster, each with a third of the slots and no replica. Durable, as `RedisServer`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes: list[RedisServer] = []
+        self._buses = [free_port() for _ in range(3)]
+        for bus in self._buses:
+            (folder / str(bus)).mkdir()
+            # A node that is away takes its own slots with it, no others.
+            settings = {"enabled": "yes", "port": bus, "require-full-coverage": "no"}
+            more = [
+                word
+                for name, value in settings.items()
+                for word in (f"--cluster-{name}", str(value))
+            ]
+            self.nodes.append(RedisServer(folder / str(bus), *more, durable=True))
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis+cluster://{hosts}"
+
+    def __enter__(self) -> RedisCluster:
+        import redis
+
+        clients = [redis.Redis(port=node.port, socket_timeout=60.0) for node in self.nodes]
+        for number, client in enumerate(clients):
+            first, last = (16384 * at // 3 for at in (number, number + 1))
+            client.execute_command("CLUSTER ADDSLOTSRANGE", first, last - 1)
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+        for client in clients:  # once all have their slots
+            for node, bus in zip(self.nodes, self._buses, strict=True):
+                client.execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus)
+        while not all(_knows_all(client) for client in clients):
+            time.sleep(0.02)
+        for client in clients:
+            client.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
+def _knows_all(client: Any) -> bool:
+    """Whether a node knows of two others, and who has each slot."""
+    about = client.execute_command("CLUSTER INFO")
+    text = (
+        about
+        if isinstance(about, dict)
+        else dict(line.split(":") for line in about.decode().split())
+    )
+    return (text["cluster_state"], text["cluster_slots_assigned"]) == ("ok", "16384")
 
 
 def _answers(client: Any) -> bool:

@@ -814,7 +814,8 @@ def test_the_literal_reading_compares_no_pixels(tmp_path: Path, settings: dict[s
 
 def test_an_entry_that_is_shared_has_the_vectors_of_all_its_images(bench: Bench) -> None:
     record = bench.cache._matching.record(bench.look("color", ("car", "tree")), "red", (), {}, 1.0)
-    again = bench.cache._matching.shared_record(*load(dump(record)))
+    shared = load(dump(record))
+    again = bench.cache._matching.shared_record(shared.entry, shared.vectors)
     assert len(again.media_vectors) == 2
     assert (again.media_vectors.keys(), again.vectors.keys()) == (
         record.media_vectors.keys(),

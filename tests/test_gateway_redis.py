@@ -210,7 +210,13 @@ def test_while_the_store_is_away_memory_serves_and_all_say_so(tmp_path: Path, ho
 # -- near-repeats of what another gateway was asked; each has a directory of its own ---------------------------------
 
 DIGEST = hmac.digest(SECRET.encode(), b"entry log", "sha256").hex()[:16]
-ENTRIES = f"{{semkv:log:{DIGEST}:1}}:entries"
+
+
+def rows_of(server: RedisServer) -> list[bytes]:
+    """All rows of donors in a Redis."""
+    with redis.Redis(port=server.port, socket_timeout=60.0) as client:
+        keys = client.scan_iter(match=f"{{semkv:donors:log:{DIGEST}:*")
+        return [fields[b"row"] for key in keys for _, fields in client.xrange(key)]
 
 
 def entries_of(pair: Pair) -> list[tuple[str, str]]:
@@ -223,11 +229,12 @@ def knows(pair: Pair, text: str) -> bool:
     return any(text in said for _, said in entries_of(pair))
 
 
-def until_known(pair: Pair, text: str) -> None:
-    """Wait until near-repeats find it: an entry is in the catalog before it is in the index."""
+def until_known(pair: Pair, text: str, headers: Any = None) -> None:
+    """Ask in the same partition until near-repeats find it: an entry is in the catalog before it is in the index."""
     similar = pair.semantic._similar
 
     def is_known() -> bool:
+        pair.post(f"Is it there yet, at try {next(numbers)}?", headers=headers)
         known = {*similar.layers["semantic_text"].items, *similar._unencoded.entries()}
         return any(text in said and name in known for name, said in entries_of(pair))
 
@@ -244,7 +251,8 @@ def test_a_near_repeat_hits_at_the_other_gateway_within_its_tenant(near: Two) ->
     ours, theirs = ({"X-Semkv-Tenant": name} for name in ("ours", "theirs"))
     first = near.one.post(ONE, headers=ours)
     assert kind(first) == "miss"
-    until_known(near.other, ONE)
+    wait_until(lambda: any(ONE.encode() in row for row in rows_of(near.server)))
+    assert not knows(near.other, ONE), "nobody has asked for it"
     second = near.other.post(OTHER, headers=ours)
     assert second.headers["x-semkv"].startswith("hit tier=text:semantic")
     assert second.content == first.content
@@ -260,9 +268,10 @@ def test_what_is_removed_at_one_goes_at_the_other(near: Two, by: str) -> None:
         {"X-Semkv-Tenant": f"gone by {by}"},
     )
     near.one.post(text, headers=tenant)
-    near.one.post("Who stays here?", headers={"X-Semkv-Tenant": "stays"})
-    until_known(near.other, by)
-    until_known(near.other, "stays")
+    stays = {"X-Semkv-Tenant": "stays"}
+    near.one.post("Who stays here?", headers=stays)
+    until_known(near.other, by, tenant)
+    until_known(near.other, "stays", stays)
     folder = near.one.app.gateway.settings.cache_dir
     if by == "wrong":
         (entry_id,) = (name for name, said in entries_of(near.one) if by in said)
@@ -273,17 +282,9 @@ def test_what_is_removed_at_one_goes_at_the_other(near: Two, by: str) -> None:
         purge(folder)
     wait_until(lambda: not knows(near.other, by))
     assert knows(near.other, "stays") == (by != "everything")
-    with redis.Redis(port=near.server.port) as client:
-        wait_until(
-            lambda: (
-                not any(
-                    f"country {by}".encode() in f.get(b"entry", b"")
-                    for _, f in client.xrange(ENTRIES)
-                )
-            )
-        )
+    wait_until(lambda: not any(f"country {by}".encode() in row for row in rows_of(near.server)))
     near.one.post(f"Where does it begin, by {by}?", headers=tenant)  # sharing goes on
-    until_known(near.other, "begin, by")
+    until_known(near.other, "begin, by", tenant)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ def test_a_store_that_fails_leaves_all_entries_and_an_empty_one_nothing(
     failing: Two, how: str
 ) -> None:
     one, server = failing.one, failing.server
-    faults = events(one, "semantic fault:entry log")
+    faults = events(one, "semantic fault:shared entries")
     one.post(f"What came before it was {how}?")
     until_known(failing.other, f"before it was {how}")
     with Traffic(failing) as traffic, redis.Redis(port=server.port) as client:
@@ -314,7 +315,7 @@ def test_a_store_that_fails_leaves_all_entries_and_an_empty_one_nothing(
         traffic.more()
         one.post(f"What came while it was {how}?")
         if how != "flushed":
-            wait_until(lambda: events(one, "semantic fault:entry log") > faults)
+            wait_until(lambda: events(one, "semantic fault:shared entries") > faults)
         if how == "full":
             client.config_set("maxmemory", 0)
         elif how != "flushed":

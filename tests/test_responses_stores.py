@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from redis_server import RedisServer
+from redis_server import RedisCluster, RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.redis import RedisStore
@@ -54,7 +54,13 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.kill()
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis"])
+@pytest.fixture(scope="module")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis_server", "redis_cluster"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """Opens the store of this test; a second call opens the same one again, as another replica would."""
     opened: list[ResponseStore] = []
@@ -65,7 +71,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         elif request.param == "sqlite":
             store = SqliteStore(tmp_path / "answers.sqlite", **limits)  # type: ignore[arg-type]
         else:
-            server = request.getfixturevalue("redis_server")
+            server = request.getfixturevalue(request.param)
             store = RedisStore(server.url, timeout_s=60.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
         opened.append(store)
         return store

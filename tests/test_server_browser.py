@@ -144,7 +144,7 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
         account.auto = True
         account.pays("semantic_text")
         account.spent("semantic_text", 3600.0)
-        pair.app.gateway.salts.refused = True
+        pair.app.gateway.upstreams.members[0].salts.refused = True
         page = browser.new_page(viewport={"width": 390, "height": 800})
         page.set_default_timeout(300_000)
         page.goto(f"{pair.url}/semkv")

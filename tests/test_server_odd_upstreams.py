@@ -454,7 +454,7 @@ def test_what_may_have_had_an_effect_is_sent_once(
     tmp_path: Path, method: str, path: str, again: bool
 ) -> None:
     with closing_once() as (url, asked):
-        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
+        settings = ServerSettings(upstreams=(url,), semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             body = chat("once") if method == "POST" else None
             answer = httpx.request(method, f"{front.url}{path}", json=body, timeout=120)
@@ -470,7 +470,7 @@ def test_what_no_server_may_answer_ends_no_request(
     tmp_path: Path, status: bytes, passed: int
 ) -> None:
     with closing_once(status, b"x-odd: a\x01b") as (url, _):
-        settings = ServerSettings(upstream=url, semantic=False, cache_dir=tmp_path, **PATIENT)
+        settings = ServerSettings(upstreams=(url,), semantic=False, cache_dir=tmp_path, **PATIENT)
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             answer = httpx.post(f"{front.url}/v1/chat/completions", json=chat("odd"), timeout=120)
     assert answer.status_code == passed

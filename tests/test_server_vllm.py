@@ -67,7 +67,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 @pytest.fixture(scope="module")
 def gateway(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = ServerSettings(
-        upstream=servers[0].url, cache_dir=tmp_path_factory.mktemp("front"), **PATIENT
+        upstreams=(servers[0].url,), cache_dir=tmp_path_factory.mktemp("front"), **PATIENT
     )
     with Served(app_of(settings, {"SEMKV_SECRET": SECRET, "SEMKV_ADMIN_KEY": ADMIN})) as served:
         yield served
@@ -242,7 +242,7 @@ def test_embeddings_ranks_and_scores_are_kept(tmp_path: Path) -> None:
     }
     with VllmServer(command, tmp_path / "log") as server:
         settings = ServerSettings(
-            upstream=server.url, cache_dir=tmp_path / "cache", semantic=False, **PATIENT
+            upstreams=(server.url,), cache_dir=tmp_path / "cache", semantic=False, **PATIENT
         )
         with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as front:
             for path, body in bodies.items():

@@ -550,5 +550,5 @@ def test_runs_and_reports_show_it(tmp_path: Path) -> None:
 def test_readyz_says_that_the_upstream_refuses_cache_salt(tmp_path: Path) -> None:
     with Pair(tmp_path) as pair:
         assert httpx.get(f"{pair.url}/readyz").json()["salt_refused"] is False
-        pair.app.gateway.salts.refused = True
+        pair.app.gateway.upstreams.members[0].salts.refused = True
         assert httpx.get(f"{pair.url}/readyz").json()["salt_refused"] is True

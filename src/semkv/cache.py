@@ -42,8 +42,8 @@ from semkv.stores.worth import Ledger
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
-from semkv.tiers.sharing import EntryLog, Sharing
-from semkv.tiers.similar import SimilarTier
+from semkv.tiers.sharing import DonorStore, Sharing
+from semkv.tiers.similar import VISION, SimilarTier
 from semkv.tiers.tier import Tier
 from semkv.types import (
     CacheMode,
@@ -126,7 +126,8 @@ class SemanticCache:
         tiers: asked after the built-in ones, in this order.
         encoder_limit_s: longest wait of a lookup for the text encoder; None for no limit.
         judge: names the model whose verdicts count, where the settings have one.
-        log: through which caches of other directories share entries; closed with the cache.
+        shared: through which caches of other directories share entries; closed with the cache.
+        shared_limit_s: longest wait of a lookup for it.
 
     Raises:
         ConfigError: a part or layer that does not exist or does not fit.
@@ -145,7 +146,8 @@ class SemanticCache:
         tiers: Sequence[Tier] = (),
         encoder_limit_s: float | None = None,
         judge: str = "",
-        log: EntryLog | None = None,
+        shared: DonorStore | None = None,
+        shared_limit_s: float = 0.25,
     ) -> None:
         self.config = config
         on = config.mode is not CacheMode.OFF
@@ -174,6 +176,7 @@ class SemanticCache:
             self._decider,
             same=same_answer or (same_text if encoder is None else SameMeaning(encoder)),
             remove=lambda entry_id: self.invalidate(entry_id=entry_id),
+            share=self._share_wrong,
             catalog=self._catalog,
             fingerprint=hook.fingerprint if encoder is None else encoder.fingerprint,
             tally=self._tally,
@@ -223,15 +226,19 @@ class SemanticCache:
             account=self.account,
         )
         self._sharing = None
-        if log is not None:
+        if shared is not None:
             self._sharing = Sharing(
-                log,
+                shared,
                 self._catalog,
+                partitions=self._matching.partitions,
                 to_record=self._matching.shared_record,
-                add=self._add,
+                add=self._add_shared,
                 removed=self._forget,
+                media=self.media if VISION in self._similar.layers else None,
                 tally=self._tally,
+                limit_s=shared_limit_s,
             )
+            self._planner.bring_images = self._sharing.bring_images
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -287,7 +294,8 @@ class SemanticCache:
             return ReuseReport(request, own, self._matching.statuses())
         with self._tally.boundary("decider"):
             self._decider.arrived()
-        found = self._matching.look_up(request, embeddings)
+        bring = None if self._sharing is None else self._sharing.bring
+        found = self._matching.look_up(request, embeddings, bring)
         plan = found.plan
         proposed = None
         answer = None
@@ -386,6 +394,15 @@ class SemanticCache:
         self._similar.refresh()
         return new
 
+    def _add_shared(self, records: Sequence[Record]) -> None:
+        """Bring records of other directories into the catalog and the indexes."""
+        self._forget(self._catalog.add_all(records))
+        self._similar.refresh()
+
+    def _share_wrong(self, pair: str, entry_id: str) -> None:
+        if self._sharing is not None:
+            self._sharing.add_wrong(pair, entry_id)
+
     def _keep_media(self, entry: Entry) -> None:
         """Keep the bytes of an entry's images; without them it serves only requests that bring the same image."""
         for segment in Request("", entry.namespace, entry.segments, " ").media:
@@ -458,6 +475,8 @@ class SemanticCache:
             StoreError: the catalog could not be read or written; nothing was deleted.
         """
         try:
+            if self._sharing is not None and entry_id is not None and not dry_run:
+                self._sharing.removing(entry_id)
             removed = self._catalog.invalidate(
                 tag=tag, entry_id=entry_id, namespace=namespace, dry_run=dry_run
             )

@@ -62,8 +62,8 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 """
 
 # Files of earlier versions are without these tables, and had two that are dropped. `shared` has one row where the file
-# shares entries with other files: the place in the log up to which it has read. `removals` are the removals that the
-# other files have not read yet. `barred` are the texts that an entry must not answer. `judged` are pairs of texts, and
+# shares entries with other files: the place in the log of removals up to which it has read. `removals` are those that
+# are not in the log yet. `barred` are the texts that an entry must not answer. `judged` are pairs of texts, and
 # whether a judge said that one answer serves both.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
@@ -144,6 +144,7 @@ class Record:
         run: digest of its leading run up to the last media item with every media item alike, or an empty string.
         vectors: layer key -> vector of this entry.
         media_vectors: (layer key, media id) -> vector of one media item.
+        recorded: when another directory's entry came here, in seconds since the epoch; 0 for an entry of one's own.
     """
 
     entry: Entry
@@ -153,6 +154,7 @@ class Record:
     run: str = ""
     vectors: Mapping[str, Vector] = field(default_factory=dict)
     media_vectors: Mapping[tuple[str, str], Vector] = field(default_factory=dict)
+    recorded: float = 0.0
 
 
 class VectorRow(NamedTuple):
@@ -238,22 +240,31 @@ class Catalog:
         Returns:
             Whether it is new, and what went to keep the bound.
         """
+        with self.database.write() as db:
+            row = self._put(db, record)
+            return (True, self._trim(db, keep=row)) if row else (False, Removed())
+
+    def add_all(self, records: Iterable[Record]) -> Removed:
+        """The same of several in one write. Returns what went to keep the bound."""
+        with self.database.write() as db:
+            rows = [self._put(db, record) for record in records]
+            return self._trim(db, keep=max(rows)) if any(rows) else Removed()
+
+    def _put(self, db: sqlite3.Connection, record: Record) -> int:
+        """The number of a new entry's row; 0 where the entry is there already."""
         entry = record.entry
         space = namespace_key(entry.namespace)
-        with self.database.write() as db:
-            found = db.execute(
-                "SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)
-            ).fetchone()
-            if found:
-                db.execute(
-                    "UPDATE entries SET used=MAX(used, ?) WHERE id=?",
-                    (entry.created, int(found[0])),
-                )
-                self._add_vectors(db, int(found[0]), space, record)
-                return False, Removed()
-            row = self._insert(db, record, space)
-            self._add_vectors(db, row, space, record)
-            return True, self._trim(db, keep=row)
+        found = db.execute("SELECT id FROM entries WHERE entry_id=?", (entry.entry_id,)).fetchone()
+        if found:
+            db.execute(
+                "UPDATE entries SET used=MAX(used, ?) WHERE id=?",
+                (entry.created, int(found[0])),
+            )
+            self._add_vectors(db, int(found[0]), space, record)
+            return 0
+        row = self._insert(db, record, space)
+        self._add_vectors(db, row, space, record)
+        return row
 
     def _insert(self, db: sqlite3.Connection, record: Record, space: str) -> int:
         entry = record.entry
@@ -266,7 +277,8 @@ class Catalog:
                 *(dump_segments(entry.segments), entry.chunk_text, entry.response),
                 json.dumps(dict(entry.metadata), default=str),
                 *(record.frame, record.loose_frame, record.run, " ".join(media)),
-                *(entry.created, entry.last_hit, max(entry.created, entry.last_hit), entry.hits),
+                *(entry.created, entry.last_hit),
+                *(max(entry.created, entry.last_hit, record.recorded), entry.hits),
             ),
         )
         row = int(cursor.lastrowid or 0)

@@ -105,7 +105,8 @@ class Checking:
 
     Pairs are kept in the ``catalog``, for all processes; what the policy learned in a file beside it, for scores of the
     encoder with this ``fingerprint``. Any thread may call any method. ``rate`` is the share of approximate hits in the
-    random sample; ``remove`` deletes an entry, by its id; ``judge`` names the model whose verdicts count.
+    random sample; ``remove`` deletes an entry, by its id; ``share`` tells other directories of a pair found wrong;
+    ``judge`` names the model whose verdicts count.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Checking:
         decider: Decider,
         same: Comparator,
         remove: Callable[[str], object],
+        share: Callable[[str, str], object],
         catalog: Catalog,
         fingerprint: str,
         tally: Tally,
@@ -124,6 +126,7 @@ class Checking:
         self._decider = decider
         self._same = same
         self._remove = remove
+        self._share = share
         self._catalog = catalog
         self._fingerprint = fingerprint
         self._tally = tally
@@ -197,7 +200,7 @@ class Checking:
         if hit.match.exactness is Exactness.APPROXIMATE:
             with self._tally.boundary("catalog"):
                 if not correct:
-                    self._catalog.bar(hit.pair, hit.match.entry_id)
+                    self._bar(hit)
             self._observe(hit.match, correct=correct, served=hit.decision)
         return True
 
@@ -209,7 +212,7 @@ class Checking:
         if hit is None:
             return False
         approximate = hit.match.exactness is Exactness.APPROXIMATE
-        if not approximate or self._catalog.bar(hit.pair, hit.match.entry_id) >= _BARRED_MOST:
+        if not approximate or self._bar(hit) >= _BARRED_MOST:
             self._remove(hit.match.entry_id)
         with self._lock:
             if self._open.pop(hit_id, None) is None:  # reported twice at once
@@ -218,6 +221,12 @@ class Checking:
         if approximate:
             self._observe(hit.match, correct=False, served=hit.decision)
         return True
+
+    def _bar(self, hit: _OpenHit) -> int:
+        """Keep the pair of a hit that was wrong, here and in other directories; for how many texts its donor was."""
+        texts = self._catalog.bar(hit.pair, hit.match.entry_id)
+        self._share(hit.pair, hit.match.entry_id)
+        return texts
 
     def learn(self, report: ReuseReport, response: str) -> None:
         """What an answer to the unchanged request tells of a donor: one that was refused, or one of a dry run."""

@@ -10,7 +10,7 @@ here by the rules of the text tiers: the whole prompt, after folding, or a simil
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from semkv.stores.media import MediaStore
 from semkv.tiers.checking import Checking
 from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.sharing import tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
@@ -40,6 +41,7 @@ from semkv.types import (
     Match,
     MatchPolicy,
     MediaSegment,
+    Namespace,
     Plan,
     Request,
     ReuseReport,
@@ -86,6 +88,7 @@ class Planner:
     Attributes:
         guard: says why two texts must not stand in for each other.
         least: cosine of a similar question from which the policy is asked.
+        bring_images: brings images of a tenant's donors, where others have them.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Planner:
         self.guard = veto if guarded else unread if self._by_place else no_veto
         self._compare_images = guarded and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
+        self.bring_images: Callable[[str, Iterable[str]], None] = lambda *_: None
         self._images = ImageGuard(media, image_roots(config))
         if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
             require_opencv()
@@ -152,6 +156,7 @@ class Planner:
             others=candidate.others,
         )
         found.decision = None
+        self._bring_images(request, run)
         if exactness is Exactness.APPROXIMATE:
             if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
                 self._tally.add(f"veto:{reason}")
@@ -181,6 +186,13 @@ class Planner:
         return Plan(
             (*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match
         )
+
+    def _bring_images(self, request: Request, run: Sequence[Segment]) -> None:
+        """Bring those of a donor's images that the request has not itself."""
+        own = {segment.media_id for segment in request.media}
+        images = {segment.media_id for segment in run if isinstance(segment, MediaSegment)}
+        if images - own:
+            self.bring_images(request.namespace.tenant, images - own)
 
     def _veto(
         self,
@@ -319,6 +331,8 @@ class Matching:
             **{tier.name: True for tier in self._tiers},
         }
         self._accounted = {name for name, on in is_on.items() if on}
+        # the tier that pays for what is brought from others
+        self._brings = SEMANTIC if SEMANTIC in self._accounted else EMBEDDING
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -326,8 +340,14 @@ class Matching:
         """``skip`` for every tier, as before it was asked."""
         return dict.fromkeys(self._names, Status.SKIP)
 
-    def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
-        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
+    def look_up(
+        self,
+        request: Request,
+        given: Mapping[str, Vector] | None,
+        bring: Callable[[Iterable[str]], None] | None = None,
+    ) -> Lookup:
+        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's. ``bring`` brings what other directories
+        have in some partitions.
 
         Raises:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
@@ -336,6 +356,12 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            spent: dict[str, float] = {}
+            if bring is not None and self._accounted - found.left_out:
+                start = time.perf_counter()
+                with self._tally.boundary("shared entries"):
+                    bring(self._partitions(request.namespace, keyed))
+                spent[self._brings] = time.perf_counter() - start
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
                     self._similar.refresh()
@@ -347,12 +373,16 @@ class Matching:
                 # A shared system prompt or image alone is no hit: vLLM's prefix cache has it.
                 (EXACT, self._equal(keyed, reversed(keyed.context_depths()))),
             )
-            self._ask(found, asked)
+            self._ask(found, asked, spent)
         return found
 
-    def _ask(self, found: Lookup, asked: Iterable[tuple[str, Iterable[Candidate]]]) -> None:
-        """Ask the tiers that pay until one has a donor, and book what that costs."""
-        spent: dict[str, float] = {}
+    def _ask(
+        self,
+        found: Lookup,
+        asked: Iterable[tuple[str, Iterable[Candidate]]],
+        spent: dict[str, float],
+    ) -> None:
+        """Ask the tiers that pay until one has a donor, and book what that costs, with what is ``spent`` already."""
         for name, candidates in asked:
             if name in found.left_out and self._account.auto:
                 continue
@@ -506,6 +536,16 @@ class Matching:
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )
+
+    def partitions(self, entry: Entry) -> tuple[str, ...]:
+        """The names of all partitions in which other directories look for an entry."""
+        return self._partitions(entry.namespace, Keyed(entry.namespace, entry.segments))
+
+    def _partitions(self, namespace: Namespace, keyed: Keyed) -> tuple[str, ...]:
+        slots = self._similar.slots(keyed)
+        # Without a question a prompt matches only as a whole.
+        slots = slots or {keyed.folded_key(len(keyed.segments), with_media=False)}
+        return tuple(f"{tenant_name(namespace.tenant)}:{slot}" for slot in sorted(slots))
 
     def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
         """The record of an entry that another cache has made. All by which it is found is computed anew, but for its

@@ -1,10 +1,18 @@
-"""Sharing of entries and removals between caches that have directories of their own.
+"""Sharing of entries between caches that have directories of their own, by partition.
 
-A thread sends this directory's new entries and removals to a log, and writes those of others into the catalog, where
-every process of the directory finds them. One process of a directory at a time reads the log, and notes its place in
-the catalog. A log that cannot be reached is a counted fault: what waits is sent later.
+A near-repeat matches only behind the same history, so a partition holds all that a request may match. A thread sends
+this directory's new entries, and pairs found wrong, to their partitions in a `DonorStore`. A lookup brings the rows of
+its partitions that are not here yet into the catalog, where every process of the directory finds them.
 
-Gateways that share a directory need no log: they read the catalog's rows.
+The bytes of a donor's image, where images are compared, are a partition of their own. They are brought when the donor
+is to stand in for another one.
+
+Removals go through a log. A row says up to which place of the log its writer had followed it, so a reader knows the
+removals that came after the row, and leaves it out where one of them concerns it. One process of a directory at a time
+follows the log, and notes its place in the catalog. A store that cannot be reached is a counted fault: what waits is
+sent later, and lookups go on with what is here.
+
+Gateways that share a directory need no store: they read the catalog's rows.
 """
 
 from __future__ import annotations
@@ -17,18 +25,22 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from semkv.counting import Tally
-from semkv.errors import CorruptValue, StoreError
+from semkv.errors import CorruptValue
+from semkv.keys import media_id as digest_of
 from semkv.keys import namespace_key
+from semkv.latest import Latest
+from semkv.niceness import set_niceness
 from semkv.stores.catalog import (
     Catalog,
     Criteria,
@@ -38,65 +50,232 @@ from semkv.stores.catalog import (
     load_segments,
     pack,
 )
+from semkv.stores.media import MediaStore
 from semkv.types import Entry, MediaSegment, Namespace
+from semkv_stores.digests import digest
 from semkv_stores.files import lock
 
 FORMAT = 1
 LOCK = "entry-log.lock"
-_LARGEST = 32 * 1024  # bytes of an entry that is shared, so that a whole log has 256 MiB at most
-_WAITING = 1024  # entries that wait for the log
-_POLL_S, _PAUSE_S = 0.25, 1.0
+LARGEST = 32 * 1024  # bytes of an entry that is shared
+_LARGEST_IMAGE = 1 << 20
+MOST = 4096  # rows of a partition that are read and kept, the latest
+_WAITING = 1024  # rows that wait for the store
+_POLL_S = 0.25
+_PAUSE_S = 1.0
+_FRESH_S = 0.25  # for which a partition that was read is not asked for again
+_KNOWN = 4096  # partitions of which it is known how far they were read
+_IMAGES_SENT = 4096  # images that are not sent again
+_READERS = 2
+_NICE = 5  # niceness of what is brought and swept, so that requests go on
+_IMAGE = "image:"
 _CHECKSUM = 32
 _KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
 
 
+# -- the store ----------------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A place in the log of removals. Later ones are larger, within one log."""
+
+    log: str = ""  # its name: a log that was emptied gets another
+    at: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        if not self.log:
+            return ""
+        first, second = self.at
+        return f"{self.log} {first}-{second}"
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """The reverse of `str`. Raises a ValueError."""
+        log = text.rpartition(" ")[0]
+        at = text.rpartition(" ")[2]
+        return cls(log, numbers(at)) if log else cls()
+
+
+def numbers(text: str) -> tuple[int, int]:
+    """The numbers of a place, as Redis writes it: ``1-0``. Raises a ValueError."""
+    first = text.partition("-")[0]
+    second = text.partition("-")[2]
+    return int(first or 0), int(second or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRow:
+    """One row of a partition: ``at`` is its place there, ``since`` that of its writer in the log of removals."""
+
+    at: str
+    since: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Removals:
+    """All removals of a log after the place ``after``, in order, each with its place."""
+
+    after: Place
+    rows: tuple[tuple[Place, bytes], ...] = ()
+
+    @property
+    def end(self) -> Place:
+        return self.rows[-1][0] if self.rows else self.after
+
+    def reach(self, place: Place) -> bool:
+        """Whether every removal after a place is among them."""
+        return place.log == self.after.log and place >= self.after
+
+
+class DonorStore(Protocol):
+    """Rows of any form, by partition, and a log of removals. Every method blocks and may raise `StoreError`
+    (unreachable, full). A partition's name has its tenant's (`tenant_name`) before a colon."""
+
+    def add(self, partition: str, data: bytes, since: str) -> None:
+        """Append a row. Where a partition or the store has too many, the oldest go."""
+
+    def read(self, partition: str, after: str, before: str) -> Sequence[SharedRow]:
+        """The latest rows between two places, both excluded, the latest first; empty places for no bound. None are left
+        where it returns none."""
+
+    def remove(self, removal: bytes) -> None:
+        """Append to the log of removals."""
+
+    def removals(self, after: Place) -> Removals:
+        """The removals after a place, or all that the log has where it does not reach back to the place."""
+
+    def sweep(
+        self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
+    ) -> None:
+        """Delete the rows that a removal concerns, of these partitions or of those that a test chooses."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+def tenant_name(tenant: str) -> str:
+    """What the names of a tenant's partitions begin with."""
+    return digest("partitions of", tenant)[:16]
+
+
+# -- a directory's part -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A row that waits for the store, and the entry without which it is not sent."""
+
+    entry: Entry
+    partitions: Sequence[str]
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Partition:
+    """How far a partition was read."""
+
+    cursor: str = ""
+    looked: float = -math.inf  # when, by the monotonic clock
+    job: Future[None] | None = None
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A row that was read, as what it holds."""
+
+    since: Place
+    row: Shared
+
+    @property
+    def entry_id(self) -> str:
+        return self.row.entry.entry_id
+
+
 class Sharing:
-    """Follows a log until it is closed. Any thread may call any method.
+    """Shares entries until it is closed. Any thread may call any method.
 
     Args:
+        partitions: the names of the partitions of an entry.
         to_record: makes a record of an entry and its packed vectors, as `Matching.shared_record`.
-        add: brings a record into the catalog and the indexes; whether it is new.
+        add: brings records into the catalog and the indexes.
         removed: forgets what was removed from the catalog.
+        media: the images of this directory; None where none is compared.
+        limit_s: longest wait of a lookup.
     """
 
     def __init__(
         self,
-        log: EntryLog,
+        store: DonorStore,
         catalog: Catalog,
+        *,
+        partitions: Callable[[Entry], Sequence[str]],
         to_record: Callable[[Entry, Mapping[str, bytes]], Record],
-        add: Callable[[Record], bool],
+        add: Callable[[Sequence[Record]], None],
         removed: Callable[[Removed], None],
+        media: MediaStore | None,
         tally: Tally,
+        limit_s: float,
     ) -> None:
-        self._log = log
+        self._store = store
         self._catalog = catalog
         self._tally = tally
+        self._partitions_of = partitions
         self._to_record = to_record
-        self._add_record = add
+        self._add_records = add
         self._removed = removed
-        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._media = media
+        self._limit_s = limit_s
+        self._waiting: deque[_Waiting] = deque()
         self._some = threading.Event()
         self._closing = threading.Event()
+        self._known: Latest[str, _Partition] = Latest(_KNOWN)
+        self._knowing = threading.Lock()
+        self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
+        self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
+        self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
+        self._images_sent: Latest[str, None] = Latest(_IMAGES_SENT)
+        be_nice = partial(set_niceness, _NICE)
+        self._readers = ThreadPoolExecutor(_READERS, "semkv-donors", be_nice)
+        self._sweeper = ThreadPoolExecutor(1, "semkv-sweep", be_nice)
         self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
         self._thread.start()
 
     def add(self, record: Record) -> None:
         """Share what was recorded. Never waits."""
-        data = dump(record)
-        if len(data) > _LARGEST or len(self._waiting) >= _WAITING:
-            self._tally.add(
-                "not shared: too large" if len(data) > _LARGEST else "not shared: too many wait"
-            )
+        self._wait(record.entry, dump(record))
+
+    def add_wrong(self, pair: str, entry_id: str) -> None:
+        """Share that an entry was found wrong for a text. Raises `sqlite3.Error`."""
+        entry = self._catalog.get(entry_id)
+        if entry is not None:
+            self._wait(entry, dump_wrong(pair, entry))
+
+    def removing(self, entry_id: str) -> None:
+        """An entry is about to be removed by its id. Raises `sqlite3.Error`."""
+        entry = self._catalog.get(entry_id)
+        if entry is not None:
+            self._sought[entry_id] = self._partitions_of(entry)
+
+    def _wait(self, entry: Entry, data: bytes) -> None:
+        if len(data) > LARGEST:
+            self._tally.add("not shared: too large")
             return
-        self._waiting.append((record.entry.entry_id, data))
+        if len(self._waiting) >= _WAITING:
+            self._tally.add("not shared: too many wait")
+            return
+        partitions = self._partitions_of(entry)
+        self._waiting.append(_Waiting(entry, partitions, data))
         self._some.set()
 
     def close(self) -> None:
-        """Send what waits, where the log can be reached, and stop."""
+        """Send what waits, where the store can be reached, and stop."""
         self._closing.set()
         self._some.set()
         self._thread.join(5.0)
-        self._log.close()
+        for pool in (self._readers, self._sweeper):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
 
     def _work(self) -> None:
         closing = False
@@ -105,60 +284,74 @@ class Sharing:
             self._some.clear()
             closing = self._closing.is_set()
             pause_s = _PAUSE_S
-            with self._tally.boundary("entry log"):
+            with self._tally.boundary("shared entries"):
                 self._exchange()
                 pause_s = 0.0
             self._closing.wait(pause_s)
 
+    # -- to the store -------------------------------------------------------------------------------------------
+
     def _exchange(self) -> None:
         with suppress(BlockingIOError), lock(self._catalog.path.with_name(LOCK), 0.0):
-            self._send_removals()  # first, so that nothing removed is read again
-            while self._read() and not self._closing.is_set():
-                pass
-        while self._waiting:
-            entry_id, data = self._waiting[0]
-            if not self._catalog.missing([entry_id]):  # else it was removed meanwhile
-                self._log.add(data)
+            self._send_removals()
+            self._follow()
+        while self._waiting and (since := self._catalog.read_from()):
+            row = self._waiting[0]
+            # It is looked for after the place was read, so that a removal after the place concerns the row.
+            if not self._catalog.missing([row.entry.entry_id]):
+                self._send_images(row.entry, since)  # first: who finds the row looks for them
+                for partition in row.partitions:
+                    self._store.add(partition, row.data, since)
                 self._tally.add("shared out")
             self._waiting.popleft()
 
+    def _send_images(self, entry: Entry, since: str) -> None:
+        if self._media is None:
+            return
+        for media_id in _media_of(entry):
+            name = _image(entry.namespace.tenant, media_id)
+            data = None if name in self._images_sent else self._media.get(media_id)
+            if data is None or len(data) > _LARGEST_IMAGE:
+                continue
+            self._store.add(name, data, since)
+            self._images_sent[name] = None
+
     def _send_removals(self) -> None:
         for number, text in self._catalog.removals():
-            self._log.remove(text.encode(), partial(_concerns, read_criteria(text.encode())))
+            self._store.remove(text.encode())
             self._catalog.sent(number)
+            self._removals.append(read_criteria(text.encode()))
+        if self._removals:
+            self._sweeper.submit(self._sweep)
 
-    def _read(self) -> bool:
-        """Bring the next rows of the log into the catalog; whether there were any."""
-        cursor = self._catalog.read_from()
-        batch = self._log.read(cursor)
-        if batch.lost:
+    def _sweep(self) -> None:
+        """Delete the rows that removals concern, in one pass. No gateway uses them meanwhile, nor where this fails."""
+        removals = [self._removals.popleft() for _ in range(len(self._removals))]
+        with self._tally.boundary("shared entries"):
+            for criteria in removals:
+                if "entry_id" in criteria:
+                    known = self._sought.pop(str(criteria["entry_id"]), ())
+                    self._store.sweep(partial(_concerns_data, [criteria]), known)
+            others = [criteria for criteria in removals if "entry_id" not in criteria]
+            if others:
+                self._store.sweep(partial(_concerns_data, others), partial(_may_concern, others))
+
+    # -- removals of others -------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Apply the removals that the log has since the last time."""
+        text = self._catalog.read_from()
+        place = Place.of(text)
+        removals = self._store.removals(place)
+        if text and not removals.reach(place):  # it was emptied, or others were removed meanwhile
             self._remove({})
-        for removes, data in batch.rows:
+        for _, data in removals.rows if text else ():
             try:
-                if removes:
-                    self._remove(read_criteria(data))
-                else:
-                    self._add(data)
-            except Exception as error:
-                # A row that others wrote must not keep this one from reading on; what our file has must be tried again.
-                ours = isinstance(error, OSError | StoreError | sqlite3.DatabaseError)
-                if ours and not isinstance(
-                    error, CorruptValue | sqlite3.ProgrammingError | sqlite3.DataError
-                ):
-                    raise
-                self._tally.fault("shared entry", error)
-        if batch.cursor != cursor:
-            self._catalog.read_to(batch.cursor)
-        return batch.cursor != cursor
-
-    def _add(self, data: bytes) -> None:
-        entry, packed = load(data)
-        if self._catalog.missing([entry.entry_id]):
-            record = self._to_record(entry, packed)
-            if packed and not record.vectors and not record.media_vectors:
-                self._tally.add("shared entry of another encoder")
-            self._add_record(record)
-            self._tally.add("shared in")
+                self._remove(read_criteria(data))
+            except CorruptValue as error:  # which must not keep this one from following
+                self._tally.fault("shared removal", error)
+        if str(removals.end) != text:
+            self._catalog.read_to(str(removals.end))
 
     def _remove(self, criteria: Criteria) -> None:
         removed = self._catalog.apply_removal(criteria)
@@ -166,46 +359,174 @@ class Sharing:
         if removed.entry_ids:
             self._removed(removed)
 
+    # -- entries of others --------------------------------------------------------------------------------------
 
-# -- the log ------------------------------------------------------------------------------------------------------
+    def bring(self, partitions: Iterable[str]) -> None:
+        """Bring what others have in some partitions. Never raises, and waits for ``limit_s`` at most: what takes longer
+        goes on, and is there for a later request."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return
+        reading = [self._reading(partition, now) for partition in partitions]
+        for job, began in reading:
+            if job is not None:
+                left_s = began + self._limit_s - time.monotonic()
+                wait([job], max(0.0, left_s))
 
+    def _reading(self, name: str, now: float) -> tuple[Future[None] | None, float]:
+        """The job that reads a partition, and when it began; None where the partition was read a moment ago."""
+        with self._knowing:
+            known = self._known.get(name, _Partition())
+            self._known[name] = known  # the latest
+            if known.job is not None and not known.job.done():
+                return known.job, known.looked
+            is_fresh = now - known.looked < _FRESH_S
+            if is_fresh or self._closing.is_set():
+                return None, known.looked
+            known.looked = now
+            known.job = self._readers.submit(self._read, name, known)
+            return known.job, now
 
-@dataclass(frozen=True, slots=True)
-class LogBatch:
-    """What a log has after a cursor. Where removals are ``lost``, any entry may have been removed meanwhile."""
+    def _read(self, name: str, known: _Partition) -> None:
+        """Bring a partition's rows that are not known yet into the catalog, the latest first."""
+        done = False
+        with self._tally.boundary("shared entries"):
+            first = ""
+            before = ""
+            count = 0
+            while not self._closing.is_set() and count < MOST:
+                rows = self._store.read(name, known.cursor, before)
+                if not rows:
+                    break
+                first = first or rows[0].at
+                before = rows[-1].at
+                count += len(rows)
+                self._take(rows)
+            known.cursor = first or known.cursor
+            done = True
+        if not done:
+            self._quiet_until = time.monotonic() + _PAUSE_S
 
-    cursor: str  # the log's name and the place of the last row; hand it in next time
-    rows: tuple[tuple[bool, bytes], ...] = ()  # in order, each with whether it is a removal
-    lost: bool = False
+    def _take(self, rows: Sequence[SharedRow]) -> None:
+        arrivals = self._unremoved(self._arrivals(rows))
+        for arrival in arrivals:  # first, so that no request gets what was found wrong for it
+            if arrival.row.wrong:
+                self._catalog.bar(arrival.row.wrong, arrival.entry_id)
+        arrivals = [arrival for arrival in arrivals if not arrival.row.wrong]
+        ids = [arrival.entry_id for arrival in arrivals]
+        missing = set(self._catalog.missing(ids))
+        arrivals = [arrival for arrival in arrivals if arrival.entry_id in missing]
+        records: list[Record] = []
+        for arrival in arrivals:
+            with self._tally.boundary("shared entry"):
+                records.append(self._record(arrival.row))
+        if records:
+            self._add_each(records)
+            self._tally.add("shared in", len(records))
+            self._undo(arrivals)
 
+    def _arrivals(self, rows: Sequence[SharedRow]) -> list[_Arrival]:
+        """What rows hold; what cannot be read is counted and left out."""
+        found = []
+        for row in rows:
+            with self._tally.boundary("shared entry"):
+                since = Place.of(row.since)
+                found.append(_Arrival(since, load(row.data)))
+        return found
 
-class EntryLog(Protocol):
-    """Entries and removals, of any form. Every method blocks and may raise `StoreError` (unreachable, full)."""
+    def _unremoved(self, arrivals: list[_Arrival]) -> list[_Arrival]:
+        """Those that no later removal concerns, as far as the log reaches back."""
+        if not arrivals:
+            return []
+        first = min(arrival.since for arrival in arrivals)
+        removals = self._store.removals(first)
+        read = [(place, _criteria_or_none(data)) for place, data in removals.rows]
+        kept = []
+        for arrival in arrivals:
+            later = (criteria for place, criteria in read if place > arrival.since)
+            removed = any(c is None or _concerns(c, arrival.row.entry) for c in later)
+            if removals.reach(arrival.since) and not removed:
+                kept.append(arrival)
+        return kept
 
-    def add(self, entry: bytes) -> None:
-        """Append an entry."""
+    def _undo(self, arrivals: list[_Arrival]) -> None:
+        """Take out again what was removed while it was brought. Later removals are followed after this."""
+        kept = set[str]()
+        try:
+            kept = {arrival.entry_id for arrival in self._unremoved(arrivals)}
+        finally:  # also where that cannot be said
+            for arrival in arrivals:
+                if arrival.entry_id not in kept:
+                    self._remove({"entry_id": arrival.entry_id})
 
-    def remove(self, removal: bytes, concerns: Callable[[bytes], bool]) -> None:
-        """Append a removal, and delete the entries before it that it concerns."""
+    def bring_images(self, tenant: str, media_ids: Iterable[str]) -> None:
+        """Bring images of donors that are not here. Never raises, and waits for ``limit_s`` at most."""
+        if self._media is None or time.monotonic() < self._quiet_until:
+            return
+        missing = [media_id for media_id in media_ids if self._media.path(media_id) is None]
+        with self._tally.boundary("shared entries"):
+            jobs = [self._readers.submit(self._read_image, tenant, one) for one in missing]
+            if wait(jobs, self._limit_s).not_done:
+                self._quiet_until = time.monotonic() + _PAUSE_S
 
-    def read(self, cursor: str) -> LogBatch:
-        """What comes after a cursor; an empty one asks for all that there is."""
+    def _read_image(self, tenant: str, media_id: str) -> None:
+        assert self._media is not None
+        with self._tally.boundary("shared entries"):
+            for row in self._store.read(_image(tenant, media_id), "", ""):
+                if digest_of(row.data) == media_id:
+                    self._media.put(row.data)
+                    self._tally.add("shared images in")
+                    return
 
-    def close(self) -> None:
-        """Let go of connections."""
+    def _add_each(self, records: Sequence[Record]) -> None:
+        """Add records. What others wrote must not keep a partition from being read; what this directory's file has
+        against it is raised, and tried again."""
+        try:
+            self._add_records(records)
+        except (sqlite3.ProgrammingError, sqlite3.DataError, ValueError, OverflowError):
+            for record in records:
+                with self._tally.boundary("shared entry"):
+                    self._add_records([record])
+
+    def _record(self, row: Shared) -> Record:
+        record = self._to_record(row.entry, row.vectors)
+        has_vectors = record.vectors or record.media_vectors
+        if row.vectors and not has_vectors:
+            self._tally.add("shared entry of another encoder")
+        return replace(record, recorded=time.time())
 
 
 # -- the form of what is shared -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a row holds: an entry and its packed vectors, or the name of a pair ``wrong``, with the entry's head."""
+
+    entry: Entry
+    vectors: Mapping[str, bytes]
+    wrong: str = ""
 
 
 def dump(record: Record) -> bytes:
     """A checksum, and JSON of an entry and its vectors by layer and encoder."""
     entry = record.entry
     vectors = {layer: pack(vector) for layer, vector in record.vectors.items()}
-    media = [segment.media_id for segment in entry.segments if isinstance(segment, MediaSegment)]
+    media = _media_of(entry)
     for layer in {layer for layer, _ in record.media_vectors}:
         if all((layer, item) in record.media_vectors for item in media):
             vectors[layer] = pack(np.stack([record.media_vectors[layer, item] for item in media]))
+    return _sealed(Shared(entry, vectors))
+
+
+def dump_wrong(pair: str, entry: Entry) -> bytes:
+    """The same of a pair found wrong, as `Catalog.bar` takes it. It says nothing of the entry's texts."""
+    head = replace(entry, segments=(), chunk_text="", response="", metadata={})
+    return _sealed(Shared(head, {}, pair))
+
+
+def _sealed(shared: Shared) -> bytes:
+    entry = shared.entry
     body = {
         "format": FORMAT,
         "id": entry.entry_id,
@@ -217,7 +538,10 @@ def dump(record: Record) -> bytes:
         "tags": entry.tags,
         "created": entry.created,
         "metadata": dict(entry.metadata),
-        "vectors": {layer: base64.b64encode(data).decode() for layer, data in vectors.items()},
+        "vectors": {
+            layer: base64.b64encode(data).decode() for layer, data in shared.vectors.items()
+        },
+        "wrong": shared.wrong,
     }
     text = json.dumps(body, default=str).encode()
     return xxhash.xxh3_128_hexdigest(text).encode() + text
@@ -239,46 +563,54 @@ def _reading(what: str) -> Iterator[None]:
         raise CorruptValue(f"{what}: {error!r}") from error
 
 
-def load(data: bytes) -> tuple[Entry, dict[str, bytes]]:
-    """The reverse of `dump`: an entry, and its packed vectors.
+def load(data: bytes) -> Shared:
+    """The reverse of `dump` and `dump_wrong`.
 
     Raises:
         CorruptValue: the checksum, the format or a value is not what it should be.
     """
     text = data[_CHECKSUM:]
-    if len(data) > _LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
+    if len(data) > LARGEST or data[:_CHECKSUM] != xxhash.xxh3_128_hexdigest(text).encode():
         raise CorruptValue("shared entry: too large, or it fails its checksum")
     with _reading("shared entry"):
         body: Mapping[str, Any] = json.loads(text)
         if body["format"] != FORMAT:
             raise ValueError("of another format")
-        words = {name: body[name] for name in ("id", "tenant", "model", "chunk_text", "response")}
-        segments = load_segments(body["segments"])
-        tags = tuple(body["tags"])
-        created = float(body["created"])
-        texts = [s.media_id if isinstance(s, MediaSegment) else s.text for s in segments]
-        images = [s for s in segments if isinstance(s, MediaSegment)]
-        names = [image.name for image in images]
-        "".join([*words.values(), *texts, *names, *tags]).encode()  # refuses half of a character
-        if not segments or not all(re.fullmatch(r"[0-9a-f]{64}", s.media_id) for s in images):
-            raise ValueError("no segments, or no digest of an image")
-        if not math.isfinite(created):
-            raise ValueError("no time")
-        vectors = {
-            str(layer): base64.b64decode(text, validate=True)
-            for layer, text in body["vectors"].items()
-        }
-        entry = Entry(
-            words["id"],
-            Namespace(words["tenant"], words["model"]),
-            segments,
-            chunk_text=words["chunk_text"],
-            response=words["response"],
-            tags=tags,
-            created=min(created, time.time()),
-            metadata=dict(body["metadata"]),
-        )
-        return entry, vectors
+        shared = Shared(_entry_in(body), _vectors_in(body), str(body["wrong"]))
+        if not (shared.entry.segments or shared.wrong):
+            raise ValueError("no segments")
+        for one in (*_media_of(shared.entry), shared.wrong):
+            if one and not re.fullmatch(r"[0-9a-f]{64}", one):
+                raise ValueError("no digest")
+        return shared
+
+
+def _entry_in(body: Mapping[str, Any]) -> Entry:
+    names = ("id", "tenant", "model", "chunk_text", "response")
+    words = {name: body[name] for name in names}
+    segments = load_segments(body["segments"])
+    tags = tuple(body["tags"])
+    created = float(body["created"])
+    texts = [one for s in segments for one in (getattr(s, "text", ""), getattr(s, "name", ""))]
+    "".join([*words.values(), *texts, *tags]).encode()  # refuses half of a character
+    if not math.isfinite(created):
+        raise ValueError("no time")
+    return Entry(
+        words["id"],
+        Namespace(words["tenant"], words["model"]),
+        segments,
+        chunk_text=words["chunk_text"],
+        response=words["response"],
+        tags=tags,
+        created=min(created, time.time()),
+        metadata=dict(body["metadata"]),
+    )
+
+
+def _vectors_in(body: Mapping[str, Any]) -> dict[str, bytes]:
+    return {
+        str(layer): base64.b64decode(text, validate=True) for layer, text in body["vectors"].items()
+    }
 
 
 def read_criteria(data: bytes) -> Criteria:
@@ -295,12 +627,15 @@ def read_criteria(data: bytes) -> Criteria:
         return criteria
 
 
-def _concerns(criteria: Criteria, data: bytes) -> bool:
-    """Whether a removal is one of a shared entry, or that cannot be said."""
-    try:
-        entry, _ = load(data)
-    except CorruptValue:
-        return True
+def _criteria_or_none(data: bytes) -> Criteria | None:
+    """The criteria of a removal; None where they cannot be read, so that it may concern anything."""
+    with suppress(CorruptValue):
+        return read_criteria(data)
+    return None
+
+
+def _concerns(criteria: Criteria, entry: Entry) -> bool:
+    """Whether a removal is one of an entry."""
     own = {"entry_id": entry.entry_id, "space": namespace_key(entry.namespace)}
     tests: dict[str, Callable[[Any], bool]] = {
         "tag": lambda tag: tag in entry.tags,
@@ -311,3 +646,35 @@ def _concerns(criteria: Criteria, data: bytes) -> bool:
         tests[name](value) if name in tests else own[name] == value
         for name, value in criteria.items()
     )
+
+
+def _concerns_data(removals: Sequence[Criteria], data: bytes) -> bool:
+    """The same of several and a row; True where the row cannot be read."""
+    try:
+        entry = load(data).entry
+    except CorruptValue:
+        return True
+    return any(_concerns(criteria, entry) for criteria in removals)
+
+
+def _may_concern(removals: Sequence[Criteria], partition: str) -> bool:
+    """Whether one of several removals may be one of a partition's rows."""
+    name = partition.partition(":")[0]
+    is_image = partition.partition(":")[2].startswith(_IMAGE)
+    for criteria in removals:
+        tenants = criteria.get("tenants")
+        known = criteria.keys() <= {"tenants"}  # all that an image's partition says
+        if (known or not is_image) and (
+            not isinstance(tenants, list) or name in map(tenant_name, tenants)
+        ):
+            return True
+    return False
+
+
+def _image(tenant: str, media_id: str) -> str:
+    """The name of the partition that has an image's bytes."""
+    return f"{tenant_name(tenant)}:{_IMAGE}{media_id}"
+
+
+def _media_of(entry: Entry) -> list[str]:
+    return [segment.media_id for segment in entry.segments if isinstance(segment, MediaSegment)]

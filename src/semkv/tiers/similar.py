@@ -247,6 +247,16 @@ class SimilarTier:
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
+    def slots(self, keyed: Keyed) -> set[str]:
+        """The partitions in which the layers compare a prompt."""
+        named = {
+            "space": keyed.space,
+            "run": keyed.media_prefix(),
+            "frame": keyed.question_slot(),
+            "loose_frame": keyed.question_slot(with_media=False),
+        }
+        return {named[layer.partition] for layer in self.layers.values()} - {""}
+
     def has_texts(self, keyed: Keyed) -> bool:
         """Whether L1 has anything to compare a request with."""
         slot = keyed.question_slot(with_media=self._within_media)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from semkv.errors import SemkvError
 from semkv.stores.catalog import CATALOG
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
-from semkv_gateway.entry_log import open_entry_log
+from semkv_gateway.donors import open_donors
 from semkv_gateway.gateway import Gateway
 from semkv_gateway.http import (
     Answer,
@@ -61,6 +61,7 @@ from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 from semkv_gateway.tenancy import parse_tag_rule
+from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ _HOME = "/semkv"
 _FILES = ("index.html", "app.js", "app.css")
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
+_CONNECT_S = 10.0
+_CONNECT_SEVERAL_S = 2.0
 _BODIES = 8  # of the largest size may come in at once
 _CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
@@ -243,7 +246,7 @@ class Middleware(App):
     def __init__(self, app: Application) -> None:
         settings = parse(ServerSettings, [], Environment(os.environ))
         super().__init__(
-            gateway_of(settings, os.environ, http.AppUpstream(app)), admin_key(os.environ)
+            gateway_of(settings, os.environ, [http.AppUpstream(app)]), admin_key(os.environ)
         )
         self._otherwise = app
 
@@ -259,15 +262,20 @@ class Middleware(App):
 
 
 def app_of(settings: ServerSettings, environment: Mapping[str, str], workers: int = 1) -> App:
-    """The gateway in front of ``settings.upstream``. Raises as `gateway_of` does."""
+    """The gateway in front of ``settings.upstreams``. Raises as `gateway_of` does."""
     key = admin_key(environment)
-    return App(
-        gateway_of(settings, environment, http.HttpUpstream(settings.upstream), workers), key
-    )
+    urls = list(dict.fromkeys(settings.upstreams))
+    # Where there is another server, a request does not wait long for a connection.
+    connect_s = _CONNECT_S if len(urls) == 1 else _CONNECT_SEVERAL_S
+    upstreams = [http.HttpUpstream(url, connect_s=connect_s) for url in urls]
+    return App(gateway_of(settings, environment, upstreams, workers), key)
 
 
 def gateway_of(
-    settings: ServerSettings, environment: Mapping[str, str], upstream: Upstream, workers: int = 1
+    settings: ServerSettings,
+    environment: Mapping[str, str],
+    upstreams: Sequence[Upstream],
+    workers: int = 1,
 ) -> Gateway:
     """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
@@ -300,14 +308,20 @@ def gateway_of(
     )
     semantic = None
     if config is not None:
-        entry_log = open_entry_log(settings.store, settings.store_timeout, secret)
+        shared = open_donors(
+            settings.store,
+            settings.store_timeout,
+            secret,
+            store_bytes=settings.store_mib << 20,
+        )
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
         semantic = SemanticCache(
             config,
             encoder_limit_s=settings.encoder_timeout,
             judge=f"{settings.judge_url} {settings.judge_model}",
-            log=entry_log,
+            shared=shared,
+            shared_limit_s=settings.store_timeout,
         )
         semantic.warm_up()
         log.info("the encoder is loaded after %.1f s", time.perf_counter() - start)
@@ -320,6 +334,7 @@ def gateway_of(
         least_cosine=rules.least_cosine,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
+    servers = Upstreams(upstreams, metrics, salt=settings.salt)
     judge = None
     if config is not None and config.judges:
         judge = Judge(
@@ -327,14 +342,14 @@ def gateway_of(
             secret=secret,
             key=environment.get("SEMKV_JUDGE_KEY", ""),
             cache=cache,
-            upstream=upstream,
+            upstreams=servers,
             metrics=metrics,
             worth=worth,
         )
     gateway = Gateway(
         settings,
         secret,
-        upstream,
+        servers,
         cache,
         metrics,
         sampling=sampling,
@@ -416,11 +431,13 @@ class Operations:
 
     async def ready(self, _: Request) -> Response:
         """200 where the upstream answers, else 503; cached answers are served either way."""
-        up = await self._gateway.upstream.ready()
+        upstreams = self._gateway.upstreams
+        up = await upstreams.ready()
         said = {
             "status": "ready" if up else "upstream down",
             "store": self._gateway.cache.responses.store_state,
-            "salt_refused": self._gateway.salts.refused,
+            "salt_refused": upstreams.salt_refused,
+            "upstreams": upstreams.view(),
         }
         return JSONResponse(said, 200 if up else 503)
 
@@ -441,6 +458,7 @@ class Operations:
             "version": __version__,
             "workers": metrics.workers,
             "advice": self._gateway.advice.text,
+            "upstreams": self._gateway.upstreams.view(),
         }
         return JSONResponse({**figures, "live": metrics.live.view(), **about})
 

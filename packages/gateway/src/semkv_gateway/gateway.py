@@ -26,7 +26,7 @@ from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
-from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, Upstream, UpstreamError
+from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
 from semkv_gateway.logs import ONLY
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
@@ -36,12 +36,13 @@ from semkv_gateway.response_cache import Found
 from semkv_gateway.responses.store import Selector
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.rules import TAG_DIGITS, Rules
-from semkv_gateway.salts import SALTED, NoPlace, Salts, salted
+from semkv_gateway.salts import SALTED, NoPlace, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
 from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
 from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_of
+from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.usage import zeroed
 from semkv_gateway.worth import Worth
 
@@ -121,7 +122,9 @@ class Asking:
         if self.gateway.stopping.is_set():
             raise _stopped()
         self.gateway.documents.sent(self.canonical)
-        return await self.gateway.salts.send(self.gateway.upstream, self._call)
+        return await self.gateway.upstreams.send(
+            self._call, tenant=self.request.client.tenant, model=self.canonical.model
+        )
 
     def _call(self, salted: bool) -> Call:
         body = _body(self.canonical, stream=self.streams, salted=salted)
@@ -157,7 +160,7 @@ class Gateway:
         self,
         settings: ServerSettings,
         secret: bytes,
-        upstream: Upstream,
+        upstreams: Upstreams,
         cache: CacheClient,
         metrics: Metrics,
         *,
@@ -170,7 +173,7 @@ class Gateway:
         self.judge = judge
         self.worth = worth
         self.holdout = Holdout(settings.holdout, metrics)
-        self.upstream = upstream
+        self.upstreams = upstreams
         self.cache = cache
         self.metrics = metrics
         self.recent_hits = RecentHits()
@@ -179,7 +182,6 @@ class Gateway:
         self.background: set[asyncio.Task[object]] = set()
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
-        self.salts = Salts(on=settings.salt)
         self.advice = Advice(settings)
         count = metrics.documents_settled
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
@@ -685,11 +687,12 @@ class Gateway:
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
-        if not self.salts.on or scope["method"] != "POST" or scope["path"] not in SALTED:
-            return await self.upstream.send(call)
+        salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
+        if not salts:
+            return await self.upstreams.send(lambda _: call, tenant=tenant)
         body = await asyncio.to_thread(salted, call.body, tenant, self._secret)
-        return await self.salts.send(
-            self.upstream, lambda salts: replace(call, body=body) if salts else call
+        return await self.upstreams.send(
+            lambda salts: replace(call, body=body) if salts else call, tenant=tenant
         )
 
     def _settled(
@@ -823,9 +826,10 @@ class Gateway:
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         self.worth.publish()
+        self.upstreams.publish()
         sizes = self.cache.sizes()
         sizes["gauges"] |= {
-            "salt_refused": float(self.salts.refused),
+            "salt_refused": float(self.upstreams.salt_refused),
             "flights": float(len(self.flights.running)),
             "flight_bytes": float(self.flights.held_bytes),
             "flight_limit_bytes": float(self.flights.max_total_bytes),
@@ -841,7 +845,7 @@ class Gateway:
             await self.judge.aclose()
         if self.background:
             await asyncio.wait(self.background, timeout=_ENDING_S)
-        await self.upstream.aclose()
+        await self.upstreams.aclose()
         await asyncio.to_thread(self.worth.close)
         await self.cache.aclose()
 

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -53,7 +53,6 @@ _THEIRS = frozenset(
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _FIELD_BYTES = 64 << 10  # of one header of an answer
-_CONNECT_S = 10.0
 _READ_S = 600.0  # until the upstream's next byte
 _IDLE_S = 3.0  # uvicorn closes idle connections after 5
 _RETRY_S = 0.5
@@ -225,11 +224,13 @@ async def reply(answer: Answer, send: Send) -> None:
 
 
 class UpstreamError(Exception):
-    """The upstream could not be reached, or broke off. ``status`` is the client's: 502 or 504."""
+    """The upstream could not be reached, or broke off. ``status`` is the client's: 502 or 504. Not ``begun``: the
+    upstream knows nothing of the request, so another one may be asked."""
 
-    def __init__(self, message: str, status: int = 502) -> None:
+    def __init__(self, message: str, status: int = 502, *, begun: bool = True) -> None:
         super().__init__(message)
         self.status = status
+        self.begun = begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +294,19 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
+class Reply(Protocol):
+    """An answer that is coming in. Names of ``headers`` are in lower case."""
+
+    status: int
+    headers: Headers
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises `UpstreamError` when it breaks off."""
+
+    async def aclose(self) -> None:
+        """Must be called, also before the end: it tells the upstream to stop."""
+
+
 class _HttpReply:
     """The answer of a server."""
 
@@ -332,11 +346,10 @@ class _HttpReply:
 class HttpUpstream:
     """An OpenAI-compatible server at a URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, connect_s: float) -> None:
         self._base = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_S, sock_read=_READ_S
-        )
+        self.name = self._base.partition("://")[2]
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=_READ_S)
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:
@@ -357,16 +370,22 @@ class HttpUpstream:
         try:
             try:
                 response = await self._request(call)
-            except aiohttp.ServerDisconnectedError:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # Perhaps it closed an idle connection just as we took it. What it has done by then cannot be known, and
                 # aiohttp repeats only what HTTP calls idempotent; a completion may be asked for again all the same.
-                if not call.canonical or time.monotonic() - start > _RETRY_S:
+                made = not isinstance(error, aiohttp.ClientConnectorError)
+                if not (made and call.canonical and time.monotonic() - start <= _RETRY_S):
                     raise
                 response = await self._request(call)
+        except aiohttp.ConnectionTimeoutError:
+            late = "the upstream did not answer in time"
+            raise UpstreamError(late, 504, begun=False) from None
         except TimeoutError:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise UpstreamError(f"the upstream cannot be reached: {type(error).__name__}") from None
+            why = f"the upstream cannot be reached: {type(error).__name__}"
+            begun = not isinstance(error, aiohttp.ClientConnectorError)
+            raise UpstreamError(why, begun=begun) from None
         if not 200 <= response.status < 600:
             response.close()
             raise UpstreamError(f"the upstream answered with status {response.status}")
@@ -466,6 +485,8 @@ class _AppReply:
 class AppUpstream:
     """The application that `semkv_gateway.Middleware` wraps, called in this process."""
 
+    name = "application"
+
     def __init__(self, app: Application) -> None:
         self._app = app
 
@@ -489,7 +510,7 @@ class AppUpstream:
 class BegunReply:
     """An answer of which the first bytes were read already."""
 
-    def __init__(self, reply: _HttpReply | _AppReply | BegunReply) -> None:
+    def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._pieces = reply.pieces()
         self._read: list[bytes] = []
@@ -516,10 +537,6 @@ class BegunReply:
     async def aclose(self) -> None:
         await self._reply.aclose()
 
-
-Reply = _HttpReply | _AppReply | BegunReply
-"""An answer that is coming in. ``aclose`` must be called, also before the end: it tells the upstream to stop. Names of
-``headers`` are in lower case."""
 
 Upstream = HttpUpstream | AppUpstream
 """Where misses go."""

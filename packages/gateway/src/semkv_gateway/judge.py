@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from semkv.latest import Latest
@@ -19,11 +19,11 @@ from semkv.tenants import tenant_salt
 from semkv.tiers.judging import one_token, shown, verdict
 from semkv.types import ReuseReport
 from semkv_gateway.cache_client import CacheClient, Lookup
-from semkv_gateway.http import JSON, BegunReply, Call, HttpUpstream, Scope, Upstream, UpstreamError
+from semkv_gateway.http import JSON, BegunReply, Call, HttpUpstream, Reply, Scope, UpstreamError
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
-from semkv_gateway.salts import Salts
 from semkv_gateway.settings import ServerSettings
+from semkv_gateway.upstreams import Member, Upstreams
 from semkv_gateway.worth import JUDGE, Worth
 from semkv_stores.breaker import Breaker
 
@@ -35,6 +35,7 @@ NO = "no"
 LATE = "late"
 FAILED = "failed"
 LEFT = "left alone"
+_CONNECT_S = 5.0
 _LONGEST_S = 30.0  # for a verdict that nobody waits for
 _AT_ONCE = 8  # pairs that are judged at once
 _BYTES = 64 * 1024  # of an answer
@@ -51,7 +52,7 @@ class Judge:
         secret: of the deployment, for the tenants' salts.
         key: sent to a server of its own in place of the request's.
         cache: keeps the verdicts.
-        upstream: where the requests go.
+        upstreams: where the requests go.
         metrics: whose counters it adds to.
         worth: which learns what it costs.
     """
@@ -63,7 +64,7 @@ class Judge:
         secret: bytes,
         key: str,
         cache: CacheClient,
-        upstream: Upstream,
+        upstreams: Upstreams,
         metrics: Metrics,
         worth: Worth,
     ) -> None:
@@ -72,9 +73,11 @@ class Judge:
         self._key = key
         self._limit_s = settings.judge_timeout
         self._cache = cache
-        self._own = HttpUpstream(settings.judge_url) if settings.judge_url else None
-        self._upstream: Upstream = self._own or upstream
-        self._salts = Salts(on=settings.salt)
+        self._own: Member | None = None
+        if settings.judge_url:
+            server = HttpUpstream(settings.judge_url, connect_s=_CONNECT_S)
+            self._own = Member(server, salt=settings.salt)
+        self._upstreams = upstreams
         self._metrics = metrics
         self._worth = worth
         self._account = cache.account
@@ -179,6 +182,13 @@ class Judge:
                 self._worth.shares.end()
         return payload, None
 
+    async def _send(self, asked: CanonicalRequest, made: Callable[[bool], Call]) -> Reply:
+        """Ask the judge's own server, or one of those that answer requests."""
+        if self._own is not None:
+            return await self._own.salts.send(self._own.upstream, made)
+        model = self._model or asked.model
+        return await self._upstreams.send(made, tenant=asked.partition, model=model)
+
     async def _ask(
         self, call: Call, asked: CanonicalRequest, messages: list[dict[str, str]]
     ) -> bytes:
@@ -191,7 +201,7 @@ class Judge:
             body = {**plain, "cache_salt": salt} if salted else plain
             return asking.with_body(json.dumps(body).encode())
 
-        reply = await self._salts.send(self._upstream, made)
+        reply = await self._send(asked, made)
         try:
             if reply.status != 200:
                 raise UpstreamError(f"status {reply.status}")
@@ -226,4 +236,4 @@ class Judge:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         if self._own is not None:
-            await self._own.aclose()
+            await self._own.upstream.aclose()

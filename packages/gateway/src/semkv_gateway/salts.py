@@ -65,14 +65,15 @@ def _named(value: Any, salt: str) -> Any:
 
 
 class Salts:
-    """Sends requests with their salts, and without them once the upstream has refused these.
+    """Sends requests with their salts, and without them once the upstream of this name has refused these.
 
     The upstream refuses salts where a request fails with an error that names what was added (``cache_salt``, an
     image's ``uuid``) or cannot be read, and succeeds without them. Of the error alone nothing follows: it may repeat
     what a client wrote.
     """
 
-    def __init__(self, *, on: bool) -> None:
+    def __init__(self, name: str, *, on: bool) -> None:
+        self._name = name
         self.on = on
         self.refused = False
 
@@ -96,9 +97,10 @@ class Salts:
     def _note(self) -> None:
         if not self.refused:
             log.warning(
-                "the upstream refuses cache_salt, so requests go to it without one. Tenants then share its prefix"
+                "the upstream refuses cache_salt, so requests go to it without one (%s). Tenants then share its prefix"
                 " cache: the time that an answer takes can reveal what another tenant has asked. Stored answers stay"
-                " separate. --no-salt leaves the field out and this warning away"
+                " separate. --no-salt leaves the field out and this warning away",
+                self._name,
             )
         self.on = False
         self.refused = True

@@ -234,8 +234,9 @@ def described(settings: ServerSettings, address: str) -> str:
     """One line of what was started."""
     near = "off" if settings.cache_config() is None else f"{settings.mode} ({settings.policy})"
     dashboard = "at /semkv" if admin_key(os.environ) else "off: set SEMKV_ADMIN_KEY"
+    upstream = ", ".join(settings.upstreams)
     return (
-        f"semkv {__version__} on http://{address}: upstream {settings.upstream}, cache in {settings.cache_dir}, "
+        f"semkv {__version__} on http://{address}: upstream {upstream}, cache in {settings.cache_dir}, "
         f"near-repeats {near}, dashboard {dashboard}"
     )
 
@@ -265,12 +266,11 @@ def run_server(
     sockets = [listening(host, port)]  # before the encoder is loaded, which takes seconds
     name, bound = sockets[0].getsockname()[:2]
     address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
-    if leads_to(settings.upstream, name, bound):
-        raise ConfigError(
-            "--upstream",
-            settings.upstream,
-            "another server than this one: every request would come back",
-        )
+    for url in settings.upstreams:
+        if leads_to(url, name, bound):
+            raise ConfigError(
+                "--upstream", url, "another server than this one: every request would come back"
+            )
     said = described(settings, address)
     if workers == 1:
         app = _load(settings, drain_timeout)

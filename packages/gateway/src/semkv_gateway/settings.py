@@ -27,6 +27,7 @@ from semkv.config import BOUNDS, NEAR, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode, TierChoice
 from semkv_gateway.prices import PRICE_FORM, is_price
+from semkv_gateway.responses.opening import is_redis
 from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
 
 _KEY_LENGTH = 16
@@ -54,7 +55,9 @@ def _is_url(text: str) -> bool:
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
+URL = Allowed(
+    "a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url, each=True
+)
 URL_OR_NONE = Allowed(URL.text, lambda text: not text or _is_url(text))
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
@@ -87,8 +90,10 @@ class ServerSettings(LookupConfig):
     """What ``semkv serve`` and the middleware need to know.
 
     Attributes:
-        upstream: The OpenAI-compatible server behind; not used by the middleware.
-        store: A SQLite file, memory, redis://HOST:PORT/N, or package.module:Factory; default: in the cache directory.
+        upstreams: The OpenAI-compatible server behind, not used by the middleware; may be repeated for several that
+            serve the same models.
+        store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
+            default: in the cache directory.
         ttl: Seconds a response may be served; 0 for ever.
         ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
@@ -131,7 +136,9 @@ class ServerSettings(LookupConfig):
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
 
-    upstream: Annotated[str, URL] = "http://127.0.0.1:8000"
+    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URL] = (
+        "http://127.0.0.1:8000",
+    )
     store: str = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
@@ -187,7 +194,7 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
     if given := _given("SEMKV_SECRET", environment):
         return given.encode()
-    if settings.store.startswith(("redis:", "rediss:", "unix:")) or plug.is_path(settings.store):
+    if is_redis(settings.store) or plug.is_path(settings.store):
         raise ConfigError(
             "SEMKV_SECRET", "", "a secret that is the same for every gateway on this store"
         )

@@ -11,10 +11,12 @@ from semkv import plug
 from semkv.errors import ConfigError, SemkvError, StoreError
 from semkv_gateway.responses.store import ResponseStore
 
+_SCHEMES = ("redis://", "rediss://", "unix://", "redis+cluster://", "rediss+cluster://")
+
 
 def is_redis(where: str) -> bool:
-    """Whether a setting names a Redis."""
-    return where.startswith(("redis://", "rediss://", "unix://"))
+    """Whether a setting names a Redis, or a cluster of them."""
+    return where.startswith(_SCHEMES)
 
 
 def open_store(
@@ -58,7 +60,7 @@ def open_store(
         )
         return cast("ResponseStore", _Guarded(own))
     if "://" in where:
-        allowed = f"a file, memory, a redis:// URL, or {plug.FORM}"
+        allowed = f"a file, memory, a redis:// or redis+cluster:// URL, or {plug.FORM}"
         raise ConfigError("--store", where.partition("://")[0] + "://", allowed)
     from semkv_gateway.responses.sqlite import SqliteStore
 

@@ -18,6 +18,8 @@ too: an answer that is not in ``used`` is not served, since an invalidation woul
 from __future__ import annotations
 
 import json
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -90,7 +92,7 @@ class RedisStore(ResponseStore):
     """A store that many gateways share. A Redis that is down is no error until it is asked for something.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``.
+        url: ``redis://``, ``rediss://`` or ``unix://``; ``redis+cluster://`` or ``rediss+cluster://`` of a cluster.
         max_bytes: bound on heads, payloads and what Redis itself needs for an entry.
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
@@ -116,9 +118,6 @@ class RedisStore(ResponseStore):
         self._log = f"{root}:log"
         self._refusals = f"{root}:refused"
         self._keys = [f"{root}:{part}" for part in ("used", "sizes", "bytes")] + [self._log]
-        self._put = self._db.register_script(_PUT)
-        self._delete = self._db.register_script(_DELETE)
-        self._note = self._db.register_script(_NOTE)
 
     def get(self, key: str) -> StoredResponse | None:
         with asking():
@@ -144,7 +143,10 @@ class RedisStore(ResponseStore):
 
     def _remove(self, keys: Sequence[str]) -> None:
         with asking():
-            self._delete(keys=self._keys, args=[self._answer, *keys])
+            self._run(_DELETE, self._keys, self._answer, *keys)
+
+    def _run(self, script: str, keys: Sequence[str], *values: object) -> Any:
+        return self._db.eval(script, len(keys), *keys, *values)
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
         head, payload = encode(response)
@@ -172,7 +174,7 @@ class RedisStore(ResponseStore):
                     self.max_bytes,
                     expected,
                 )
-                if self._put(keys=self._keys, args=[self._answer, *arguments]):
+                if self._run(_PUT, self._keys, self._answer, *arguments):
                     return True
         return False
 
@@ -216,7 +218,7 @@ class RedisStore(ResponseStore):
         entry."""
         selector = json.dumps((new or _NOTHING).view())
         with asking():
-            end = self._note(keys=[self._log], args=[selector, "" if new else "1", LOG])
+            end = self._run(_NOTE, [self._log], selector, "" if new else "1", LOG)
         return cast("str", end.decode())
 
     def news(self, cursor: str) -> News:
@@ -264,27 +266,99 @@ def connect(url: str, timeout_s: float) -> Any:
         raise ConfigError(
             "--store", "redis", "redis: in a checkout of semkv, pip install '.[redis]'"
         ) from None
+    try:
+        return _clustered(url, timeout_s) if "+cluster://" in url else _single(url, timeout_s)
+    except (ValueError, TypeError, redis.RedisError, redis.exceptions.RedisClusterException):
+        allowed = "a URL such as redis://host:6379/0 or redis+cluster://host:7000,other:7000"
+        raise ConfigError("--store", _without_password(url), allowed) from None
+
+
+def _without_password(url: str) -> str:
+    return re.sub("//.*@", "//", url)
+
+
+def _single(url: str, timeout_s: float) -> Any:
+    import redis
+
+    db = redis.Redis.from_url(url, retry=_once(), health_check_interval=30, **_timeouts(timeout_s))
+    pool = db.connection_pool
+    pool.connection_kwargs["decode_responses"] = (
+        False  # what is stored is bytes, whatever a URL says
+    )
+    # which connects to nothing, and knows what a URL may say
+    pool.connection_class(**pool.connection_kwargs)
+    return db
+
+
+def _clustered(url: str, timeout_s: float) -> Any:
+    """A client of a cluster, by one or more of its nodes."""
+    from redis import cluster, connection
+
+    parse: Any = connection.parse_url
+    node: Any = cluster.ClusterNode
+    found = re.fullmatch(r"(rediss?)\+cluster://(.*@)?([^/?]*)(.*)", url)
+    if found is None:
+        raise ValueError("no URL of a cluster")
+    scheme = found[1]
+    user = found[2] or ""
+    options = [parse(f"{scheme}://{user}{host}{found[4]}") for host in found[3].split(",")]
+    if not all(option.get("host") for option in options):
+        raise ValueError("a cluster has hosts")
+    nodes = [(option["host"], option.get("port", 6379)) for option in options]
+    given = options[0]
+    for name in ("host", "port"):
+        given.pop(name, None)
+    if given.pop("db", 0):
+        raise ValueError("a cluster has no database but 0")
+    kind = given.pop("connection_class", connection.Connection)
+    kind(**given)  # which connects to nothing, and knows what a URL may say
+    given |= _timeouts(timeout_s)
+    given |= {"decode_responses": False, "protocol": 2}
+    return _Later(
+        lambda: cluster.RedisCluster(
+            startup_nodes=[node(*one) for one in nodes],
+            retry=_once(),
+            ssl=kind is not connection.Connection,
+            **given,
+        )
+    )
+
+
+def _once() -> Any:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
-    try:
-        db = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            health_check_interval=30,
-        )
-        pool = db.connection_pool
-        pool.connection_kwargs["decode_responses"] = (
-            False  # what is stored is bytes, whatever a URL says
-        )
-        pool.connection_class(
-            **pool.connection_kwargs
-        )  # which connects to nothing, and knows what a URL may say
-        return db
-    except (ValueError, TypeError, redis.RedisError):
-        raise ConfigError("--store", url, "a URL such as redis://host:6379/0") from None
+    return Retry(NoBackoff(), 0)
+
+
+def _timeouts(seconds: float) -> dict[str, float]:
+    return {"socket_timeout": seconds, "socket_connect_timeout": seconds}
+
+
+class _Later:
+    """A client that is made when it is first used: one of a cluster asks the cluster for its nodes at once."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+        self._making = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+        return getattr(self._made, name)
+
+    def close(self) -> None:
+        with self._making:
+            if self._made is not None:
+                self._made.close()
+
+
+def _away(exceptions: Any) -> tuple[type[Exception], ...]:
+    """Errors of a Redis that cannot be reached, or of a cluster that lacks a part."""
+    of_one = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+    return (*of_one, exceptions.RedisClusterException, exceptions.ClusterDownError)
 
 
 @contextmanager
@@ -294,7 +368,7 @@ def asking() -> Iterator[None]:
 
     try:
         yield
-    except (RedisError, OSError) as error:
+    except (RedisError, exceptions.RedisClusterException, OSError) as error:
         failed = StoreError(f"redis: {type(error).__name__}: {error}")
         if isinstance(error, exceptions.OutOfMemoryError) or "OOM" in str(error):
             failed.reason = "full"
@@ -302,6 +376,6 @@ def asking() -> Iterator[None]:
             error
         ):  # its disk is full
             failed.reason = "read-only"
-        elif isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError):
+        elif isinstance(error, _away(exceptions)):
             failed.reason = "away"
         raise failed from error

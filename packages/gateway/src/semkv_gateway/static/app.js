@@ -355,7 +355,9 @@ async function refresh() {
       + (away ? ", the store is away: answers come from memory alone" : "")
       + (refuses ? `, the store takes no new answers (/readyz says why): ${waiting} are in memory alone` : "");
     if (stats.gauges.salt_refused) $("state").textContent += ", the upstream refuses cache_salt: tenants share its prefix cache";
-    $("state").className = away || refuses || stats.gauges.salt_refused ? "bad" : "";
+    const down = stats.upstreams.filter((upstream) => !upstream.up);
+    if (stats.upstreams.length > 1 || down.length) $("state").textContent += `, upstreams: ${stats.upstreams.map((upstream) => `${upstream.name} ${upstream.up ? `(${whole(upstream.running)} running)` : "does not answer"}`).join(", ")}`;
+    $("state").className = away || refuses || down.length || stats.gauges.salt_refused ? "bad" : "";
     showStats(stats);
     showHits();
     return true;

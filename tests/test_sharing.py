@@ -1,0 +1,261 @@
+"""Caches of several directories over one real Redis or Valkey, single or a cluster: what they share of donors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cache_helpers import LAYERS, WrittenEncoder, WrittenHook
+from gateway_helpers import wait_until
+from redis_server import RedisCluster, RedisServer
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.errors import ConfigError
+from semkv.keys import media_id
+from semkv.stores.maintenance import purge
+from semkv.types import MediaSegment, Namespace, Request, ReuseReport, Role, TextSegment
+from semkv_gateway.donors import RedisDonors
+from semkv_gateway.responses.redis import connect
+
+LIMIT_S = 60.0  # of a lookup: a busy machine is no fault
+
+
+class Cache:
+    """A semantic cache in a directory of its own, whose encoder is told what is similar (``topic~0.95``)."""
+
+    def __init__(
+        self, folder: Path, store: Any, *, limit_s: float = LIMIT_S, **settings: Any
+    ) -> None:
+        config = CacheConfig(folder, guards=False, similarity_threshold=0.9, **settings)
+        self.cache = SemanticCache(
+            config,
+            hook=WrittenHook(),
+            text_encoder=WrittenEncoder(),
+            shared=store,
+            shared_limit_s=limit_s,
+        )
+
+    def look(self, text: str, tenant: str = "ours", history: str = "Be brief.") -> ReuseReport:
+        segments = (TextSegment(history, Role.SYSTEM), TextSegment(text))
+        return self.cache.try_reuse(Request("1", Namespace(tenant, "model"), segments))
+
+    def finds(self, text: str, **more: str) -> bool:
+        return self.look(text, **more).provenance == "text:semantic"
+
+    def record(self, text: str, *, tags: tuple[str, ...] = (), **more: str) -> str:
+        """Record a prompt, and wait until it is in the store."""
+        before = self.count("shared out")
+        entry_id = self.cache.add_observation(self.look(text, **more), f"of {text}", tags=tags)
+        assert entry_id is not None
+        wait_until(lambda: self.count("shared out") > before)
+        return entry_id
+
+    def count(self, name: str) -> int:
+        return self.cache._tally.counts().get(name, 0)
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cache.close()
+
+
+class Caches:
+    """Two of them on one deployment of a Redis, and a client that sees what lies there."""
+
+    numbers = iter(range(1000))
+
+    def __init__(self, folder: Path, url: str, **settings: Any) -> None:
+        self.name = f"test {next(self.numbers)}"
+        self.url = url
+        self.folder = folder / self.name
+        self.one, self.other = (self.cache(name, **settings) for name in ("one", "other"))
+
+    def cache(self, name: str, **settings: Any) -> Cache:
+        return Cache(self.folder / name, self.store(), **settings)
+
+    def store(self, **settings: Any) -> RedisDonors:
+        return RedisDonors(self.url, timeout_s=60.0, name=self.name, **settings)
+
+    def rows(self) -> list[bytes]:
+        """All rows that the store has."""
+        store = self.store()
+        found = [row.data for partition in store._partitions() for row in store._rows(partition)]
+        store.close()
+        return found
+
+    def __enter__(self) -> Caches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.one.cache.close()
+        self.other.cache.close()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        single = stack.enter_context(RedisServer(folder))
+        cluster = stack.enter_context(RedisCluster(folder))
+        yield {"single": single, "cluster": cluster}
+
+
+@pytest.fixture(params=["single", "cluster"])
+def caches(
+    request: pytest.FixtureRequest, servers: dict[str, Any], tmp_path: Path
+) -> Iterator[Caches]:
+    with Caches(tmp_path, servers[request.param].url) as made:
+        yield made
+
+
+def test_a_partition_is_brought_when_it_is_asked_for_and_kept_current(caches: Caches) -> None:
+    one, other = caches.one, caches.other
+    for history in ("Be brief.", "Be long."):
+        one.record("bread", history=history)
+    assert other.finds("bread~0.95")
+    assert not other.finds("bread~0.95", tenant="theirs")
+    assert other.count("shared in") == 1, "nobody has asked for the other partition"
+    one.record("salt")
+    wait_until(lambda: other.finds("salt~0.95"))
+    assert other.finds("bread~0.95", history="Be long.")
+    assert not one.count("fault:shared entries") + other.count("fault:shared entries")
+
+
+@pytest.mark.parametrize("by", ["entry", "tag", "tenant"])
+def test_what_is_removed_goes_everywhere(caches: Caches, by: str) -> None:
+    one, other = caches.one, caches.other
+    entry_id = one.record("bread", tags=("food",))
+    one.record("stays", tenant="theirs")
+    assert other.finds("bread~0.95")
+    assert other.finds("stays~0.95", tenant="theirs")
+    chosen = {
+        "entry": {"entry_id": entry_id},
+        "tag": {"tag": "food"},
+        "tenant": {"namespace": Namespace("ours", "model")},
+    }
+    assert one.cache.invalidate(**chosen[by]) == 1
+    wait_until(lambda: not other.finds("bread~0.95"))
+    wait_until(lambda: not any(b"of bread" in row for row in caches.rows()))
+    assert other.finds("stays~0.95", tenant="theirs")
+    assert any(b"of stays" in row for row in caches.rows())
+    one.record("bread")
+    wait_until(lambda: other.finds("bread~0.95"))
+
+
+def test_a_row_that_was_removed_is_left_out_where_it_is_still_there(caches: Caches) -> None:
+    """As where the gateway that removed it ended before it had deleted the row."""
+    store = caches.store()
+    for tag in ("food", "other"):
+        caches.one.record(f"bread {tag}", tags=(tag,))
+    left = {
+        partition: [(row.data, row.since) for row in store._rows(partition)]
+        for partition in store._partitions()
+    }
+    caches.one.cache.invalidate(tag="food")
+    wait_until(lambda: len(caches.rows()) == 1)
+    for partition, rows in left.items():
+        for data, since in rows:
+            store.add(partition, data, since)
+        store.add(partition, b"of nobody", "")
+        store.add(partition, rows[0][0], "another log 1-1")
+    assert caches.other.finds("bread other~0.95")
+    assert not caches.other.finds("bread food~0.95")
+    assert caches.other.count("fault:shared entry") == 1
+    store.close()
+
+
+def test_a_pair_found_wrong_at_one_is_no_hit_at_the_other(caches: Caches) -> None:
+    one, other = caches.one, caches.other
+    one.record("bread")
+    hit = one.look("bread~0.95")
+    assert one.cache.report_wrong(hit.hit_id)
+    wait_until(lambda: len(caches.rows()) == 2)
+    assert not other.finds("bread~0.95")
+    assert other.finds("bread~0.96")
+    assert other.count("barred") == 1
+
+
+def test_a_similar_image_finds_a_donor_of_the_other_with_its_bytes(caches: Caches) -> None:
+    settings = {"embedding_layers": LAYERS, "embedding_hook": "cache_helpers:WrittenHook"}
+    with caches.cache("seeing", **settings) as one, caches.cache("seeing too", **settings) as other:
+
+        def look(cache: Cache, name: str) -> ReuseReport:
+            data = f"bytes of {name}".encode()
+            file = caches.folder / f"{media_id(data)}.bin"
+            file.write_bytes(data)
+            segments = (MediaSegment(media_id(data), file, name), TextSegment("What color?"))
+            return cache.cache.try_reuse(Request("1", Namespace("ours", "model"), segments))
+
+        one.cache.add_observation(look(one, "car"), "red")
+        wait_until(lambda: one.count("shared out") == 1)
+        assert not look(other, "tree").hit
+        hit = look(other, "car~0.95")
+        assert hit.provenance.startswith("embedding:")
+        (image,) = (s for s in hit.plan.segments if isinstance(s, MediaSegment))
+        assert image.source.read_bytes() == b"bytes of car"
+        assert image.source.is_relative_to(caches.folder / "seeing too")
+        one.cache.invalidate(namespace=Namespace("ours", "model"))
+        purge(caches.folder / "seeing", tenants=["ours"])
+        wait_until(lambda: not caches.rows())
+
+
+def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
+    servers: dict[str, Any], tmp_path: Path
+) -> None:
+    with Caches(tmp_path, servers["cluster"].url) as caches:
+        store = caches.store(max_bytes=40_000)
+        for number in range(20):
+            store.add(f"tenant:{number}", b"x" * 4000, "log 0-0")
+        there = set(store._partitions())
+        assert "tenant:19" in there
+        assert 2 <= len(there) <= 10
+        assert len(caches.rows()) == len(there)
+        assert not store.read("tenant:0", "", "")
+        store.close()
+
+
+def test_a_full_catalog_keeps_what_was_asked_for_last(
+    servers: dict[str, Any], tmp_path: Path
+) -> None:
+    with Caches(tmp_path, servers["single"].url) as caches:
+        for number in range(6):
+            caches.one.record(f"bread {number}", history=f"History {number}.")
+        with caches.cache("small", max_entries=2) as small:
+            for number in range(6):
+                assert small.finds(f"bread {number}~0.95", history=f"History {number}.")
+            assert small.cache.stats().entries <= 2
+            assert small.finds("bread 5~0.95", history="History 5.")
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_a_node_that_fails_costs_its_own_partitions_for_a_while(tmp_path: Path, how: str) -> None:
+    with RedisCluster(tmp_path) as cluster, Caches(tmp_path, cluster.url) as caches:
+        histories = [f"History {number}." for number in range(12)]
+        for history in histories:
+            caches.one.record("bread", history=history)
+        with caches.cache("third", limit_s=0.5) as third:
+            third.cache._sharing._store._db = connect(cluster.url, 0.5)
+            node = cluster.nodes[1]
+            (node.freeze if how == "frozen" else node.kill)()
+            found = [third.finds("bread~0.95", history=history) for history in histories]
+            assert third.count("fault:shared entries")
+            assert not all(found)
+            (node.thaw if how == "frozen" else node.start)()
+            for history in histories:
+                wait_until(lambda history=history: third.finds("bread~0.95", history=history))
+
+
+def test_a_url_that_names_no_cluster_is_an_error() -> None:
+    for end in ("host:7000/1", "host:notaport", "", "/0", "host:7000?nosuch=1"):
+        with pytest.raises(ConfigError, match="redis\\+cluster://host:7000"):
+            connect(f"redis+cluster://user:hush@{end}", 1.0)
+    away = connect("rediss+cluster://user:hush@127.0.0.1:1,127.0.0.1:2/0", 1.0)
+    with pytest.raises(redis.exceptions.RedisClusterException):
+        away.get("x")
+    away.close()

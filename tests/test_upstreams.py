@@ -1,0 +1,255 @@
+"""The gateway before several upstreams: which one a request goes to, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway_helpers import Pair, Served, chat, kind, said, wait_until
+from ports import free_port
+from scripted_upstream import Scripted
+from semkv_gateway import http, upstreams
+from semkv_gateway.upstreams import Member, _beginnings
+from test_server_tenants import Strict
+
+LONG = "You sort the letters of a museum of the history of the post. " * 8
+
+
+class Several(Pair):
+    """A gateway before a scripted upstream and others."""
+
+    def __init__(self, folder: Path, *urls: str, **more: Any) -> None:
+        first = Scripted()
+        self.first = Served(first)
+        super().__init__(folder, upstream=first, upstreams=(self.first.url, *urls), **more)
+        self.behind = self.first
+
+    def member(self, number: int) -> Member:
+        return self.app.gateway.upstreams.members[number]
+
+    def say(self, *texts: str, **more: Any) -> httpx.Response:
+        """A conversation of these turns."""
+        roles = ("user", "assistant")
+        turns = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+        messages = [{"role": "system", "content": LONG}, *turns]
+        return httpx.post(
+            f"{self.url}/v1/chat/completions",
+            json={**chat(""), "messages": messages, **more},
+            timeout=120,
+        )
+
+
+@contextmanager
+def served(folder: Path, *others: Scripted) -> Iterator[Several]:
+    """A gateway before one upstream and these others."""
+    with ExitStack() as stack:
+        urls = [stack.enter_context(Served(other)).url for other in others]
+        yield stack.enter_context(Several(folder, *urls))
+
+
+class Killed:
+    """A scripted upstream in a process of its own."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "uvicorn", "--app-dir", str(Path(__file__).parent)]
+        command += ["scripted_upstream:app", "--port", str(self.port), "--log-level", "critical"]
+        self._process = subprocess.Popen(command)
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Killed]:
+    process = Killed()
+    yield process
+    process.kill()
+
+
+def test_a_conversation_stays_where_it_was_unless_that_is_much_busier(tmp_path: Path) -> None:
+    other = Scripted()
+    with served(tmp_path, other) as several:
+        each = (several.upstream, other)
+        several.say("Where is the first stamp?")
+        home, away = sorted(each, key=lambda upstream: -upstream.total)
+        assert (home.total, away.total) == (1, 0)
+        several.say("Where is the first stamp?", "Here.", "And the second one?")
+        assert (home.total, away.total) == (2, 0)
+        several.post("short, and nothing like it")
+        assert (home.total, away.total) == (2, 1), "the one that had nothing for longer"
+        home.gate.clear()
+        waiting = [
+            several._pool.submit(several.say, "Where is the first stamp?", "Here.", f"No {number}")
+            for number in range(5)
+        ]
+        wait_until(lambda: home.total == 7)
+        assert several.say("Where is the first stamp?", "Here.", "At last?").status_code == 200
+        assert (home.total, away.total) == (7, 2)
+        assert several.metric("semkv_upstream_requests") == 5
+        home.gate.set()
+        assert {answer.result().status_code for answer in waiting} == {200}
+        wait_until(lambda: several.metric("semkv_upstream_requests") == 0)
+        key = f'semkv_upstream_sent_total{{upstream="{several.member(0).name}"}}'
+        assert several.metric(key) == several.upstream.total
+        beginnings = several.app.gateway.upstreams._sent_last
+        assert 0 < len(beginnings) < 40
+
+
+def test_one_that_is_killed_under_load_loses_no_answer(tmp_path: Path, doomed: Killed) -> None:
+    with Several(tmp_path, doomed.url) as several:
+        statuses: list[int] = []
+        stop = threading.Event()
+
+        def ask(name: str) -> None:
+            number = 0
+            while not stop.is_set():
+                number += 1
+                text = f"{name} {number}"
+                answer = several.post(text, stream=number % 2 == 0)
+                right = answer.status_code != 200 or said(answer).endswith(text)
+                statuses.append(answer.status_code if right else 0)
+
+        def more() -> None:
+            until = len(statuses) + 50
+            wait_until(lambda: len(statuses) >= until)
+
+        threads = [threading.Thread(target=ask, args=(f"thread {at}",)) for at in range(4)]
+        for thread in threads:
+            thread.start()
+        more()
+        doomed.kill()
+        more()
+        wait_until(lambda: several.member(1).down)
+        assert several.metric("semkv_upstream_up") == 1
+        ready = httpx.get(f"{several.url}/readyz")
+        assert ready.status_code == 200
+        assert [one["up"] for one in ready.json()["upstreams"]] == [True, False]
+        assert [one["up"] for one in several.admin("stats").json()["upstreams"]] == [True, False]
+        doomed.start()
+        wait_until(lambda: not several.member(1).down)
+        before = several.member(1).turn
+        wait_until(lambda: several.member(1).turn > before)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert set(statuses) == {200}
+        assert several.metric("semkv_upstream_up") == 2
+
+
+def test_what_may_have_begun_is_asked_of_no_other(
+    tmp_path: Path, doomed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a completion that was under way for longer than is tried again, nor a POST that is passed on, nor a
+    stream that the client has a part of."""
+    monkeypatch.setattr(http, "_RETRY_S", -1.0)
+    monkeypatch.setattr(upstreams, "_LOOK_S", 1000.0)
+    with Several(tmp_path, doomed.url) as several:
+        several.member(0).down = True  # so that all go to the other
+        slow = "[delay=600] slow"
+        jobs = [
+            several.soon(slow),
+            several.soon(f"{slow} too", headers={"Cache-Control": "no-cache, no-store"}),
+        ]
+        begun = {**chat("[events=9][gap=600] begun"), "stream": True}
+        stream = httpx.stream("POST", f"{several.url}/v1/chat/completions", json=begun, timeout=120)
+        with stream as answer:
+            pieces = answer.iter_text()
+            first = next(pieces)
+            wait_until(lambda: several.member(1).running == 3)
+            several.member(0).down = False
+            doomed.kill()
+            assert "upstream_error" in "".join(pieces)
+            assert first
+        assert {job.result().status_code for job in jobs} == {502}
+        assert several.upstream.total == 0
+        assert kind(several.post("new")) == "miss"
+
+
+def test_each_upstream_takes_salts_or_not_and_has_its_models(tmp_path: Path) -> None:
+    other = Strict()
+    with served(tmp_path, other) as several:
+        for number in range(6):
+            several.post(f"question {number}")
+        assert [several.member(at).salts.refused for at in (0, 1)] == [False, True]
+        assert all("cache_salt" in body for body in several.upstream.calls)
+        assert not any("cache_salt" in body for body in other.calls)
+        assert several.metric("semkv_salt_refused") == 1
+        wait_until(lambda: several.member(1).models == {"scripted"})
+        several.member(1).models = frozenset(["another"])
+        before = other.total
+        for number in range(4):
+            several.post(f"later question {number}")
+        assert other.total == before
+        several.post("of neither", model="unknown")
+        several.post("of neither, again", model="unknown")
+        assert other.total == before + 1, "whoever has it says so"
+
+
+class Ill(Scripted):
+    """A server whose engine has died: it takes requests, and says that it is not well."""
+
+    ill = True
+
+    async def _json(self, send: Any, status: int, value: Any) -> None:
+        await super()._json(send, 503 if self.ill and not value else status, value)
+
+
+def test_one_that_is_ill_is_left_out_until_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstreams, "_LOOK_S", 0.02)
+    other = Ill()
+    with served(tmp_path, other) as several:
+        several.post("first")
+        wait_until(lambda: several.member(1).down)
+        before = other.total
+        assert {several.post(f"while it is ill {at}").status_code for at in range(4)} == {200}
+        assert other.total == before
+        other.ill = False
+        wait_until(lambda: not several.member(1).down)
+        for at in range(2):
+            several.post(f"while it is well {at}")
+        assert other.total == before + 1
+
+
+def test_all_are_down(tmp_path: Path) -> None:
+    with Several(tmp_path, f"http://127.0.0.1:{free_port()}") as several:
+        kept = several.post("kept")
+        several.first.stop()
+        lost = several.post("lost")
+        assert lost.status_code == 502
+        assert several.post("kept").content == kept.content
+        assert httpx.get(f"{several.url}/readyz").status_code == 503
+        assert several.app.gateway.upstreams.view()[0]["running"] == 0
+
+
+def test_beginnings_of_tenants_are_apart_and_few() -> None:
+    body = bytes(10_000_000)
+    assert len(set(_beginnings("one", body))) < 30
+    assert not set(_beginnings("one", body)) & set(_beginnings("two", body))
+    assert list(_beginnings("one", body[:300])) == list(_beginnings("one", body))[:1]
+    assert not list(_beginnings("one", b"short"))
