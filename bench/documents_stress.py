@@ -4,21 +4,26 @@
     python bench/documents_stress.py --seconds 60 --seed 7
 
 Tiny random models in float32, in a KV cache that is too small for them: requests are preempted, chunked and aborted,
-documents are purged and stored again. In the model of one layer keys and values depend on token and position alone, so
-there every answer must be the computed one; in the other those without approximate tokens must. Ends with status 1 if
-an answer is wrong, an engine ends, or something is left in it.
+documents are purged and stored again. In a third of the rounds one of semkv's hooks fails now and then. In the model of
+one layer keys and values depend on token and position alone, so there every answer must be the computed one; in the
+other those without approximate tokens must. Ends with status 1 if an answer is wrong, an engine ends, or something is
+left in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from common import ROOT, Answer, machine, options_of, run_child, write_json
 
@@ -26,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
 from kv_engines import NOTHING, prompt
 from maintenance_helpers import purge
-from test_positions import CLOSE, DECODE, LAYERS, SIZES, Reuse, approximate, off
+from test_positions import CLOSE, DECODE, HOOKS, LAYERS, SIZES, Reuse, approximate, off
 
 LIMIT_S = 36000
 MODELS = ("llama3", "llama-shallow")
@@ -44,11 +49,33 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
         found = Counter[str]()
         end = time.monotonic() + spec["seconds"]
         while time.monotonic() < end:
-            found.update(round_of(reuse, dice, every=LAYERS.get(family) == 1))
+            with faults(dice, found):
+                found.update(round_of(reuse, dice, every=LAYERS.get(family) == 1))
         found["preempted"] = len(preempted)
         found["mismatches"] = reuse.counters["document_mismatches"]
         found["errors"] = reuse.counters["errors"]
         answer({**found, "left": reuse.engine.left()})
+
+
+@contextmanager
+def faults(dice: random.Random, found: Counter[str]) -> Iterator[None]:
+    """In some rounds one hook fails in every fifth call."""
+    hook = dice.choice([name for name in HOOKS if not name.endswith(".ended")])
+    if dice.random() > 1 / 3:
+        yield
+        return
+    owner, _, name = hook.rpartition(".")
+    kind = pkgutil.resolve_name(f"semkv_vllm.{owner}")
+    works = getattr(kind, name)
+
+    def breaks(*args: Any, **fields: Any) -> Any:
+        if dice.random() < 0.2:
+            found["faults"] += 1
+            raise ValueError(hook)
+        return works(*args, **fields)
+
+    with mock.patch.object(kind, name, breaks):
+        yield
 
 
 def round_of(reuse: Reuse, dice: random.Random, *, every: bool) -> Counter[str]:

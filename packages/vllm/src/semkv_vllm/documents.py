@@ -32,7 +32,7 @@ Matched = tuple[int | None, bool]
 """What vLLM's scheduler asks a connector for: how many tokens can be loaded, and whether beside the steps."""
 
 _LATER: Matched = (None, False)
-_KNOWN = 1024  # documents whose keys are remembered: hashing takes most of a plan's time
+_KNOWN = 256  # documents whose keys are remembered: hashing takes most of a plan's time
 
 
 @dataclass
@@ -382,7 +382,7 @@ class Documents:
             begin=wish.load.end - tokens,
             exact=True,
         )
-        if not private.has_transfers(self._half, name):
+        if not private.is_loading(self._half, name):
             self._unloaded.append(name)
         return 0
 

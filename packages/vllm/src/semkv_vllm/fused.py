@@ -22,7 +22,7 @@ _TYPES = {
 }
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _move(  # type: ignore[no-untyped-def]
     caches,
     rows,

@@ -121,9 +121,9 @@ def state_of(half: Any, request: str) -> Any:
     return half._req_status[request]
 
 
-def has_transfers(half: Any, request: str) -> bool:
-    """Whether something is on its way from or to a request's blocks."""
-    return bool(state_of(half, request).transfer_jobs)
+def is_loading(half: Any, request: str) -> bool:
+    """Whether something is on its way to a request's blocks."""
+    return any(not half._jobs[job].is_store for job in state_of(half, request).transfer_jobs)
 
 
 def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
