@@ -212,7 +212,7 @@ class Bounded(Decider):
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         with self._lock:
             arm, place = self._cell(match)
-            if request is not self._latest:
+            if request is not self._latest or match.judged:
                 arm.asked[place] += 1
                 self._latest = request
             risk = arm.risk[place]

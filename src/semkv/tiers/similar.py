@@ -356,7 +356,7 @@ class SimilarTier:
         slot = keyed.question_slot(with_media=self._within_media)
         layer = self.layers[SEMANTIC]
         left = _RESPELLED
-        for neighbour in layer.search(slot, vector, _NEIGHBOURS, _MISSPELLED):
+        for neighbour in layer.search(slot, vector, _QUESTIONS, _MISSPELLED):
             is_misspelled = neighbour.score < self._certain and left > 0
             donor = self._entry(neighbour.item) if is_misspelled else None
             if donor is None:
