@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
+DEMO_STAMP := $(VENV)/.installed-demo-$(DEVICE)
+NEEDED := pyproject.toml $(wildcard packages/*/pyproject.toml) constraints-$(DEVICE).txt overrides-cpu.txt
+COMMA := ,
 EXTRAS := $(DEVICE),bucket,encoders,otel,server,redis,dev
 PARTS := demo gateway guards stores vllm
 
@@ -30,22 +33,29 @@ endif
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-$(STAMP): pyproject.toml $(wildcard packages/*/pyproject.toml) constraints-$(DEVICE).txt overrides-cpu.txt
+# $(1): extras of semkv, $(2): of the lab, $(3): more for uv
+define install_into_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "semkv needs Python 3.11 or newer; name one with: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	command -v $(UV) >/dev/null || $(BIN)/python -m pip install --quiet uv
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
+	$(UV) pip install --quiet $(3) --python $(BIN)/python $(OVERRIDES) --constraint constraints-$(DEVICE).txt \
 		$(foreach part,semkv semkv-lab $(PARTS:%=semkv-%),--reinstall-package $(part)) \
-		--editable '.[$(EXTRAS)]' --editable 'packages/lab[mlflow,pandas]' $(PARTS:%=--editable packages/%)
-ifeq ($(DEVICE),cpu)
-	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0
-endif
+		--editable '.[$(1)]' --editable 'packages/lab$(2)' $(PARTS:%=--editable packages/%)
+$(if $(filter cpu,$(DEVICE)),	$(UV) pip install --quiet --python $(BIN)/python --no-deps torchvision==0.28.0)
 	touch $@
+endef
+
+$(STAMP): $(NEEDED)
+	$(call install_into_venv,$(EXTRAS),[mlflow$(COMMA)pandas],--compile-bytecode)
+
+# What the demo needs, which is half of it. Python compiles what is imported.
+$(DEMO_STAMP): $(NEEDED)
+	$(call install_into_venv,$(DEVICE)$(COMMA)encoders$(COMMA)server)
 
 install: $(STAMP)
 
-demo: $(STAMP)
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 	$(BIN)/semkv demo
 
 test: $(STAMP)
