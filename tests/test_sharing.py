@@ -18,6 +18,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.stores.maintenance import purge
+from semkv.tiers.sharing import Place
 from semkv.types import MediaSegment, Namespace, Request, ReuseReport, Role, TextSegment
 from semkv_gateway.donors import RedisDonors
 from semkv_gateway.responses.redis import connect
@@ -217,6 +218,12 @@ def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
         assert 2 <= len(there) <= 10
         assert len(caches.rows()) == len(there)
         assert not store.read("tenant:0", "", "")
+        about = store._about[0]
+        name = "tenant:19"
+        store._db.zadd(about, {name: store._db.zscore(about, name) - 90_000.0})  # a day and more
+        store.add("tenant:20", b"x", "log 0-0")
+        assert name not in set(store._partitions())
+        assert not store.read(name, "", "")
         store.close()
 
 
@@ -231,6 +238,31 @@ def test_a_full_catalog_keeps_what_was_asked_for_last(
                 assert small.finds(f"bread {number}~0.95", history=f"History {number}.")
             assert small.cache.stats().entries <= 2
             assert small.finds("bread 5~0.95", history="History 5.")
+
+
+def test_a_log_of_removals_that_has_lost_its_end_reaches_no_row(caches: Caches) -> None:
+    """As after a fail-over to a replica that was behind, whose clock is, too."""
+    one, other = caches.one, caches.other
+    one.record("bread", tags=("food",))
+    assert other.finds("bread~0.95")
+    store = caches.store()
+    for tag in ("food", "none"):
+        one.cache.invalidate(tag=tag)
+    wait_until(lambda: len(store.removals(Place()).rows) == 2)
+    end = str(store.removals(Place()).end)
+    for each in (one, other):
+        wait_until(lambda each=each: each.cache._catalog.read_from() == end)
+    (first, _), (last, _) = store.removals(Place()).rows
+    store._db.xdel(store._removals, f"{last.at[0]}-{last.at[1]}")
+    assert not store.removals(last).reach(last)
+    assert store.removals(last).end == first
+    assert store.removals(first).reach(first)
+    for each in (one, other):  # they begin anew, and from the end that there is
+        wait_until(lambda each=each: each.cache._catalog.read_from() == str(first))
+        assert not each.cache.stats().entries
+    one.record("later")
+    wait_until(lambda: other.finds("later~0.95"))
+    store.close()
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])

@@ -114,14 +114,12 @@ class SharedRow:
 
 @dataclass(frozen=True, slots=True)
 class Removals:
-    """All removals of a log after the place ``after``, in order, each with its place."""
+    """The removals of a log after a place, in order, each with its place. They are all that came after ``after``, which
+    is later where the log does not reach back to the place. ``end`` is the log's."""
 
     after: Place
-    rows: tuple[tuple[Place, bytes], ...] = ()
-
-    @property
-    def end(self) -> Place:
-        return self.rows[-1][0] if self.rows else self.after
+    rows: tuple[tuple[Place, bytes], ...]
+    end: Place
 
     def reach(self, place: Place) -> bool:
         """Whether every removal after a place is among them."""
@@ -143,7 +141,7 @@ class DonorStore(Protocol):
         """Append to the log of removals."""
 
     def removals(self, after: Place) -> Removals:
-        """The removals after a place, or all that the log has where it does not reach back to the place."""
+        """The removals after a place, or what the log has where it does not reach back to the place."""
 
     def sweep(
         self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
@@ -345,6 +343,8 @@ class Sharing:
         removals = self._store.removals(place)
         if text and not removals.reach(place):  # it was emptied, or others were removed meanwhile
             self._remove({})
+            with self._knowing:
+                self._known.clear()
         for _, data in removals.rows if text else ():
             try:
                 self._remove(read_criteria(data))
