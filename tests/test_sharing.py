@@ -265,22 +265,28 @@ def test_a_log_of_removals_that_has_lost_its_end_reaches_no_row(caches: Caches) 
     store.close()
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_a_node_that_fails_costs_its_own_partitions_for_a_while(tmp_path: Path, how: str) -> None:
-    with RedisCluster(tmp_path) as cluster, Caches(tmp_path, cluster.url) as caches:
+def test_a_node_that_fails_costs_its_own_partitions_for_a_while(
+    servers: dict[str, Any], tmp_path: Path
+) -> None:
+    cluster = servers["cluster"]
+    node = cluster.nodes[1]
+    with Caches(tmp_path, cluster.url) as caches:
         histories = [f"History {number}." for number in range(12)]
         for history in histories:
             caches.one.record("bread", history=history)
-        with caches.cache("third", limit_s=0.5) as third:
-            third.cache._sharing._store._db = connect(cluster.url, 0.5)
-            node = cluster.nodes[1]
-            (node.freeze if how == "frozen" else node.kill)()
-            found = [third.finds("bread~0.95", history=history) for history in histories]
-            assert third.count("fault:shared entries")
-            assert not all(found)
-            (node.thaw if how == "frozen" else node.start)()
-            for history in histories:
-                wait_until(lambda history=history: third.finds("bread~0.95", history=history))
+        for name, fail, recover in (
+            ("frozen", node.freeze, node.thaw),
+            ("killed", node.kill, node.start),
+        ):
+            with caches.cache(name, limit_s=0.5) as third:
+                third.cache._sharing._store._db = connect(cluster.url, 0.5)
+                fail()
+                found = [third.finds("bread~0.95", history=history) for history in histories]
+                assert third.count("fault:shared entries")
+                assert not all(found)
+                recover()
+                for history in histories:
+                    wait_until(lambda history=history: third.finds("bread~0.95", history=history))
 
 
 def test_a_url_that_names_no_cluster_is_an_error() -> None:
