@@ -271,8 +271,8 @@ class Sharing:
         self._closing.set()
         self._some.set()
         self._thread.join(5.0)
-        for pool in (self._readers, self._sweeper):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)  # they end with their page
+        self._sweeper.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
     def _work(self) -> None:
