@@ -201,6 +201,12 @@ def test_a_similar_image_finds_a_donor_of_the_other_with_its_bytes(caches: Cache
         (image,) = (s for s in hit.plan.segments if isinstance(s, MediaSegment))
         assert image.source.read_bytes() == b"bytes of car"
         assert image.source.is_relative_to(caches.folder / "seeing too")
+        store = caches.store()
+        store.add(f"ours:image:{image.media_id}", b"a copy", "", most=1)
+        store.add(f"ours:image:{image.media_id}", b"another", "", most=1)
+        assert len(store.read(f"ours:image:{image.media_id}", "", "")) == 1
+        store.sweep(bool, [f"ours:image:{image.media_id}"])
+        store.close()
         one.cache.invalidate(namespace=Namespace("ours", "model"))
         purge(caches.folder / "seeing", tenants=["ours"])
         wait_until(lambda: not caches.rows())

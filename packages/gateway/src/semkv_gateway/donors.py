@@ -42,7 +42,7 @@ _WRITTEN = _NOW + "return redis.call('ZADD', KEYS[1], now, ARGV[1])"
 _ADD = (
     _NOW
     + """
-redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[3], '*', 'row', ARGV[1], 'since', ARGV[2])
+redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3], '*', 'row', ARGV[1], 'since', ARGV[2])
 redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%d000', now - ARGV[4]))
 redis.call('EXPIRE', KEYS[1], ARGV[4])
 return redis.call('MEMORY', 'USAGE', KEYS[1])
@@ -99,11 +99,11 @@ class RedisDonors(DonorStore):
     def _key(self, partition: str) -> str:
         return f"{{semkv:donors:{self._name}:{partition}}}"
 
-    def add(self, partition: str, data: bytes, since: str) -> None:
+    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
         key = self._key(partition)
         with asking():
             self._run(_WRITTEN, self._about[:1], partition)  # first: all that is there is known
-            size = self._run(_ADD, [key], data, since, MOST, _KEPT_S)
+            size = self._run(_ADD, [key], data, since, most, _KEPT_S)
             for gone in self._run(_SIZED, self._about, partition, size, self._max_bytes, _KEPT_S):
                 self._db.unlink(self._key(gone.decode()))
 
