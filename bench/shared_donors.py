@@ -15,7 +15,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from gateway_faults import Upstream, serving
 
 sys.path.insert(0, str(ROOT / "tests"))
 from redis_server import RedisCluster, RedisServer
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
 from semkv.keys import Keyed, entry_of
 from semkv.stores.catalog import Record
-from semkv.tiers.sharing import Place, dump, tenant_name
+from semkv.tiers.sharing import MOST, Place, dump, tenant_name
 from semkv.types import Namespace, Request, Role, TextSegment
 from semkv_gateway.donors import RedisDonors, open_donors
 
@@ -42,16 +44,19 @@ REWORDED = "How can I bake sourdough bread at home?"
 DIM = 384
 
 
-def donors(count: int) -> Iterator[tuple[str, bytes]]:
+def question_of(group: int, number: int) -> Request:
+    history = TextSegment(f"You answer questions of shop number {group}.", Role.SYSTEM)
+    segments = (history, TextSegment(f"Is article {number} of this shop there again?"))
+    return Request("", Namespace(f"{group:032x}", "model"), segments)
+
+
+def donors(count: int, in_each: int = PER_PARTITION) -> Iterator[tuple[str, bytes]]:
     """Rows of entries as a gateway writes them, each with the name of its partition."""
     random = np.random.default_rng(0)
     for number in range(count):
-        group = number // PER_PARTITION
-        tenant = f"{group:032x}"
-        history = TextSegment(f"You answer questions of shop number {group}.", Role.SYSTEM)
-        segments = (history, TextSegment(f"Is article {number} of this shop there again?"))
-        request = Request("", Namespace(tenant, "model"), segments)
-        keyed = Keyed(request.namespace, segments)
+        request = question_of(number // in_each, number)
+        tenant = request.namespace.tenant
+        keyed = Keyed(request.namespace, request.segments)
         vector = random.normal(size=DIM).astype(np.float32)
         vectors = {"semantic_text@bench": vector / np.linalg.norm(vector)}
         record = Record(entry_of(request, keyed), keyed.entry_keys(), vectors=vectors)
@@ -136,13 +141,54 @@ def measured(folder: Path, count: int, *, cluster: bool) -> dict[str, Any]:
         }
 
 
+class Unread:
+    """A text encoder that knows one text."""
+
+    dim = DIM
+    fingerprint = "bench"
+
+    def fits(self, text: str) -> bool:
+        return bool(text)
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return np.tile(np.eye(1, DIM, dtype=np.float32), (len(texts), 1))
+
+
+def whole_partition(folder: Path) -> dict[str, Any]:
+    """What it costs to bring the largest partition that there is."""
+    with RedisServer(folder) as server:
+        store = RedisDonors(server.url, timeout_s=60.0)
+        with SemanticCache(
+            CacheConfig(folder / "cache"), text_encoder=Unread(), shared=store
+        ) as cache:
+            while not (since := str(store.removals(Place()).end)):
+                pass
+            for partition, data in donors(MOST, MOST):
+                store.add(partition, data, since)
+            start, cpu = time.perf_counter(), time.process_time()
+            looks = 0
+            while (entries := cache.stats().entries) < MOST and looks < 1000:
+                cache.try_reuse(question_of(0, looks))
+                time.sleep(0.05)
+                looks += 1
+            return {
+                "part": "a whole partition",
+                "donors": entries,
+                "seconds": round(time.perf_counter() - start, 2),
+                "cpu_seconds": round(time.process_time() - cpu, 2),
+                "redis_mib": round(redis_mib(server), 1),
+            }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--donors", type=int, nargs="+", default=[1000])
     parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [whole_partition(Path(folder))]
+    print(rows[-1], flush=True)
     for count in args.donors:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(measured(Path(folder), count, cluster=args.cluster))

@@ -18,6 +18,7 @@ from semkv.config import CacheConfig
 from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.stores.maintenance import purge
+from semkv.tiers.sharing import Place
 from semkv.types import MediaSegment, Namespace, Request, ReuseReport, Role, TextSegment
 from semkv_gateway.donors import RedisDonors
 from semkv_gateway.responses.redis import connect
@@ -200,6 +201,12 @@ def test_a_similar_image_finds_a_donor_of_the_other_with_its_bytes(caches: Cache
         (image,) = (s for s in hit.plan.segments if isinstance(s, MediaSegment))
         assert image.source.read_bytes() == b"bytes of car"
         assert image.source.is_relative_to(caches.folder / "seeing too")
+        store = caches.store()
+        store.add(f"ours:image:{image.media_id}", b"a copy", "", most=1)
+        store.add(f"ours:image:{image.media_id}", b"another", "", most=1)
+        assert len(store.read(f"ours:image:{image.media_id}", "", "")) == 1
+        store.sweep(bool, [f"ours:image:{image.media_id}"])
+        store.close()
         one.cache.invalidate(namespace=Namespace("ours", "model"))
         purge(caches.folder / "seeing", tenants=["ours"])
         wait_until(lambda: not caches.rows())
@@ -217,6 +224,12 @@ def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
         assert 2 <= len(there) <= 10
         assert len(caches.rows()) == len(there)
         assert not store.read("tenant:0", "", "")
+        about = store._about[0]
+        name = "tenant:19"
+        store._db.zadd(about, {name: store._db.zscore(about, name) - 90_000.0})  # a day and more
+        store.add("tenant:20", b"x", "log 0-0")
+        assert name not in set(store._partitions())
+        assert not store.read(name, "", "")
         store.close()
 
 
@@ -233,22 +246,53 @@ def test_a_full_catalog_keeps_what_was_asked_for_last(
             assert small.finds("bread 5~0.95", history="History 5.")
 
 
-@pytest.mark.parametrize("how", ["frozen", "killed"])
-def test_a_node_that_fails_costs_its_own_partitions_for_a_while(tmp_path: Path, how: str) -> None:
-    with RedisCluster(tmp_path) as cluster, Caches(tmp_path, cluster.url) as caches:
+def test_a_log_of_removals_that_has_lost_its_end_reaches_no_row(caches: Caches) -> None:
+    """As after a fail-over to a replica that was behind, whose clock is, too."""
+    one, other = caches.one, caches.other
+    one.record("bread", tags=("food",))
+    assert other.finds("bread~0.95")
+    store = caches.store()
+    for tag in ("food", "none"):
+        one.cache.invalidate(tag=tag)
+    wait_until(lambda: len(store.removals(Place()).rows) == 2)
+    end = str(store.removals(Place()).end)
+    for each in (one, other):
+        wait_until(lambda each=each: each.cache._catalog.read_from() == end)
+    (first, _), (last, _) = store.removals(Place()).rows
+    store._db.xdel(store._removals, f"{last.at[0]}-{last.at[1]}")
+    assert not store.removals(last).reach(last)
+    assert store.removals(last).end == first
+    assert store.removals(first).reach(first)
+    for each in (one, other):  # they begin anew, and from the end that there is
+        wait_until(lambda each=each: each.cache._catalog.read_from() == str(first))
+        assert not each.cache.stats().entries
+    one.record("later")
+    wait_until(lambda: other.finds("later~0.95"))
+    store.close()
+
+
+def test_a_node_that_fails_costs_its_own_partitions_for_a_while(
+    servers: dict[str, Any], tmp_path: Path
+) -> None:
+    cluster = servers["cluster"]
+    node = cluster.nodes[1]
+    with Caches(tmp_path, cluster.url) as caches:
         histories = [f"History {number}." for number in range(12)]
         for history in histories:
             caches.one.record("bread", history=history)
-        with caches.cache("third", limit_s=0.5) as third:
-            third.cache._sharing._store._db = connect(cluster.url, 0.5)
-            node = cluster.nodes[1]
-            (node.freeze if how == "frozen" else node.kill)()
-            found = [third.finds("bread~0.95", history=history) for history in histories]
-            assert third.count("fault:shared entries")
-            assert not all(found)
-            (node.thaw if how == "frozen" else node.start)()
-            for history in histories:
-                wait_until(lambda history=history: third.finds("bread~0.95", history=history))
+        for name, fail, recover in (
+            ("frozen", node.freeze, node.thaw),
+            ("killed", node.kill, node.start),
+        ):
+            with caches.cache(name, limit_s=0.5) as third:
+                third.cache._sharing._store._db = connect(cluster.url, 0.5)
+                fail()
+                found = [third.finds("bread~0.95", history=history) for history in histories]
+                assert third.count("fault:shared entries")
+                assert not all(found)
+                recover()
+                for history in histories:
+                    wait_until(lambda history=history: third.finds("bread~0.95", history=history))
 
 
 def test_a_url_that_names_no_cluster_is_an_error() -> None:

@@ -66,6 +66,7 @@ _PAUSE_S = 1.0
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
 _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
+_IMAGE_S = 3600.0  # for which they are not
 _READERS = 2
 _NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
@@ -114,14 +115,12 @@ class SharedRow:
 
 @dataclass(frozen=True, slots=True)
 class Removals:
-    """All removals of a log after the place ``after``, in order, each with its place."""
+    """The removals of a log after a place, in order, each with its place. They are all that came after ``after``, which
+    is later where the log does not reach back to the place. ``end`` is the log's."""
 
     after: Place
-    rows: tuple[tuple[Place, bytes], ...] = ()
-
-    @property
-    def end(self) -> Place:
-        return self.rows[-1][0] if self.rows else self.after
+    rows: tuple[tuple[Place, bytes], ...]
+    end: Place
 
     def reach(self, place: Place) -> bool:
         """Whether every removal after a place is among them."""
@@ -132,8 +131,8 @@ class DonorStore(Protocol):
     """Rows of any form, by partition, and a log of removals. Every method blocks and may raise `StoreError`
     (unreachable, full). A partition's name has its tenant's (`tenant_name`) before a colon."""
 
-    def add(self, partition: str, data: bytes, since: str) -> None:
-        """Append a row. Where a partition or the store has too many, the oldest go."""
+    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
+        """Append a row. Where the partition has more than ``most``, or the store too many, the oldest go."""
 
     def read(self, partition: str, after: str, before: str) -> Sequence[SharedRow]:
         """The latest rows between two places, both excluded, the latest first; empty places for no bound. None are left
@@ -143,7 +142,7 @@ class DonorStore(Protocol):
         """Append to the log of removals."""
 
     def removals(self, after: Place) -> Removals:
-        """The removals after a place, or all that the log has where it does not reach back to the place."""
+        """The removals after a place, or what the log has where it does not reach back to the place."""
 
     def sweep(
         self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
@@ -234,7 +233,7 @@ class Sharing:
         self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
         self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
-        self._images_sent: Latest[str, None] = Latest(_IMAGES_SENT)
+        self._images_sent: Latest[str, float] = Latest(_IMAGES_SENT)  # when
         be_nice = partial(set_niceness, _NICE)
         self._readers = ThreadPoolExecutor(_READERS, "semkv-donors", be_nice)
         self._sweeper = ThreadPoolExecutor(1, "semkv-sweep", be_nice)
@@ -273,8 +272,8 @@ class Sharing:
         self._closing.set()
         self._some.set()
         self._thread.join(5.0)
-        for pool in (self._readers, self._sweeper):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(cancel_futures=True)  # they end with their page
+        self._sweeper.shutdown(wait=False, cancel_futures=True)
         self._store.close()
 
     def _work(self) -> None:
@@ -310,11 +309,13 @@ class Sharing:
             return
         for media_id in _media_of(entry):
             name = _image(entry.namespace.tenant, media_id)
-            data = None if name in self._images_sent else self._media.get(media_id)
-            if data is None or len(data) > _LARGEST_IMAGE:
+            now = time.monotonic()
+            if now - self._images_sent.get(name, -math.inf) < _IMAGE_S:
                 continue
-            self._store.add(name, data, since)
-            self._images_sent[name] = None
+            data = self._media.get(media_id)
+            if data is not None and len(data) <= _LARGEST_IMAGE:
+                self._store.add(name, data, since, most=1)
+                self._images_sent[name] = now
 
     def _send_removals(self) -> None:
         for number, text in self._catalog.removals():
@@ -322,6 +323,7 @@ class Sharing:
             self._catalog.sent(number)
             self._removals.append(read_criteria(text.encode()))
         if self._removals:
+            self._images_sent.clear()
             self._sweeper.submit(self._sweep)
 
     def _sweep(self) -> None:
@@ -345,6 +347,9 @@ class Sharing:
         removals = self._store.removals(place)
         if text and not removals.reach(place):  # it was emptied, or others were removed meanwhile
             self._remove({})
+            self._images_sent.clear()
+            with self._knowing:
+                self._known.clear()
         for _, data in removals.rows if text else ():
             try:
                 self._remove(read_criteria(data))

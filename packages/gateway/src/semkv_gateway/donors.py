@@ -13,7 +13,6 @@ What is known of all partitions lies together under another tag.
 from __future__ import annotations
 
 import hmac
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ _KEPT_S = 86_400
 _REMOVALS = 1000
 _PAGE = 256
 _SHARE = 4  # bytes of answers to one of donors
+_NEVER = (1 << 63, 0)  # a place that no log reaches
 
 # KEYS: removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has written
 # before: so make room first.
@@ -33,9 +33,26 @@ _REMOVE = """
 redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[2] - 1)
 return redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
 """
-# KEYS: partitions, sizes, bytes. ARGV: a partition, its bytes, most bytes, the oldest time. Returns the partitions that
-# are to go: those written longest ago, as long as there are too many bytes or they are too old.
-_SIZED = """
+# Times are those of Redis, whatever the gateways' clocks say.
+_NOW = "local time = redis.call('TIME'); local now = time[1] + time[2] / 1000000\n"
+# KEYS: partitions. ARGV: a partition.
+_WRITTEN = _NOW + "return redis.call('ZADD', KEYS[1], now, ARGV[1])"
+# KEYS: a partition. ARGV: a row, its writer's place in the log, most rows, seconds that they are kept. Returns the
+# bytes that the partition takes.
+_ADD = (
+    _NOW
+    + """
+redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3], '*', 'row', ARGV[1], 'since', ARGV[2])
+redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%d000', now - ARGV[4]))
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+return redis.call('MEMORY', 'USAGE', KEYS[1])
+"""
+)
+# KEYS: partitions, sizes, bytes. ARGV: a partition, its bytes, most bytes, seconds that one is kept. Returns the
+# partitions that are to go: those written longest ago, as long as there are too many bytes or they are too old.
+_SIZED = (
+    _NOW
+    + """
 local known = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or '0')
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 local bytes = redis.call('INCRBY', KEYS[3], ARGV[2] - known)
@@ -43,7 +60,7 @@ local gone = {}
 while #gone < 100 do
   local oldest = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
   if not oldest[1] then redis.call('SET', KEYS[3], 0) break end
-  if bytes <= tonumber(ARGV[3]) and tonumber(oldest[2]) >= tonumber(ARGV[4]) then break end
+  if bytes <= tonumber(ARGV[3]) and oldest[2] + ARGV[4] >= now then break end
   local size = tonumber(redis.call('HGET', KEYS[2], oldest[1]) or '0')
   redis.call('ZREM', KEYS[1], oldest[1])
   redis.call('HDEL', KEYS[2], oldest[1])
@@ -52,6 +69,7 @@ while #gone < 100 do
 end
 return gone
 """
+)
 
 
 class RedisDonors(DonorStore):
@@ -81,20 +99,16 @@ class RedisDonors(DonorStore):
     def _key(self, partition: str) -> str:
         return f"{{semkv:donors:{self._name}:{partition}}}"
 
-    def add(self, partition: str, data: bytes, since: str) -> None:
+    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
         key = self._key(partition)
-        now = time.time()
         with asking():
-            self._db.zadd(self._about[0], {partition: now})  # first: all that is there is known
-            pipe = self._db.pipeline(transaction=False)
-            pipe.xadd(key, {"row": data, "since": since}, maxlen=MOST, approximate=True)
-            pipe.xtrim(key, minid=int((now - _KEPT_S) * 1000), approximate=True)
-            pipe.expire(key, _KEPT_S)
-            pipe.execute()
-            size = self._db.memory_usage(key) or 0
-            about = (partition, size, self._max_bytes, now - _KEPT_S)
-            for gone in self._db.eval(_SIZED, len(self._about), *self._about, *about):
+            self._run(_WRITTEN, self._about[:1], partition)  # first: all that is there is known
+            size = self._run(_ADD, [key], data, since, most, _KEPT_S)
+            for gone in self._run(_SIZED, self._about, partition, size, self._max_bytes, _KEPT_S):
                 self._db.unlink(self._key(gone.decode()))
+
+    def _run(self, script: str, keys: Sequence[str], *values: object) -> Any:
+        return self._db.eval(script, len(keys), *keys, *values)
 
     def read(self, partition: str, after: str, before: str) -> Sequence[SharedRow]:
         end = f"({before}" if before else "+"
@@ -108,19 +122,29 @@ class RedisDonors(DonorStore):
 
     def remove(self, removal: bytes) -> None:
         with asking():
-            self._db.eval(_REMOVE, 1, self._removals, removal, _REMOVALS)
+            self._run(_REMOVE, [self._removals], removal, _REMOVALS)
 
     def removals(self, after: Place) -> Removals:
         with asking():
             log = self._log()
-            start = _text(after.at) if after.log == log else "0-0"
-            rows = self._db.xrange(self._removals, min=f"({start}")
-        found = tuple(
-            (Place(log, numbers(at.decode())), fields.get(b"removal", b"")) for at, fields in rows
+            place = after if after.log == log else Place(log)
+            found = self._removals_from(place)
+            if not place.at[0]:  # from the first one on, where that is still there
+                whole = len(found) < _REMOVALS
+                return Removals(place if whole else found[0][0], found, _end(place, found))
+            if found and found[0][0] == place:
+                return Removals(place, found[1:], found[-1][0])
+            # It has dropped the place since, or lost its own end.
+            every = self._removals_from(Place(log))
+            reached = found[0][0] if found else Place(log, _NEVER)
+            return Removals(reached, found, _end(Place(log), every))
+
+    def _removals_from(self, place: Place) -> tuple[tuple[Place, bytes], ...]:
+        rows = self._db.xrange(self._removals, min=f"{place.at[0]}-{place.at[1]}")
+        return tuple(
+            (Place(place.log, numbers(at.decode())), fields.get(b"removal", b""))
+            for at, fields in rows
         )
-        if len(found) >= _REMOVALS:  # earlier ones may be gone
-            return Removals(found[0][0], found[1:])
-        return Removals(Place(log, numbers(start)), found)
 
     def _log(self) -> str:
         """What the log is called since it was last empty."""
@@ -176,5 +200,5 @@ def open_donors(
     )
 
 
-def _text(at: tuple[int, int]) -> str:
-    return f"{at[0]}-{at[1]}"
+def _end(place: Place, found: Sequence[tuple[Place, bytes]]) -> Place:
+    return found[-1][0] if found else place

@@ -140,7 +140,8 @@ class Upstreams:
         except BaseException:
             member.running -= 1
             raise
-        self._take_in(member)
+        if reply.status < 500:
+            self._take_in(member)
         return Counted(reply, member)
 
     def _chosen(self, left: Sequence[Member], known: Sequence[bytes], model: str) -> Member:
