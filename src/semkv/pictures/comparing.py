@@ -20,7 +20,7 @@ _CLEAR = 2.0  # times what is a change, at a glance
 
 
 def may_show_the_same(a: Small, b: Small) -> bool:
-    """False where two pictures are told apart at a glance. True says nothing."""
+    """False where two pictures differ at a glance. True says nothing."""
     moved = align_small(a, b)
     if moved is None:
         return False
@@ -33,8 +33,8 @@ def may_show_the_same(a: Small, b: Small) -> bool:
 
 
 def difference(a: Planes, b: Planes) -> float:
-    """How much two pictures differ: 0 for equal pixels; from `LIMIT` they may show something else, also where that
-    cannot be told (another shape, nothing to align by)."""
+    """How much two pictures differ: 0 for equal pixels; from `LIMIT` they may show something else, also where
+    nothing can be compared (another shape, nothing to align by)."""
     if not _comparable(a, b):
         return inf
     if b.luma.size < a.luma.size:
