@@ -132,6 +132,9 @@ class SemanticCache:
         StoreError: the cache directory cannot be opened, or was written by another format version.
     """
 
+    planner: type[Planner] = Planner
+    similar: type[SimilarTier] = SimilarTier
+
     def __init__(
         self,
         config: CacheConfig,
@@ -176,7 +179,7 @@ class SemanticCache:
         )
         encoder = None if encoder is None else looking
         judge = looking if config.embedding_hook.startswith("prompt") else encoder
-        self._planner = Planner(
+        self._planner = self.planner(
             config,
             self.media,
             self._decider,
@@ -191,7 +194,7 @@ class SemanticCache:
             checking=self._checking,
             tally=self._tally,
         )
-        self._similar = SimilarTier(
+        self._similar = self.similar(
             config,
             self._catalog,
             hook.fingerprint,

@@ -38,7 +38,6 @@ from semkv.types import (
     Entry,
     Exactness,
     Match,
-    MatchPolicy,
     MediaSegment,
     Plan,
     Request,
@@ -47,7 +46,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import misspelled, no_veto, spelling, unread, veto, wording
+from semkv_guards import misspelled, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -101,10 +100,8 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
-        self._by_place = config.match is MatchPolicy.ALL
-        guarded = config.guards and self._by_place
-        self._guard = veto if guarded else unread if self._by_place else no_veto
-        self._compare_images = guarded and config.scope is Scope.MEDIA
+        self._guard = veto if config.guards else unread
+        self._compare_images = config.guards and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self._images = ImageGuard(media, image_roots(config))
         if self._compare_images and any(layer.name == VISION for layer in config.embedding_layers):
@@ -128,9 +125,7 @@ class Planner:
         whole = candidate.run == len(donor.segments)
         own = request.segments if whole else request.segments[: candidate.run]
         run = donor.segments[: candidate.run]
-        if not (
-            self._normalised or candidate.checked or same_characters(own, run, candidate.similar)
-        ):
+        if not self._may_be_typed_so(own, run, candidate.similar):
             return None
         exactness = exactness_of(own, run)
         if exactness is Exactness.NORMALISED and not self._normalised:
@@ -167,6 +162,12 @@ class Planner:
             (*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match
         )
 
+    def _may_be_typed_so(
+        self, own: Sequence[Segment], run: Sequence[Segment], similar: int | None
+    ) -> bool:
+        """Whether texts may differ in typing, or do not, but for the one that a tier found similar."""
+        return self._normalised or same_characters(own, run, similar)
+
     def _veto(
         self,
         request: Request,
@@ -191,8 +192,6 @@ class Planner:
     def _least_cosine(self, request: Request, donor: Entry) -> float:
         """Of the sentences in which long texts differ: 1 for short ones, which a tier has compared, and -1 where no
         encoder reads a sentence."""
-        if not self._by_place:
-            return 1.0
         texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
         found = [differing(mine, theirs) for mine, theirs in texts]
         places = [

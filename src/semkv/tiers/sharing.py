@@ -77,7 +77,11 @@ class Sharing:
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._some = threading.Event()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="semkv-sharing", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work,
+            name="semkv-sharing",
+            daemon=True,
+        )
         self._thread.start()
 
     def add(self, record: Record) -> None:
