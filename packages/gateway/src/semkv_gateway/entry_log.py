@@ -100,10 +100,10 @@ class RedisEntryLog(EntryLog):
         found |= {name: fields for name, fields in removals if last is None or _place(name) <= last}
         names = sorted(found, key=_place)
         place = names[-1].decode() if names else "" if emptied else place
-        told = [
+        news = [
             (b"removal" in found[name], next(iter(found[name].values()), b"")) for name in names
         ]
-        return LogBatch(f"{begun} {place}", tuple(told), lost)
+        return LogBatch(f"{begun} {place}", tuple(news), lost)
 
     def _name(self) -> str:
         """What this log is called since it was last empty."""

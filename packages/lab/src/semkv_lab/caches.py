@@ -355,7 +355,8 @@ class RedisVL(Cache):
 class SemKV(Cache):
     """The whole `SemanticCache` under the flags of a policy, with its catalog in a folder of its own.
 
-    ``seed`` is of a bounded policy's draws, which have none in use.
+    ``seed`` is that of a
+    bounded policy's draws, which have none outside of experiments.
     """
 
     def __init__(

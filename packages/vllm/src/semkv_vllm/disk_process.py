@@ -292,7 +292,7 @@ def main() -> None:
     )
     connection = Connection(end)
     lock = threading.Lock()
-    told = Counter[str]()
+    sent = Counter[str]()
 
     def run(job: FileJob) -> None:
         try:
@@ -302,8 +302,8 @@ def main() -> None:
             store.counters["errors"] += 1
             good = b""
         with lock, contextlib.suppress(OSError):
-            new = Counter(store.counters) - told
-            told.update(new)
+            new = Counter(store.counters) - sent
+            sent.update(new)
             connection.send_bytes(msgpack.encode(FileDone(job.number, good, new)))
 
     with (
