@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
 from kv_engines import NOTHING, prompt
 from maintenance_helpers import purge
-from test_positions import CLOSE, DECODE, HOOKS, LAYERS, SIZES, Reuse, approximate, off
+from test_positions import CLOSE, HOOKS, LAYERS, SIZES, Reuse, approximate, off, sampling
 
 LIMIT_S = 36000
 MODELS = ("llama3", "llama-shallow")
@@ -80,8 +80,6 @@ def faults(dice: random.Random, found: Counter[str]) -> Iterator[None]:
 
 def round_of(reuse: Reuse, dice: random.Random, *, every: bool) -> Counter[str]:
     """One crowd; ``every``: also answers with approximate tokens must be right."""
-    from vllm import SamplingParams
-
     jobs = [job_of(reuse, dice) for _ in range(AT_ONCE)]
     jobs += [(dice.choice(jobs)[0], None) for _ in range(AT_ONCE // 4)]
     dice.shuffle(jobs)
@@ -97,14 +95,7 @@ def round_of(reuse: Reuse, dice: random.Random, *, every: bool) -> Counter[str]:
         while waiting and dice.random() < 0.4:
             number = waiting.pop()
             ids, extra = jobs[number]
-            params = SamplingParams(
-                max_tokens=DECODE["tokens"],
-                temperature=0,
-                ignore_eos=True,
-                logprobs=DECODE["logprobs"],
-                extra_args=extra,
-            )
-            core.add_request(str(number), prompt(ids), params)
+            core.add_request(str(number), prompt(ids), sampling(extra))
         done |= {int(out.request_id): out for out in core.step() if out.finished}
         running = set(range(len(jobs))) - set(waiting) - set(done)
         if running and dice.random() < 0.01:

@@ -26,9 +26,9 @@ import ast
 import io
 import json
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +90,11 @@ class Code:
         text = path.read_text(encoding="utf-8")
         return cls(path=path, text=text, tree=ast.parse(text))
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All of them: to walk the tree takes longer than what is counted."""
+        return list(ast.walk(self.tree))
+
     def at(self, node: ast.AST, said: str) -> str:
         path = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
         return f"{path}:{getattr(node, 'lineno', 1)} {said}"
@@ -148,7 +153,7 @@ def _docstrings(tree: ast.Module) -> set[tuple[int, int]]:
     return found
 
 
-def branches(nodes: Iterator[ast.AST]) -> int:
+def branches(nodes: Iterable[ast.AST]) -> int:
     found = 0
     for node in nodes:
         if isinstance(node, _BRANCHES):
@@ -169,7 +174,7 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
 
 
 def hard_functions(code: Code) -> list[str]:
-    functions = [node for node in ast.walk(code.tree) if isinstance(node, _FUNCTIONS)]
+    functions = [node for node in code.nodes if isinstance(node, _FUNCTIONS)]
     complexity = {node: 1 + branches(own_nodes(node)) for node in functions}
     return [
         code.at(node, f"{node.name}: {found}") for node, found in complexity.items() if found > HARD
@@ -178,7 +183,7 @@ def hard_functions(code: Code) -> list[str]:
 
 def by_position(code: Code, classes: set[str]) -> list[str]:
     found = []
-    for node in ast.walk(code.tree):
+    for node in code.nodes:
         if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if name in classes:
@@ -189,7 +194,7 @@ def by_position(code: Code, classes: set[str]) -> list[str]:
 def wide_assignments(code: Code) -> list[str]:
     return [
         code.at(node, f"{len(target.elts)} names")
-        for node in ast.walk(code.tree)
+        for node in code.nodes
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Tuple) and len(target.elts) > MOST_NAMES
@@ -198,7 +203,7 @@ def wide_assignments(code: Code) -> list[str]:
 
 def private_names(code: Code, own: set[str]) -> list[str]:
     found = []
-    for node in ast.walk(code.tree):
+    for node in code.nodes:
         names: list[object] = []
         if isinstance(node, ast.Attribute):
             names = [node.attr]
@@ -223,7 +228,7 @@ def own_names(codes: list[Code]) -> set[str]:
     """What the product defines or writes."""
     found: set[str] = set()
     for code in codes:
-        for node in ast.walk(code.tree):
+        for node in code.nodes:
             if isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -243,7 +248,7 @@ def upwards(code: Code, rows: dict[str, int]) -> list[str]:
     if own == "__init__":  # whose names are imported when they are asked for
         return []
     found = []
-    for node in ast.walk(code.tree):
+    for node in code.nodes:
         named: set[str] = set()
         if isinstance(node, ast.Import):
             named = {
@@ -283,7 +288,7 @@ def rows() -> dict[str, int]:
 
 def records(code: Code) -> list[str]:
     found = []
-    for node in ast.walk(code.tree):
+    for node in code.nodes:
         if isinstance(node, ast.ClassDef):
             said = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
             if any(text.startswith("dataclass") or text == "NamedTuple" for text in said):
@@ -333,15 +338,10 @@ def _of_code(shape: Shape, codes: list[Code], prefix: str) -> None:
     """What is counted of the product and of the lab alike."""
     counted = [tokens_and_lines(code.text) for code in codes]
     lines = sum(own for _, own in counted)
-    found = sum(branches(ast.walk(code.tree)) for code in codes)
+    found = sum(branches(code.nodes) for code in codes)
     shape.figures[f"{prefix}tokens a code line"] = round(sum(own for own, _ in counted) / lines, 2)
     shape.figures[f"{prefix}branches a code line"] = round(found / lines, 2)
-    classes = {
-        node.name
-        for code in codes
-        for node in ast.walk(code.tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    classes = {node.name for code in codes for node in code.nodes if isinstance(node, ast.ClassDef)}
     hard = [place for code in codes for place in hard_functions(code)]
     shape.count(f"{prefix}functions above complexity {HARD}", hard)
     shape.count(

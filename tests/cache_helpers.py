@@ -97,9 +97,15 @@ class Bench:
     """A cache in a folder, with images made from their names."""
 
     def __init__(
-        self, root: Path, *, index: Callable[[int], Any] | None = None, **settings: Any
+        self,
+        root: Path,
+        *,
+        index: Callable[[int], Any] | None = None,
+        kind: type[SemanticCache] = SemanticCache,
+        **settings: Any,
     ) -> None:
         self.root, self.index = root, index
+        self.kind = kind
         self.images = root / "images"
         self.images.mkdir(parents=True, exist_ok=True)
         self.settings = {
@@ -114,9 +120,7 @@ class Bench:
     def open(self) -> SemanticCache:
         # The texts here are stand-ins such as "color~0.9": guards on real sentences have tests of their own.
         config = CacheConfig(self.root / "cache", **{"guards": False, **self.settings})
-        self.cache = SemanticCache(
-            config, hook=self.hook, text_encoder=self.encoder, index=self.index
-        )
+        self.cache = self.kind(config, hook=self.hook, text_encoder=self.encoder, index=self.index)
         return self.cache
 
     def reopen(self, **settings: Any) -> None:

@@ -31,7 +31,6 @@ from semkv.types import (
     Entry,
     Exactness,
     Match,
-    MatchPolicy,
     MediaSegment,
     Namespace,
     PolicyName,
@@ -40,6 +39,7 @@ from semkv.types import (
     Scope,
     TextSegment,
 )
+from semkv_lab.best_layer import BestLayerCache
 
 DOCUMENT = " ".join(f"Sentence number {n} says something about topic {n}." for n in range(30))
 
@@ -81,7 +81,7 @@ def of(question: str | None, image: str | Sequence[str] = (), **rest: Any) -> di
 LAST = DOCUMENT + " the last one."
 NEARLY = DOCUMENT + " the last one.~0.97"
 MATTERS = DOCUMENT.replace("topic", "matter")
-ANY, ALL_IMAGES, TEXTS = {"match": MatchPolicy.ANY}, {"scope": Scope.ANY}, {"embedding_layers": ()}
+ANY, ALL_IMAGES, TEXTS = {"kind": BestLayerCache}, {"scope": Scope.ANY}, {"embedding_layers": ()}
 
 
 @dataclass
@@ -342,7 +342,7 @@ def test_a_decider_may_refuse_an_approximate_match_and_no_other(tmp_path: Path) 
     "options",
     [
         {},
-        {"match": MatchPolicy.ANY},
+        ANY,
         {"scope": Scope.ANY},
         {"embedding_layers": ()},
         {"exact": False},
@@ -657,18 +657,18 @@ _prompts = st.lists(
 )
 @given(
     prompts=_prompts,
-    match=st.sampled_from(MatchPolicy),
+    kind=st.sampled_from([SemanticCache, BestLayerCache]),
     scope=st.sampled_from(Scope),
     exact=st.booleans(),
 )
 def test_a_plan_is_the_donors_leading_run_and_the_requests_own_rest(
     tmp_path_factory: pytest.TempPathFactory,
     prompts: list[tuple[str, tuple[str, ...], tuple[str, ...], str]],
-    match: MatchPolicy,
+    kind: type[SemanticCache],
     scope: Scope,
     exact: bool,
 ) -> None:
-    bench = Bench(tmp_path_factory.mktemp("plans"), match=match, scope=scope, exact=exact)
+    bench = Bench(tmp_path_factory.mktemp("plans"), kind=kind, scope=scope, exact=exact)
     answers: dict[str, str] = {}
     for question, images, contexts, system in prompts:
         report = bench.look(question, images, context=contexts, system=system)
@@ -752,7 +752,9 @@ GATE, ROW = card("Gate 37"), card("Row 5")
 class Cards:
     """A cache to which all images look alike, with one card recorded that says ``Gate 37``, and one with ``Row 5``."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, kind: type[SemanticCache] = SemanticCache, **settings: Any
+    ) -> None:
         self.folder = folder
         fixed = {
             "embedding_layers": (EmbeddingLayer("vision", 2, 0.9),),
@@ -760,7 +762,7 @@ class Cards:
             "semantic": False,
         }
         config = CacheConfig(folder / "cache", **fixed, **settings)
-        self.cache = SemanticCache(config, hook=OneSpot(), text_encoder=WrittenEncoder())
+        self.cache = kind(config, hook=OneSpot(), text_encoder=WrittenEncoder())
         self.cache.add_observation(self.look(GATE), "37")
         self.cache.add_observation(self.look(GATE, ROW), "37, 5")
 
@@ -805,9 +807,7 @@ def test_an_image_that_is_gone_is_compared_with_nothing(tmp_path: Path) -> None:
     assert not cards.look(card("Gate 37", dx=3)).hit
 
 
-@pytest.mark.parametrize(
-    "settings", [{"guards": False}, {"scope": Scope.ANY}, {"match": MatchPolicy.ANY}]
-)
+@pytest.mark.parametrize("settings", [{"guards": False}, {"scope": Scope.ANY}, ANY])
 def test_the_literal_reading_compares_no_pixels(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert Cards(tmp_path, **settings).look(card("Gate 31")).hit
 

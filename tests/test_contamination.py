@@ -19,13 +19,13 @@ from semkv.config import CacheConfig, get_preset
 from semkv.engines import EnginePrompt
 from semkv.types import (
     EmbeddingLayer,
-    MatchPolicy,
     MediaSegment,
     Namespace,
     Request,
     Segment,
     TextSegment,
 )
+from semkv_lab.best_layer import BestLayerCache
 from semkv_lab.minigqa.scenes import draw, jpeg, make_scene
 from semkv_lab.vllm_engine import ConnectorOptions, VllmEngine, VllmOptions
 from vllm_forks import quicken
@@ -43,6 +43,7 @@ class Case:
     settings: dict[str, object]
     own_image: bool
     own_question: bool
+    kind: type[SemanticCache] = SemanticCache
 
 
 VISION = (EmbeddingLayer("vision", 6912, 0.0),)
@@ -59,9 +60,10 @@ CASES = [
     ),
     Case(
         "both",
-        {**LOOSE, "embedding_layers": VISION, "semantic": False, "match": MatchPolicy.ANY},
+        {**LOOSE, "embedding_layers": VISION, "semantic": False},
         own_image=False,
         own_question=False,
+        kind=BestLayerCache,
     ),
 ]
 
@@ -116,7 +118,7 @@ def test_the_exact_twin_gets_its_own_tokens(
     twin: tuple[Segment, ...] = (own_image, TextSegment(QUESTION))
     store = folder / case.name
     vllm = engine(store)
-    cache = SemanticCache(CacheConfig(store, **case.settings))  # type: ignore[arg-type]
+    cache = case.kind(CacheConfig(store, **case.settings))  # type: ignore[arg-type]
     first = cache.try_reuse(
         Request("donor", Namespace(), (donor_image, TextSegment(DONOR_QUESTION)))
     )

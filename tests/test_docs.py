@@ -355,6 +355,7 @@ def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: P
                 behind = f"127.0.0.1:{free_port()}"
                 line = command.replace("--port 8000", f"--port {behind.partition(':')[2]}")
                 script += line.replace("--app-dir tests", f"--app-dir {ROOT / 'tests'}") + "\n"
+                script += f"until curl -s http://{behind} > /dev/null; do sleep 0.1; done\n"
             elif "semkv serve" in command:
                 at_once = command.endswith("&")  # then the page's next command waits for it
                 line = (

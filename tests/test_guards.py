@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import semkv_guards as guards
 from growth import assert_linear
-from semkv_guards import REASONS, RULES, Language, no_veto, veto, wording
+from semkv_guards import REASONS, RULES, Language, veto, wording
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.guard import objection, pair_of
 from semkv_guards.language import WORDS, languages
@@ -262,7 +262,6 @@ def test_an_empty_language_still_compares_figures_and_code() -> None:
     assert veto("x 5", "x 6", bare) == "number"
     assert veto("run a_b", "run a_c", bare) == "code"
     assert veto("is it not so", "is it so", bare) is None
-    assert no_veto("x 5", "x 6") is None
 
 
 def test_a_table_that_no_guard_knows_is_named() -> None:

@@ -127,7 +127,7 @@ def test_the_last_row_of_a_name_counts_and_names_of_two_logs_are_kept_apart(tmp_
 
 def test_groups_and_points(folder: Path) -> None:
     experiments = read_logs([folder / "sweep.jsonl"])
-    loose, plain = "minigqa, guards off, match any", "minigqa, guards on, match all"
+    loose, plain = "minigqa, match any, guards off", "minigqa, match all, guards on"
     assert [e.group for e in experiments[:3]] == [plain, loose, loose]
     assert experiments[1].thresholds == "prompt 0.8, vision 0.9, semantic 0.92"
     assert experiments[1].tiers == "exact + semantic + embedding + fusion"

@@ -262,7 +262,7 @@ class Pictures(random_load.RandomLoad):
         return [[] for _ in range(count)]
 
     def asked_alone(self) -> list[Answer]:
-        return self.engine.ask(map(self.made, range(len(self.prompts))), random_load.TOKENS)
+        return self.together(map(self.made, range(len(self.prompts))))
 
     def media(self) -> dict[str, Any]:
         return {"ec_transfer_config": encoder_connector(self.cache)}

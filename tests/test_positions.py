@@ -328,10 +328,21 @@ def check_identity(found: dict[str, Any], *, layers: int) -> None:
 DECODE = {"tokens": 48, "logprobs": 1}
 
 
-def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
-    """Many at once in a small KV cache, some of them aborted: how many answers are wrong?"""
+def sampling(extra: Any) -> Any:
+    """What each request of a crowd asks for."""
     from vllm import SamplingParams
 
+    return SamplingParams(
+        max_tokens=DECODE["tokens"],
+        temperature=0,
+        ignore_eos=True,
+        logprobs=DECODE["logprobs"],
+        extra_args=extra,
+    )
+
+
+def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
+    """Many at once in a small KV cache, some of them aborted: how many answers are wrong?"""
     dice = random.Random(5)
     system = reuse.text(64)
     jobs = []
@@ -350,14 +361,7 @@ def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
     for number, (ids, places) in enumerate(jobs):
         said = {"spans": places, "repair": dice.choice([0, 32])} if places else {"skip": True}
         extra = {"kv_transfer_params": {"semkv": said}}
-        params = SamplingParams(
-            max_tokens=DECODE["tokens"],
-            temperature=0,
-            ignore_eos=True,
-            logprobs=DECODE["logprobs"],
-            extra_args=extra,
-        )
-        core.add_request(str(number), prompt(ids), params)
+        core.add_request(str(number), prompt(ids), sampling(extra))
     done = {}
     dropped = set()
     steps = 0

@@ -22,6 +22,7 @@ from semkv_gateway.settings import ServerSettings
 
 CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 @pytest.fixture(scope="module")
@@ -117,20 +118,25 @@ def browser() -> Iterator[object]:
         running.close()
 
 
+def on_a_phone(browser: Any, pair: Pair) -> Any:
+    """The dashboard, where somebody gave the key."""
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.set_default_timeout(300_000)
+    page.goto(f"{pair.url}/semkv")
+    page.fill("#key", ADMIN)
+    page.click("#login button")
+    return page
+
+
 def test_the_dashboard_says_why_most_requests_cannot_be_kept(tmp_path: Path, browser) -> None:
     with Pair(tmp_path) as pair:
-        page = browser.new_page(viewport={"width": 390, "height": 800})
-        page.set_default_timeout(300_000)
-        page.goto(f"{pair.url}/semkv")
-        page.fill("#key", ADMIN)
-        page.click("#login button")
+        page = on_a_phone(browser, pair)
         page.wait_for_selector("#board:not([hidden])")
         assert page.locator("#advice").is_hidden()
         for n in range(20):
             pair.post(f"drawn {n}", temperature=None)
         page.wait_for_selector("#advice:has-text('--default-temperature 0')")
-        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert page.evaluate(wide) <= 0
+        assert page.evaluate(TOO_WIDE) <= 0
         page.close()
 
 
@@ -145,11 +151,7 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
         account.pays("semantic_text")
         account.spent("semantic_text", 3600.0)
         pair.app.gateway.upstreams.members[0].salts.refused = True
-        page = browser.new_page(viewport={"width": 390, "height": 800})
-        page.set_default_timeout(300_000)
-        page.goto(f"{pair.url}/semkv")
-        page.fill("#key", ADMIN)
-        page.click("#login button")
+        page = on_a_phone(browser, pair)
         page.wait_for_selector("#worth:not([hidden])")
         said = page.text_content("#worth-sum")
         assert said.startswith("2 requests not sent of 3, ")
@@ -167,8 +169,7 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
         assert exact.locator("td").all_text_contents()[1] == "2"
         assert "Held out from near-hits: 3 requests" in page.text_content("#holdout")
         assert "the upstream refuses cache_salt" in page.text_content("#state")
-        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert page.evaluate(wide) <= 0
+        assert page.evaluate(TOO_WIDE) <= 0
         page.close()
 
 
@@ -242,7 +243,10 @@ def test_the_dashboard_in_a_browser(pair: Pair, browser) -> None:
     page.reload()  # the key outlives a reload, in this tab
     page.wait_for_selector("#board:not([hidden])")
     page.set_viewport_size({"width": 390, "height": 844})
-    page.wait_for_timeout(2200)
+    page.wait_for_function(  # the next refresh
+        "shown => document.querySelector('#state').textContent !== shown",
+        arg=page.text_content("#state"),
+    )
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.click("#leave")
     assert page.locator("#board").is_hidden()

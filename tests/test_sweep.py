@@ -22,6 +22,7 @@ from semkv.tiers.policies import FEATURES, Calibration
 from semkv_lab.inputs import inputs
 from semkv_lab.settings import resolve
 from semkv_lab.sweep import SweepLog, locked, read_spec
+from vllm_forks import prepare
 
 REPO = Path(__file__).parents[1]
 
@@ -49,8 +50,11 @@ def spec(folder: Path, experiments: list[dict[str, Any]], **defaults: Any) -> Pa
     return path
 
 
-def command(folder: Path, *flags: str) -> list[str]:
-    run = [sys.executable, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
+FORKS = str(prepare() / "python")
+
+
+def command(folder: Path, *flags: str, python: str = FORKS) -> list[str]:
+    run = [python, "-m", "semkv", "sweep", "--specs", str(folder / "spec.json")]
     return [
         *run,
         "--log-file",
@@ -65,10 +69,10 @@ def sweep(folder: Path, *flags: str) -> Result:
     return invoke(command(folder, *flags)[3:])
 
 
-def apart(folder: Path, *flags: str) -> Result:
+def apart(folder: Path, *flags: str, python: str = FORKS) -> Result:
     """The same in a process of its own; ``-m`` puts the working directory on the path of the experiments, too."""
     done = subprocess.run(
-        command(folder, *flags),
+        command(folder, *flags, python=python),
         capture_output=True,
         text=True,
         timeout=900,
@@ -166,7 +170,7 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
         {"name": "fine", "baseline": True},
     ]
     spec(folder, [*names, {"name": "also-fine", "baseline": True, "cache-mode": "off"}])
-    done = apart(folder)
+    done = apart(folder, python=sys.executable)  # a fork ends with all that it has started
     assert done.exit_code == 1, done.stderr
     found = {row["name"]: row for row in rows(folder)}
     assert "Traceback" not in done.stderr
@@ -345,7 +349,7 @@ def test_ctrl_c_leaves_a_log_to_go_on_with(folder: Path) -> None:
     spec(folder, [{"name": "short", "max-samples": 5}, {"name": "long", "trace-requests": 200_000}])
     samples = folder / "samples" / "long.jsonl"
     with subprocess.Popen(
-        command(folder),
+        command(folder, python=sys.executable),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

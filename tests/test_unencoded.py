@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,29 +230,29 @@ def test_a_text_that_no_vector_stands_for_is_not_compared(bench: Bench) -> None:
 # -- a limit on waiting -----------------------------------------------------------------------------------------------
 
 
+def together(encoder: Passes, timed: TimedEncoder, *calls: Sequence[str]) -> list[Any]:
+    """What calls bring, rows or an error. The first is encoding when the others come, and those wait together."""
+    encoder.go.clear()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        first = pool.submit(timed.encode, calls[0])
+        wait_until(encoder.entered.is_set)
+        others = [pool.submit(timed.encode, texts) for texts in calls[1:]]
+        wait_until(lambda: timed._calls.qsize() == len(others))
+        encoder.go.set()
+        done = [first, *others]
+        return [call.exception() or call.result() for call in done]
+
+
 def test_calls_that_wait_together_share_a_pass() -> None:
     encoder = Passes()
     timed = TimedEncoder(encoder, 300.0)
-    encoder.go.clear()
-    found: dict[str, np.ndarray] = {}
-
-    def call(text: str) -> None:
-        found[text] = timed.encode([text, "common"])
-
-    threads = [threading.Thread(target=call, args=(text,)) for text in ("a", "b", "c")]
-    threads[0].start()
-    wait_until(encoder.entered.is_set)
-    for thread in threads[1:]:
-        thread.start()
-    wait_until(lambda: timed._calls.qsize() == 2)
-    encoder.go.set()
-    for thread in threads:
-        thread.join()
+    calls = [[text, "common"] for text in ("a", "b", "c")]
+    found = together(encoder, timed, *calls)
     assert encoder.passes[0] == ["a", "common"]
     assert len(encoder.passes) == 2
     assert sorted(encoder.passes[1]) == ["b", "c", "common"]
-    for text, rows in found.items():
-        assert np.array_equal(rows, WrittenEncoder().encode([text, "common"]))
+    for texts, rows in zip(calls, found, strict=True):
+        assert np.array_equal(rows, WrittenEncoder().encode(texts))
     timed.close()
     timed._thread.join()
 
@@ -260,26 +261,9 @@ def test_of_calls_that_share_a_pass_only_the_one_with_a_bad_text_fails() -> None
     encoder = Passes()
     encoder.fails_on = ("bad",)
     timed = TimedEncoder(encoder, 300.0)
-    encoder.go.clear()
-    outcomes: dict[str, Any] = {}
-
-    def call(text: str) -> None:
-        try:
-            outcomes[text] = timed.encode([text])
-        except ValueError as error:
-            outcomes[text] = error
-
-    threads = [threading.Thread(target=call, args=(text,)) for text in ("a", "bad", "c")]
-    threads[0].start()
-    wait_until(encoder.entered.is_set)
-    for thread in threads[1:]:
-        thread.start()
-    wait_until(lambda: timed._calls.qsize() == 2)
-    encoder.go.set()
-    for thread in threads:
-        thread.join()
-    assert isinstance(outcomes["bad"], ValueError)
-    assert np.array_equal(outcomes["c"], WrittenEncoder().encode(["c"]))
+    _, bad, good = together(encoder, timed, ["a"], ["bad"], ["c"])
+    assert isinstance(bad, ValueError)
+    assert np.array_equal(good, WrittenEncoder().encode(["c"]))
     timed.close()
 
 

@@ -134,6 +134,9 @@ class SemanticCache:
         StoreError: the cache directory cannot be opened, or was written by another format version.
     """
 
+    planner: type[Planner] = Planner
+    similar: type[SimilarTier] = SimilarTier
+
     def __init__(
         self,
         config: CacheConfig,
@@ -184,7 +187,7 @@ class SemanticCache:
         )
         encoder = None if encoder is None else looking
         comparing = looking if config.embedding_hook.startswith("prompt") else encoder
-        self._planner = Planner(
+        self._planner = self.planner(
             config,
             self.media,
             self._decider,
@@ -199,7 +202,7 @@ class SemanticCache:
             checking=self._checking,
             tally=self._tally,
         )
-        self._similar = SimilarTier(
+        self._similar = self.similar(
             config,
             self._catalog,
             hook.fingerprint,

@@ -17,7 +17,7 @@ from cyclopts import Parameter
 
 from semkv import plug
 from semkv.errors import ConfigError
-from semkv.types import CacheMode, EmbeddingLayer, MatchPolicy, PolicyName, Scope, TierChoice
+from semkv.types import CacheMode, EmbeddingLayer, PolicyName, Scope, TierChoice
 from semkv_stores.settings import (
     COSINE,
     NOT_NEGATIVE,
@@ -51,7 +51,9 @@ FUSION = Parameter(
     name=("--enable-fusion-cache", "--fusion-cache"), negative="--disable-fusion-cache"
 )
 LAYERS = Parameter(
-    name=("--embedding-layer", "--embedding-layers"), n_tokens=1, negative="--no-embedding-layer"
+    name=("--embedding-layer", "--embedding-layers"),
+    n_tokens=1,
+    negative="--no-embedding-layer",
 )
 
 
@@ -175,7 +177,6 @@ class CacheConfig(LookupConfig):
 
     Attributes:
         fusion_cache_dir: Fusion states elsewhere than under the cache directory.
-        match: all (text and image must match) or any (one layer decides, without guards).
         scope: media (text matches on the same image only) or any.
         exact: Find equal texts (tier L0.5).
         fusion: Keep the vision encoder's outputs (tier L1.5).
@@ -184,7 +185,6 @@ class CacheConfig(LookupConfig):
     """
 
     fusion_cache_dir: Path | None = None
-    match: Annotated[MatchPolicy, NEAR] = MatchPolicy.ALL
     scope: Annotated[Scope, NEAR] = Scope.MEDIA
     exact: Annotated[bool, switch("exact", "no-exact", "disable-exact-cache"), NEAR] = True
     fusion: Annotated[bool, FUSION] = False
@@ -240,7 +240,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             max_model_len=512,
             max_tokens=8,
         ),
-        "opt-125m": Preset(model="facebook/opt-125m", dataset="gqa", max_model_len=2048),
+        "opt-125m": Preset(
+            model="facebook/opt-125m",
+            dataset="gqa",
+            max_model_len=2048,
+        ),
         "qwen3-vl-2b": _VLM,
         "internvl3.5-2b": replace(
             _VLM, model="OpenGVLab/InternVL3_5-2B-Instruct", trust_remote_code=True

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -103,8 +104,10 @@ class Graph:
         self.index = index
         self._alive = np.packbits([item is not None for item in items], bitorder="little")
         self._selected = faiss.IDSelectorBitmap(self._alive)
-        self._breadth = round(_SEARCH_BREADTH * max(1.0, len(items) / _MANY) ** 0.5)
-        codes_of(index)[[row for row, item in enumerate(items) if item is None]] = 0
+        crowding = max(1.0, len(items) / _MANY)
+        self._breadth = round(_SEARCH_BREADTH * crowding**0.5)
+        removed = [row for row, item in enumerate(items) if item is None]
+        codes_of(index)[removed] = 0
 
     def remove(self, row: int) -> None:
         """Overwrite a row. A search that reads it meanwhile drops it from its results."""
@@ -113,14 +116,13 @@ class Graph:
 
     def search(self, query: Vector, k: int) -> list[tuple[float, int]]:
         params = faiss_module().SearchParametersHNSW(
-            efSearch=max(self._breadth, 2 * k), sel=self._selected
+            efSearch=max(self._breadth, 2 * k),
+            sel=self._selected,
         )
-        scores, rows = self.index.search(query.reshape(1, -1), k, params=params)
-        return [
-            (score, row)
-            for score, row in zip(scores[0].tolist(), rows[0].tolist(), strict=True)
-            if row >= 0
-        ]
+        queries = query.reshape(1, -1)
+        scores, rows = self.index.search(queries, k, params=params)
+        found = zip(scores[0].tolist(), rows[0].tolist(), strict=True)
+        return [(score, row) for score, row in found if row >= 0]
 
 
 class Partition:
@@ -152,24 +154,25 @@ class Partition:
         used = len(self.items) - self.covered
         needed = used + len(items)
         if needed > len(self._room):
-            larger = np.zeros(
-                (max(needed, used + used // 2), self._room.shape[1]), dtype=np.float32
-            )
+            size = max(needed, used + used // 2)
+            larger = np.zeros((size, self._room.shape[1]), dtype=np.float32)
             larger[:used] = self.rows
             self._room = larger
         self._room[used:needed] = vectors
-        self.place.update({item: row for row, item in enumerate(items, len(self.items))})
+        numbers = range(len(self.items), len(self.items) + len(items))
+        self.place.update(zip(items, numbers, strict=True))
         self.items += items
 
     def take(
         self, other: Partition, rows: Sequence[int], items: Sequence[str | None] | None = None
     ) -> None:
         """Append rows of another partition; ``items`` are its items of a while ago."""
+        if not rows:
+            return
         names = other.items if items is None else items
-        if rows:
-            self.append(
-                [str(names[row]) for row in rows], np.stack([other.vector(row) for row in rows])
-            )
+        taken = [str(names[row]) for row in rows]
+        vectors = [other.vector(row) for row in rows]
+        self.append(taken, np.stack(vectors))
 
     def remove(self, item: str) -> None:
         row = self.place.pop(item)
@@ -177,9 +180,10 @@ class Partition:
         self.gone += 1
         if self.graph is not None and row < self.covered:
             self.graph.remove(row)
-        else:
-            self._room[row - self.covered] = 0
-            self._removed.append(row - self.covered)
+            return
+        plain_row = row - self.covered
+        self._room[plain_row] = 0
+        self._removed.append(plain_row)
 
     def vector(self, row: int) -> Vector:
         if self.graph is not None and row < self.covered:
@@ -195,14 +199,16 @@ class Partition:
             return []
         scores = np.empty(len(rows), dtype=np.float32)
         for start in range(0, len(rows), _CHUNK):  # a larger product would wait for BLAS's threads
-            np.dot(rows[start : start + _CHUNK], query, out=scores[start : start + _CHUNK])
+            chunk = slice(start, start + _CHUNK)
+            np.dot(rows[chunk], query, out=scores[chunk])
         scores[self._removed] = -np.inf
-        best = (
-            [int(scores.argmax())]
-            if k == 1
-            else np.argpartition(scores, max(0, len(scores) - k))[-k:].tolist()
-        )
-        return [(float(scores[row]), self.items[self.covered + row]) for row in best]
+        if k == 1:
+            best = [int(scores.argmax())]
+        else:
+            first = max(0, len(scores) - k)
+            best = np.argpartition(scores, first)[first:].tolist()
+        items = self.items
+        return [(float(scores[row]), items[self.covered + row]) for row in best]
 
     def cover(self, index: Any, rows: int) -> None:
         """Put a graph of the first rows in place, and give up their plain vectors."""
@@ -247,8 +253,9 @@ class VectorIndex:
         with self._lock:
             for name, members in grouped.items():
                 items = [row.item for row in members]
+                vectors = [row.vector for row in members]
                 home = self._partitions.setdefault(name, Partition(self.dim))
-                home.append(items, np.stack([row.vector for row in members]))
+                home.append(items, np.stack(vectors))
                 self._home.update(dict.fromkeys(items, name))
                 self._look_after(name)
 
@@ -276,10 +283,11 @@ class VectorIndex:
             if home is None:
                 return []
             found = home.nearest(query, k)
-            graph, items = home.graph, home.items
+            graph = home.graph
+            items = home.items
         if graph is not None:
             found += [(score, items[row]) for score, row in graph.search(query, k)]
-        found.sort(key=lambda one: -one[0])
+        found.sort(key=itemgetter(0), reverse=True)
         near = [
             Neighbour(item, as_cosine(score))
             for score, item in found
@@ -294,7 +302,8 @@ class VectorIndex:
             if name is None:
                 return None
             home = self._partitions[name]
-            return as_cosine(float(np.dot(home.vector(home.place[item]), vector)))
+            stored = home.vector(home.place[item])
+            return as_cosine(float(np.dot(stored, vector)))
 
     # -- in the background --------------------------------------------------------------------------------------
 
@@ -332,11 +341,8 @@ class VectorIndex:
         """Move plain rows into the graph."""
         with self._lock:
             moved = home.rows[:_MOVED].copy()
-        index = (
-            _empty_graph(self.dim)
-            if home.graph is None
-            else faiss_module().clone_index(home.graph.index)
-        )
+        graph = home.graph
+        index = _empty_graph(self.dim) if graph is None else faiss_module().clone_index(graph.index)
         if self._grow(index, moved):
             with self._lock:
                 home.cover(index, home.covered + len(moved))
@@ -358,10 +364,8 @@ class VectorIndex:
             for row in left:
                 if home.items[row] is None:  # removed meanwhile
                     fresh.remove(str(items[row]))
-            fresh.take(
-                home,
-                [row for row in range(len(items), len(home.items)) if home.items[row] is not None],
-            )
+            later = range(len(items), len(home.items))
+            fresh.take(home, [row for row in later if home.items[row] is not None])
             if self._partitions.get(name) is home:  # else all of it was removed meanwhile
                 self._partitions[name] = fresh
 

@@ -56,13 +56,6 @@ class CacheMode(StrEnum):
     LIVE = "live"
 
 
-class MatchPolicy(StrEnum):
-    """``all``: text and media must both match. ``any``: the best single layer decides (for measurement only)."""
-
-    ALL = "all"
-    ANY = "any"
-
-
 class PolicyName(StrEnum):
     """Who has the last word on an approximate match; see `semkv.tiers.policies`."""
 

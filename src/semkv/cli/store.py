@@ -61,9 +61,21 @@ TenantName = Annotated[
     str | None,
     Parameter(name="--tenant", help="Only this tenant's, named as in stats ('' for no name)."),
 ]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+AsJson = Annotated[
+    bool,
+    Parameter(
+        name="--json",
+        negative="",
+        help="Print JSON.",
+    ),
+]
 DryRun = Annotated[
-    bool, Parameter(name="--dry-run", negative="", help="Count, and delete nothing.")
+    bool,
+    Parameter(
+        name="--dry-run",
+        negative="",
+        help="Count, and delete nothing.",
+    ),
 ]
 
 
@@ -487,7 +499,11 @@ def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
         table.add_column(name, justify="left" if name in _TEXTS else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    console = Console(markup=False, emoji=False, highlight=False)  # names are anybody's words
+    console = Console(
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )  # names are anybody's words
     if not console.is_terminal:
         console.width = max(console.width, 120)
     console.print(table)

@@ -61,7 +61,10 @@ class EmbeddingHook(Protocol):
 
     def __call__(self, request: Request) -> Mapping[str, Vector]:
         """Vectors by layer, float32 of any length but zero: [dim], or for ``vision`` [n_media, dim] when a request
-        has several media items. A layer without input is left out."""
+        has several media items. A layer without input is left out.
+
+        An exception is counted, and the layers miss. A `ConfigError` reaches the caller.
+        """
         ...
 
 

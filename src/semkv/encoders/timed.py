@@ -53,7 +53,11 @@ class TimedEncoder:
         self._late = 0  # passes in a row that took too long
         self._closed_until = 0.0  # nobody waits before that
         self._told = False
-        self._thread = threading.Thread(target=self._work, name="semkv-encoder", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work,
+            name="semkv-encoder",
+            daemon=True,
+        )
         self._thread.start()
 
     @property
@@ -142,8 +146,8 @@ class TimedEncoder:
                 call.rows.set_result(rows[[place[text] for text in call.texts]])
         except BaseException as error:
             if len(calls) == 1:
-                told = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                calls[0].rows.set_exception(told)
+                raised = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                calls[0].rows.set_exception(raised)
                 return
             for call in calls:  # one text may be to blame, and is no matter of the others
                 if not call.rows.done():

@@ -386,14 +386,14 @@ def build_vision_encoder(name: str) -> VisionEncoder:
     local = _local_snapshot(wanted if "/" in wanted else f"sentence-transformers/{wanted}")
     if local is not None:
         return ClipEncoder(local)
-    told = (
+    offline = (
         os.environ.get(variable, "").upper()
         for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
     if not name:
         logger.info("Images are compared by small copies of them, since %s is not here.", CLIP)
         return SmallCopy()
-    if any(value in ("1", "ON", "YES", "TRUE") for value in told):
+    if any(value in ("1", "ON", "YES", "TRUE") for value in offline):
         raise ConfigError(
             _KEY,
             name,

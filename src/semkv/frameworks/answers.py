@@ -201,7 +201,7 @@ class AnswerCache:
     gateway or your own loop: a framework computes no answer a second time.
 
     Args:
-        cache: where answers are kept; closed by whoever made it.
+        cache: where answers are kept; the caller closes it.
         tenant: requests of different tenants share nothing.
         lifetime_s: age in seconds above which an answer is not given; None for no limit.
     """

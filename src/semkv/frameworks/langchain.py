@@ -102,14 +102,14 @@ def _is_written_out(llm_string: str) -> bool:
 
 
 def _is_whole(generation: Generation) -> bool:
-    told: list[Any] = [generation.generation_info]
+    details: list[Any] = [generation.generation_info]
     has_calls = False
     if isinstance(generation, ChatGeneration):
-        told.append(generation.message.response_metadata)
+        details.append(generation.message.response_metadata)
         has_calls = bool(getattr(generation.message, "tool_calls", None))
         if getattr(generation.message, "invalid_tool_calls", None):
             return False
-    return ends_whole(told) and (has_calls or bool(generation.text.strip()))
+    return ends_whole(details) and (has_calls or bool(generation.text.strip()))
 
 
 def _written(generation: Generation) -> dict[str, Any]:

@@ -232,7 +232,11 @@ def _part(block: dict[str, Any]) -> dict[str, Any]:
 
 def _as_chat(answer: CompletionResponse) -> ChatResponse:
     message = ChatMessage(role="assistant", content=answer.text)
-    return ChatResponse(message=message, raw=answer.raw, logprobs=answer.logprobs)
+    return ChatResponse(
+        message=message,
+        raw=answer.raw,
+        logprobs=answer.logprobs,
+    )
 
 
 def _is_whole(answer: ChatResponse) -> bool:

@@ -222,7 +222,12 @@ class Catalog:
     ) -> None:
         self.path = path
         self.max_entries = max_entries
-        self.database = Database(path, schema=SCHEMA, timeout_s=timeout_s, replace=replace)
+        self.database = Database(
+            path,
+            schema=SCHEMA,
+            timeout_s=timeout_s,
+            replace=replace,
+        )
         self._version = self.database.version()
 
     def __len__(self) -> int:
@@ -427,7 +432,7 @@ class Catalog:
         return self.database.rows("SELECT number, criteria FROM removals ORDER BY number")
 
     def sent(self, number: int) -> None:
-        """Others have been told of the removals up to this one."""
+        """The removals up to this one have reached the other files, and are dropped."""
         with self.database.write() as db:
             db.execute("DELETE FROM removals WHERE number<=?", (number,))
 

@@ -39,7 +39,6 @@ from semkv.types import (
     Entry,
     Exactness,
     Match,
-    MatchPolicy,
     MediaSegment,
     Namespace,
     Plan,
@@ -49,7 +48,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import misspelled, no_veto, spelling, unread, veto, wording
+from semkv_guards import misspelled, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -106,11 +105,9 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
-        self._by_place = config.match is MatchPolicy.ALL
-        self._judges = config.judges and self._by_place
-        guarded = config.guards and self._by_place
-        self.guard = veto if guarded else unread if self._by_place else no_veto
-        self._compare_images = guarded and config.scope is Scope.MEDIA
+        self.guard = veto if config.guards else unread
+        self._judges = config.judges
+        self._compare_images = config.guards and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self.bring_images: Callable[[str, Iterable[str]], None] = lambda *_: None
         self._images = ImageGuard(media, image_roots(config))
@@ -140,9 +137,7 @@ class Planner:
         whole = candidate.run == len(donor.segments)
         own = request.segments if whole else request.segments[: candidate.run]
         run = donor.segments[: candidate.run]
-        if not (
-            self._normalised or candidate.checked or same_characters(own, run, candidate.similar)
-        ):
+        if not self._may_be_typed_so(own, run, candidate.similar):
             return None
         exactness = exactness_of(own, run)
         if exactness is Exactness.NORMALISED and not self._normalised:
@@ -194,6 +189,12 @@ class Planner:
         if images - own:
             self.bring_images(request.namespace.tenant, images - own)
 
+    def _may_be_typed_so(
+        self, own: Sequence[Segment], run: Sequence[Segment], similar: int | None
+    ) -> bool:
+        """Whether texts may differ in typing, or do not, but for the one that a tier found similar."""
+        return self._normalised or same_characters(own, run, similar)
+
     def _veto(
         self,
         request: Request,
@@ -218,8 +219,6 @@ class Planner:
     def _least_cosine(self, request: Request, donor: Entry) -> float:
         """Of the sentences in which long texts differ: 1 for short ones, which a tier has compared, and -1 where no
         encoder reads a sentence."""
-        if not self._by_place:
-            return 1.0
         texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
         found = [differing(mine, theirs) for mine, theirs in texts]
         places = [

@@ -1,15 +1,12 @@
 """Similar texts and images: L1 by the chunk text's sentence vector, L2 by one vector index for each registered layer.
 
-A text layer compares entries that agree on everything but the question. L1 asks its one layer, L2 all of its own. Under
-``--match all`` a similar image may stand in for the request's own only together with the same text before it, and a
-similar question only where the images are the same or were substituted too:
+A text layer compares entries that agree on everything but the question. L1 asks its one layer, L2 all of its own. A
+similar image may stand in for the request's own only together with the same text before it, and a similar question only
+where the images are the same or were substituted too:
 
     same or similar media, similar text      the donor's image and text
     similar media only                       the donor's image, the request's own text
     similar text, other media                nothing
-
-``--match any`` is the literal reading of "the best layer decides": whichever single layer scores best brings its whole
-donor, whatever the other layers say. It exists to be measured.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, ge
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +33,7 @@ from semkv.stores.catalog import Catalog, MediaRow, VectorRow, unpack
 from semkv.tiers.layer import Layer
 from semkv.tiers.tier import SEMANTIC, Candidate, status_of
 from semkv.tiers.unencoded import Unencoded
-from semkv.types import CacheMode, EmbeddingLayer, Entry, MatchPolicy, Request, Scope, Score
+from semkv.types import CacheMode, EmbeddingLayer, Entry, Request, Scope, Score
 from semkv_guards import spelling
 
 if TYPE_CHECKING:
@@ -93,7 +91,6 @@ class SimilarTier:
         self._catalog = catalog
         self._tally = tally
         self._encoder = encoder
-        self._any = config.match is MatchPolicy.ANY
         self._within_media = config.scope is Scope.MEDIA
         self._most = 1 if config.normalised else _SPELLINGS
         self._certain = config.similarity_threshold
@@ -117,7 +114,7 @@ class SimilarTier:
         # The prompt layer is searched first; the others are asked whether they agree.
         registered = config.embedding_layers if config.mode is not CacheMode.OFF else ()
         for given in sorted(registered, key=lambda given: given.name != "prompt"):
-            partition = "space" if self._any else "run" if given.name == VISION else "frame"
+            partition = self.partition_of(given)
             key = f"{given.name}:{given.dim}@{hook}"
             self.layers[given.name] = layer(given.name, key, given.dim, given.threshold, partition)
         self._vision = self.layers.get(VISION)
@@ -139,6 +136,11 @@ class SimilarTier:
             self.refresh()
         self._follower = Every(_FOLLOW_S, self._follow, "semkv-purges")
 
+    @staticmethod
+    def partition_of(layer: EmbeddingLayer) -> str:
+        """Which field of a catalog's row says what a layer of L2 compares with each other."""
+        return "run" if layer.name == VISION else "frame"
+
     def close(self) -> None:
         """Forget what was purged, and stop the indexes' upkeep."""
         self._follower.stop()
@@ -152,9 +154,8 @@ class SimilarTier:
         """Index what was written since the last time, by this process or another; damaged vectors are counted."""
         with self._refreshing:
             self._behind = True  # the catalog reports others' writes once: where this fails, the next lookup reads them
-            if self._seen_file != (
-                opened := self._catalog.database.opened
-            ):  # a new file numbers its rows anew
+            opened = self._catalog.database.opened
+            if self._seen_file != opened:  # a new file numbers its rows anew
                 self._seen_file = opened
                 self._seen_texts = 0
                 self._seen_vectors = 0
@@ -166,12 +167,8 @@ class SimilarTier:
             while rows := self._catalog.vectors(keys, self._seen_vectors, _PAGE):
                 self._add_texts(rows)
                 self._seen_vectors = rows[-1].number
-            while self._vision is not None and (
-                media := self._catalog.media_rows(self._seen_media, _PAGE)
-            ):
-                for media_row in media:
-                    self._add_media(media_row, self._vision)
-                self._seen_media = media[-1].number
+            while self._vision is not None and self._read_media(self._vision):
+                pass
             self._behind = False
 
     def _read_texts(self, layer: Layer) -> bool:
@@ -184,13 +181,25 @@ class SimilarTier:
             self._seen_texts = rows[-1].number
         return bool(rows)
 
+    def _read_media(self, layer: Layer) -> bool:
+        """Index the images of the next entries; whether there were any entries."""
+        rows = self._catalog.media_rows(self._seen_media, _PAGE)
+        for row in rows:
+            self._add_media(row, layer)
+        if rows:
+            self._seen_media = rows[-1].number
+        return bool(rows)
+
     def _add_texts(self, rows: Sequence[VectorRow]) -> None:
         for layer in self._texts:
             ready = []
             for row in rows:
-                if row.layer == layer.key and (partition := getattr(row, layer.partition)):
-                    with self._tally.boundary("vector"):
-                        ready.append(Row(row.entry_id, partition, unpack(row.data, layer.dim)))
+                partition = getattr(row, layer.partition)
+                if row.layer != layer.key or not partition:
+                    continue
+                with self._tally.boundary("vector"):
+                    vector = unpack(row.data, layer.dim)
+                    ready.append(Row(row.entry_id, partition, vector))
             layer.extend(ready)
             if layer.name == SEMANTIC:
                 self._unencoded.discard(row.item for row in ready)
@@ -203,11 +212,12 @@ class SimilarTier:
         if item in layer.items:
             return
         packed = [self._catalog.media_vector(row.space, layer.key, media) for media in row.media]
-        if (
-            packed[0] is not None and None not in packed
-        ):  # else an image could not be read when it was recorded
-            with self._tally.boundary("vector"):
-                layer.extend([Row(item, partition, unpack(packed[0], layer.dim))])
+        first = packed[0]
+        if first is None or None in packed:  # an image could not be read when it was recorded
+            return
+        with self._tally.boundary("vector"):
+            vector = unpack(first, layer.dim)
+            layer.extend([Row(item, partition, vector)])
 
     def _follow(self) -> None:
         """Forget what was purged since the last time, by this process or another: vectors, and texts."""
@@ -218,12 +228,10 @@ class SimilarTier:
             if purge == self._purge:
                 return
             with self._refreshing:  # what was read before that purge is in the indexes by now
-                known = [
-                    *{entry for layer in self._texts for entry in layer.items}
-                    | self._unencoded.entries()
-                    | self._item_of.keys()
-                ]
-            self.remove(known)
+                known = self._unencoded.entries() | self._item_of.keys()
+                for layer in self._texts:
+                    known |= layer.items.keys()
+            self.remove(list(known))
             for forget in self._forgetting:
                 with self._tally.boundary("purge"):
                     forget()
@@ -232,18 +240,20 @@ class SimilarTier:
     def remove(self, entry_ids: Sequence[str]) -> None:
         """Forget those of some entries that the catalog does not have, and the images that no entry has any more."""
         for start in range(0, len(entry_ids), _ASKED):
-            with (
-                self._refreshing
-            ):  # what is recorded again meanwhile is indexed after this, and stays
-                gone = self._catalog.missing(entry_ids[start : start + _ASKED])
+            asked = entry_ids[start : start + _ASKED]
+            # What is recorded again meanwhile is indexed after this, and stays.
+            with self._refreshing:
+                gone = self._catalog.missing(asked)
                 for layer in self._texts:
                     layer.remove(gone)
                 self._unencoded.discard(gone)
-                items = {
-                    self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of
-                }
-                if items and self._vision is not None:
-                    self._vision.remove(items.difference(self._item_of.values()))
+                self._remove_media(gone)
+
+    def _remove_media(self, gone: Sequence[str]) -> None:
+        """Forget the images of entries that are gone, but for those that another entry has."""
+        items = {self._item_of.pop(entry_id) for entry_id in gone if entry_id in self._item_of}
+        if items and self._vision is not None:
+            self._vision.remove(items.difference(self._item_of.values()))
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -286,7 +296,8 @@ class SimilarTier:
             waiting = self._unencoded.of(slot, _ENCODED)
         texts = self._texts_of(waiting)
         own, *others = self._vectors(text, texts.values())
-        self._take(slot, dict(zip(texts, others, strict=True)))
+        vectors = dict(zip(texts, others, strict=True))
+        self._take(slot, vectors)
         return own
 
     def _texts_of(self, entry_ids: Sequence[str]) -> dict[str, str]:
@@ -375,9 +386,6 @@ class SimilarTier:
         self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]
     ) -> Iterator[Candidate]:
         """L2: donors, best first; ``vectors`` are unit vectors by layer: [dim], for ``vision`` [n_media, dim]."""
-        if self._any:
-            yield from self._best_layer(keyed, vectors)
-            return
         runs = self._runs(keyed, vectors)
         # The prompt as it would be with each run's media in it.
         prompts = [
@@ -402,19 +410,26 @@ class SimilarTier:
         """Entries of one question slot on which all these text layers agree; ``seen`` is what the images scored."""
         first, *others = layers
         for neighbour in first.search(slot, vectors[first.name], most) if slot else ():
-            scores = [
-                Score(layer.status, layer.score(neighbour.item, vectors[layer.name]))
-                for layer in others
-            ]
-            agree = all(
-                score.cosine >= layer.threshold for score, layer in zip(scores, others, strict=True)
+            cosines = [layer.score(neighbour.item, vectors[layer.name]) for layer in others]
+            least = [layer.threshold for layer in others]
+            donor = None
+            if all(map(ge, cosines, least)):
+                donor = self._entry(neighbour.item)
+            if donor is None:
+                continue
+            names = [layer.status for layer in layers]
+            scores = list(map(Score, names, [neighbour.score, *cosines]))
+            scores += seen
+            worst, *rest = sorted(scores, key=attrgetter("cosine"))
+            yield Candidate(
+                donor,
+                len(donor.segments),
+                tier=worst.tier,
+                score=worst.cosine,
+                agreed=agreed,
+                others=tuple(rest),
+                similar=keyed.question,
             )
-            donor = self._entry(neighbour.item) if agree else None
-            if donor is not None:
-                scores = [Score(first.status, neighbour.score), *scores, *seen]
-                least, *rest = sorted(scores, key=lambda score: score.cosine)
-                run = len(donor.segments)
-                yield Candidate(donor, run, *least, agreed, tuple(rest), similar=keyed.question)
 
     def _runs(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> list[_Run]:
         """The media items within which a text may match: the request's own, and where those are new also similar ones.
@@ -471,22 +486,6 @@ class SimilarTier:
         if length < len(within.segments):
             for donor in self._catalog.find(within.media_key(), self._most):
                 yield Candidate(donor, length, status_of(VISION), run.score, (status_of(VISION),))
-
-    def _best_layer(self, keyed: Keyed, vectors: Mapping[str, Vector]) -> Iterator[Candidate]:
-        """The best of all layers by score alone, with its whole donor."""
-        found: list[tuple[float, str, str]] = []
-        for layer in self._embedded:
-            if layer.name in vectors:
-                best = layer.search(keyed.space, vectors[layer.name], 1)
-                found += [(b.score, layer.status, b.item) for b in best]
-        if VISION in vectors:
-            for run in self._similar_media(keyed, keyed.space, vectors[VISION], 1):
-                entries = [entry for entry, item in list(self._item_of.items()) if item == run.item]
-                found += [(run.score, status_of(VISION), entry) for entry in entries[:1]]
-        for score, status, entry_id in sorted(found, key=lambda f: -f[0]):
-            donor = self._entry(entry_id)
-            if donor is not None:
-                yield Candidate(donor, len(donor.segments), status, score, (status,), checked=True)
 
     def _entry(self, entry_id: str) -> Entry | None:
         donor = self._catalog.get(entry_id)

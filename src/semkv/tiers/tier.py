@@ -26,7 +26,6 @@ class Candidate:
     agreed: tuple[str, ...]  # status keys that say ``hit`` when this candidate is taken
     others: tuple[Score, ...] = ()  # see `Match.others`
     similar: int | None = None  # position of the text that was found similar
-    checked: bool = False  # whether the tier itself has compared how every text is typed
 
 
 class Tier(Protocol):

@@ -127,7 +127,7 @@ class Documents:
             why = TOLD
         if why:
             return why, asked
-        # The assistant may have told documents by the places in which they were sent to it.
+        # The assistant may refer to documents by the places in which they were sent to it.
         answered = bool(objection((), said.answered))
         visit = _Choice(self._order, _scope_of(asked), only_known=answered)
         body = layout.visited(asked.given, visit)

@@ -195,9 +195,11 @@ class Tracing:
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
             context = propagate.extract(headers)
             span = self._tracer.start_span(seen.method, context, trace.SpanKind.SERVER)
-            told: dict[str, str] = {}
-            propagate.inject(told, trace.set_span_in_context(span, context))
-            ours = {name.lower().encode(): value.encode("latin-1") for name, value in told.items()}
+            injected: dict[str, str] = {}
+            propagate.inject(injected, trace.set_span_in_context(span, context))
+            ours = {
+                name.lower().encode(): value.encode("latin-1") for name, value in injected.items()
+            }
             scope["headers"] = [
                 *(pair for pair in scope["headers"] if pair[0] not in ours),
                 *ours.items(),

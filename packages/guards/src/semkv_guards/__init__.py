@@ -8,7 +8,7 @@ function in ``rules``.
 
 from __future__ import annotations
 
-from semkv_guards.guard import Guard, no_veto, said_otherwise, unread, veto
+from semkv_guards.guard import Guard, said_otherwise, unread, veto
 from semkv_guards.language import Language
 from semkv_guards.rules.registry import REASONS, RULES
 from semkv_guards.wordings import MOST_UNMATCHED, Wording, misspelled, wording
@@ -21,7 +21,6 @@ __all__ = [
     "Language",
     "Wording",
     "misspelled",
-    "no_veto",
     "said_otherwise",
     "unread",
     "veto",

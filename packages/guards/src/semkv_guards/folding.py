@@ -38,7 +38,7 @@ _STARTS = re.compile(
 )  # sentences that begin with a word
 _ENDS = (". ", "? ", "! ", *_LINE_ENDS)
 _COUNTED = 30  # characters between a word for a count and what is counted
-_HEAD_LETTERS = 4  # of a word, by which most texts are told from those that ask about typing
+_HEAD_LETTERS = 4  # of a word: enough to see that most texts do not ask about typing
 _HEAD = re.compile(rf"\b\w{{1,{_HEAD_LETTERS}}}")
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 _LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures

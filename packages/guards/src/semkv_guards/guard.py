@@ -73,10 +73,6 @@ def unread(a: str, b: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def no_veto(_a: str, _b: str) -> None:
-    """The guard that never objects: what ``--match any`` uses."""
-
-
 def objection(pair: Pair, rules: Sequence[Rule] = RULES) -> Objection | None:
     """The first rule that objects to a pair, and its reason."""
     for rule in rules:

@@ -1,4 +1,4 @@
-"""Whether a text may tell one of several documents by its place: "the second document", "above", "[2]".
+"""Whether a text may refer to one of several documents by its place: "the second document", "above", "[2]".
 
 A program that puts documents into another order asks this of all that is said about them. What is not understood may
 say anything, so it asks as well whether a text is in a language that has a file in ``words``.
@@ -16,7 +16,7 @@ from semkv_guards.reading import is_read
 
 _HEAD = 200  # characters of a document in which a label is looked for
 _TAIL = 60  # and at its end
-_SAMPLE = 2000  # characters of a document by which its language is told
+_SAMPLE = 2000  # characters of a document that show its language
 _NEAR = 3  # words between a word for a document and one for a place
 _TELLING = 14  # words of a text of which one or more must be frequent words of its language
 _KNOWN = 0.6  # of all words of a text without one
@@ -42,15 +42,18 @@ class _Places:
         self._near = language.placed_near | language.numbers.keys()
         self._nouns = language.documents | language.pieces
         self._last_of_phrases = {phrase.split()[-1] for phrase in language.placed_phrases}
+        self._named = _any_of(self._nouns | language.labels)
         phrases = "|".join(map(_phrase, language.placed_phrases)) or "(?!)"
         self._phrases = _pattern(rf"\b(?:{phrases})\b(?!\s+(?:to|that)\b)")
 
     def has(self, text: str) -> bool:
         """Whether a text is in this language."""
         words = [word.lower() for word in _WORD.findall(text)]
+        if not words:
+            return True
         language = self._language
         telling = sum(word in language.telling for word in words)
-        if not words or telling >= max(1, len(words) / _TELLING):
+        if telling >= max(1, len(words) / _TELLING):
             return True
         known = sum(language.stem(word) in language.known for word in words)
         return known >= _KNOWN * len(words)
@@ -62,7 +65,7 @@ class _Places:
         nouns = _any_of(self._language.together)
         return _pattern(rf"\bfollowing{between}\s+{nouns}\b|\b{nouns}{between}\s+below\b")
 
-    def _tells(self, text: str) -> bool:
+    def _refers(self, text: str) -> bool:
         tokens = _TOKEN.findall(text)
         words = [token.lower() for token in tokens]
         if self._last_of_phrases.intersection(words) and self._phrases.search(text):
@@ -70,16 +73,16 @@ class _Places:
         for at, word in enumerate(words):
             if word in self._of_place and not self._is_time(words, at):
                 return True
-            if word in self._nouns and self._is_told(tokens, words, at):
+            if word in self._nouns and self._is_referred_to(tokens, words, at):
                 return True
         return False
 
     def _is_time(self, words: Sequence[str], at: int) -> bool:
-        """Whether a word for a place tells a time or a name, as in "last year"."""
+        """Whether a word for a place belongs to a time or a name, as in "last year"."""
         return any(word in self._language.placed_otherwise for word in words[at + 1 : at + 2])
 
-    def _is_told(self, tokens: Sequence[str], words: Sequence[str], at: int) -> bool:
-        """Whether words near one for a document tell which one."""
+    def _is_referred_to(self, tokens: Sequence[str], words: Sequence[str], at: int) -> bool:
+        """Whether words near one for a document say which one."""
         before = words[max(0, at - _NEAR - 1) : at]
         after = words[at + 1 : at + _NEAR + 2]
         if any(word in self._near or _is_count(word) for word in before):
@@ -91,7 +94,7 @@ class _Places:
             following = following[1:]
         return bool(following) and _is_label(following[0])
 
-    def _tells_others(self, document: str) -> bool:
+    def _refers_to_others(self, document: str) -> bool:
         words = [token.lower() for token in _TOKEN.findall(document)]
         return any(
             word in self._of_place and following in self._language.documents
@@ -100,32 +103,30 @@ class _Places:
 
     @cached_property
     def _label(self) -> re.Pattern[str]:
-        named = _any_of(self._language.documents | self._language.pieces | self._language.labels)
         ordinals = _any_of(self._language.ordinals)
         return _pattern(
             rf"^\W*(?:[^\W\d]{{1,20}}\W{{0,4}})?\d+\b"
             rf"|^\W*(?:[^\W\d]{{1,20}}\W{{1,4}})?"
             rf"(?:(?:{self._numbers}|[ivxlc]+|[a-z])\s*[\])}}.:>–-]|{ordinals}\b)"
-            rf"|\b{named}[\W_]{{0,6}}\d"
+            rf"|\b{self._named}[\W_]{{0,6}}\d"
         )
 
     @cached_property
     def _last_label(self) -> re.Pattern[str]:
-        named = _any_of(self._language.documents | self._language.pieces | self._language.labels)
-        return _pattern(rf"(?:{_OPEN}|\b{named}[\W_]{{0,6}})\d+\W*$")
+        return _pattern(rf"(?:{_OPEN}|\b{self._named}[\W_]{{0,6}})\d+\W*$")
 
-    def told(self, text: str, *, in_front: bool) -> bool:
-        """Whether a text tells documents by their places."""
+    def refers(self, text: str, *, in_front: bool) -> bool:
+        """Whether a text refers to documents by their places."""
         left = self._together.sub(" ", text) if in_front else text
-        return self._tells(left)
+        return self._refers(left)
 
     def numbered(self, document: str) -> bool:
-        """Whether a document has a number or another label, or tells others by their places."""
-        return (
-            self._label.search(document[:_HEAD]) is not None
-            or self._last_label.search(document[-_TAIL:]) is not None
-            or self._tells_others(document)
-        )
+        """Whether a document has a number or another label, or refers to others by their places."""
+        if self._label.search(document[:_HEAD]) is not None:
+            return True
+        if self._last_label.search(document[-_TAIL:]) is not None:
+            return True
+        return self._refers_to_others(document)
 
 
 def _is_count(word: str) -> bool:
@@ -170,7 +171,7 @@ def is_understood(text: str) -> bool:
 
 
 def may_tell_by_place(text: str, *, in_front: bool = False) -> bool:
-    """Whether a text may tell one of several documents by its place, or wants an answer that goes by their places.
+    """Whether a text may refer to one of several documents by its place, or wants an answer that goes by their places.
 
     Args:
         text: what is said about documents.
@@ -183,12 +184,12 @@ def may_tell_by_place(text: str, *, in_front: bool = False) -> bool:
     """
     if _MARKED.search(text) or _ORDINAL_FIGURE.search(text):
         return True
-    return any(places.told(text, in_front=in_front) for places in _places())
+    return any(places.refers(text, in_front=in_front) for places in _places())
 
 
 def has_place(document: str) -> bool:
-    """Whether a document begins or ends with a number or another label, tells others by their places, or is in a
-    language that is not understood.
+    """Whether a document begins or ends with a number or another label, refers to others by their places, or is in
+    a language that is not understood.
 
     >>> has_place("[1] Emma"), has_place("Document 3: Emma"), has_place("Emma is a novel.")
     (True, True, False)

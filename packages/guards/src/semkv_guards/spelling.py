@@ -70,12 +70,13 @@ def alike(a: str, b: str) -> tuple[str, str]:
     first = _plain_words(a)
     second = _plain_words(b)
     meant = {slip: word for slip, word in alone if {slip, word} <= first | second}
-    meant |= {
-        slip: word
-        for own, other in ((first - second, second - first), (second - first, first - second))
-        for slip, word in _slips(own, other)
-    }
-    if not meant or len(meant) > _MOST or asks_of_typing(a) or asks_of_typing(b):
+    only_first = first - second
+    only_second = second - first
+    meant |= dict(_slips(only_first, only_second))
+    meant |= dict(_slips(only_second, only_first))
+    if not meant or len(meant) > _MOST:
+        return a, b
+    if asks_of_typing(a) or asks_of_typing(b):
         return a, b
     return _put_right(a, meant), _put_right(b, meant)
 
@@ -83,14 +84,18 @@ def alike(a: str, b: str) -> tuple[str, str]:
 def slips(word: str) -> Iterator[str]:
     """What one slip makes of a word: a letter dropped, doubled, or two exchanged. The last letter is never dropped, and
     of shorter words neither is the first, since what is left is too often a name or another word."""
-    for i in range(len(word)):
-        is_inside = 0 < i < len(word) - 1
-        if (is_inside and len(word) > SHORTEST) or (i == 0 and len(word) >= _LONG):
-            yield word[:i] + word[i + 1 :]
+    last = len(word) - 1
+    for at, letter in enumerate(word):
+        before = word[:at]
+        after = word[at + 1 :]
+        is_inside = 0 < at < last
+        shortest = SHORTEST + 1 if is_inside else _LONG
+        if at < last and len(word) >= shortest:
+            yield before + after
         if is_inside:
-            yield word[:i] + word[i] + word[i:]
-        if i < len(word) - 1:
-            yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+            yield before + 2 * letter + after
+        if at < last:
+            yield before + after[0] + letter + after[1:]
 
 
 def slips_alone(word: str) -> Iterator[str]:
@@ -142,7 +147,8 @@ def _differing(a: str, b: str) -> Iterator[str]:
     """The words that one text alone has, in small letters and without the signs around them."""
     for chunk in set(a.split()).symmetric_difference(b.split()):
         word = _core(chunk)
-        if SHORTEST <= len(word) <= LONGEST and word.isalpha() and word.isascii():
+        is_plain = word.isalpha() and word.isascii()
+        if is_plain and SHORTEST <= len(word) <= LONGEST:
             yield word
 
 
@@ -158,21 +164,25 @@ def _meant(word: str) -> frozenset[str]:
     """The common words of which one slip makes this, all of them forms of one; none where it is a word itself, or may
     be one of several."""
     known = _spelling()
-    nothing: frozenset[str] = frozenset()
     if not SHORTEST <= len(word) <= LONGEST or known.has(word):
-        return nothing
+        return frozenset()
     near = (each for each in _near(word) & known.common if len(each) >= SHORTEST)
     found = frozenset(each for each in near if word in slips(each))
     stems = {language.stem(each) for language in languages()[:1] for each in found}
-    return found if len(stems) == 1 and found.isdisjoint(_lookalikes()) else nothing
+    if len(stems) != 1 or not found.isdisjoint(_lookalikes()):
+        return frozenset()
+    return found
 
 
 def _near(word: str) -> frozenset[str]:
     """The words of which a slip may make this: one letter more or less, or two exchanged."""
     found = set()
-    for i in range(len(word) + 1):
-        found |= {word[:i] + letter + word[i:] for letter in _ALPHABET}
-        found |= {word[:i] + word[i + 1 :], word[:i] + word[i : i + 2][::-1] + word[i + 2 :]}
+    for at in range(len(word) + 1):
+        before = word[:at]
+        after = word[at:]
+        exchanged = after[1::-1] + after[2:]
+        found |= {before + letter + after for letter in _ALPHABET}
+        found |= {before + after[1:], before + exchanged}
     return frozenset(found)
 
 
@@ -198,9 +208,11 @@ def _put_right(text: str, meant: dict[str, str]) -> str:
     def right(found: re.Match[str]) -> str:
         word = found[0]
         other = meant.get(word.lower())
-        if other is None or not (word.islower() or _starts(text, found.start())):
+        if other is None:
             return word
-        return other if word.islower() else other.capitalize()
+        if word.islower():
+            return other
+        return other.capitalize() if _starts(text, found.start()) else word
 
     return _WORD.sub(right, text)
 

@@ -1,7 +1,7 @@
 """What a vLLM KV connector must stand: does it ever load what the request would not have computed?
 
 Each case starts engines in processes of their own, with a tiny Llama of random weights on the CPU. Greedy answers are
-compared with those of an engine without a connector. A case is passed, failed, or cannot be had, with the reason.
+compared with those of an engine without a connector. A case says pass, fail or cannot, with the reason.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def same(what: str, answers: Sequence[Answer], reference: Sequence[Answer]) -> N
 
 
 def apart(what: str, one: Sequence[Answer], two: Sequence[Answer]) -> None:
-    """Raises `Cannot` where nothing could be told apart."""
+    """Raises `Cannot` where answers that should differ do not."""
     if not any(map(differs, one, two)):
         raise Cannot(f"both {what} answer alike here")
 

@@ -68,7 +68,7 @@ class LocalEngine:
     def outputs(
         self, prompts: Sequence[Any], tokens: int = 16, lora: Any = None, **sampling: Any
     ) -> list[Any]:
-        """vLLM's outputs for prompts that are asked together; greedy unless told otherwise."""
+        """vLLM's outputs for prompts that are asked together; greedy by default."""
         from vllm import SamplingParams
 
         usual = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}

@@ -37,6 +37,7 @@ from semkv.types import (
     Status,
     TextSegment,
 )
+from semkv_lab.best_layer import BestLayerCache
 from semkv_lab.console import (
     SAMPLES_OUT,
     SUMMARY_OUT,
@@ -424,9 +425,7 @@ def execute(
     console = make_console()
     with closing(Listener(console, settings, quiet=quiet)) as listener:
         make = partial(make_engine, samples=samples, verbose=verbose)
-        _, summary = run(
-            settings, samples, make, lambda s: SemanticCache(s.cache), listener, baseline
-        )
+        _, summary = run(settings, samples, make, make_cache, listener, baseline)
         if not summary["interrupted"]:
             listener.write()  # of a run without records, too
     print_summary(console, summary, settings)
@@ -441,6 +440,13 @@ def execute(
         }
         write_json(SUMMARY_OUT, settings.summary_out, found)
     return summary
+
+
+def make_cache(settings: RunSettings) -> SemanticCache:
+    """The cache that ``--match`` names."""
+    if settings.match == "all":
+        return SemanticCache(settings.cache)
+    return BestLayerCache(settings.cache)
 
 
 def make_engine(

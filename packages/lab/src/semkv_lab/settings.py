@@ -13,7 +13,14 @@ from cyclopts import App, Argument, ArgumentCollection, Parameter, Token
 
 from semkv import plug
 from semkv.command_line import parse
-from semkv.config import DEFAULT_PRESET, IMAGE_ROOT_VARIABLES, CacheConfig, PolicyConfig, get_preset
+from semkv.config import (
+    DEFAULT_PRESET,
+    IMAGE_ROOT_VARIABLES,
+    NEAR,
+    CacheConfig,
+    PolicyConfig,
+    get_preset,
+)
 from semkv.errors import ConfigError
 from semkv_lab.console import keep_apart
 from semkv_lab.datasets import DATASETS
@@ -50,6 +57,7 @@ _HOOK_LAYERS = {
 }
 
 
+Match = Literal["all", "any"]
 Reuse = Literal["inputs", "prefix", "literal", "blend"]
 """What is used of a donor; see `semkv_lab.reuse`."""
 
@@ -72,6 +80,7 @@ class RunSettings:
             prefix (a prefix cache alone), literal (the donor's KV under the request's own tokens), blend (KV of shared
             tokens, a part computed again).
         blend_share: Share of the shared tokens that blend computes again.
+        match: all (text and image must match) or any (one layer decides, without guards).
         tenant: Partitions every cache; tenants share nothing.
         dataset: minigqa, minigqa-text, gqa, jsonl, a .jsonl file, or package.module:Factory; by default the
             preset's.
@@ -93,6 +102,7 @@ class RunSettings:
     engine: Annotated[str, ENGINE, MODEL] = "vllm"
     reuse: Annotated[Reuse, MODEL] = "inputs"
     blend_share: Annotated[float, COSINE, MODEL] = 0.15
+    match: Annotated[Match, NEAR] = "all"
     tenant: str = ""
     dataset: Annotated[str, DATA] = "gqa"
     chunk_source: Annotated[ChunkSource, MATCHED] = "question"

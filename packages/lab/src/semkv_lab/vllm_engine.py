@@ -36,7 +36,7 @@ log = logging.getLogger("semkv.engines")
 
 @dataclass(frozen=True)
 class ConnectorOptions:
-    """What our connectors are told; written as ``kv_connector_extra_config`` and its encoder twin.
+    """Settings of our connectors; written as ``kv_connector_extra_config`` and its encoder twin.
 
     Attributes:
         cache_dir: where extents live.

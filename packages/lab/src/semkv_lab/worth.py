@@ -1,6 +1,7 @@
 """What each tier cost and saved in a run, at the rates of the run's own misses.
 
-A hit saves what the time to the first token of a miss with as many prompt tokens and images is longer than its own.
+A hit saves the difference between its own time to the first token and that of a miss with as many prompt tokens and
+images.
 """
 
 from __future__ import annotations

@@ -136,7 +136,11 @@ class BlockStore:
                 errno.EPERM,
             )
             self._index = Database(
-                file, schema=schema, timeout_s=0.0, lazy=True, replace=not self._read_only
+                file,
+                schema=schema,
+                timeout_s=0.0,
+                lazy=True,
+                replace=not self._read_only,
             )
             self.ask(lambda db: None, None)  # which logs why it cannot be opened
             if self.on and self._read_only:
@@ -169,8 +173,8 @@ class BlockStore:
             return otherwise
 
     def _fail(self, error: BaseException) -> None:
-        """Count a fault. Where the disk is full or fails nothing is written for a while. Another process in the way, a
-        damaged index, which has begun anew, or a file that a purge took away, is not told."""
+        """Count a fault. Where the disk is full or fails nothing is written for a while. Nothing is
+        logged of another process in the way, a damaged index, which has begun anew, or a file that a purge took."""
         self.counters["errors"] += 1
         if is_transient(error) or is_useless(error) or isinstance(error, FileNotFoundError):
             return

@@ -63,7 +63,7 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class UnknownError(Exception):
-    """Something cannot be told for certain, so nothing may be kept; the text says what, and the remedy."""
+    """Something is not known for certain, so nothing may be kept; the text says what, and the remedy."""
 
 
 def configuration(config: Any, *, without: Iterable[str] = ()) -> dict[str, object]:

@@ -338,7 +338,7 @@ class Server:
         self._rows = rows
         self._connection = connection
         self._lock = threading.Lock()
-        self._told = Counter[str]()
+        self._sent = Counter[str]()
         self._room = threading.Semaphore(_MOST_KEPT)
         self._readers = ThreadPoolExecutor(_READERS, "semkv-read")
         self._far_readers = ThreadPoolExecutor(_FAR_READERS, "semkv-far")
@@ -367,8 +367,8 @@ class Server:
             good = b""
         away_s = self._follower.away_s() if job.far and self._follower is not None else 0.0
         with self._lock, contextlib.suppress(OSError):
-            new = Counter(self._store.counters) - self._told
-            self._told.update(new)
+            new = Counter(self._store.counters) - self._sent
+            self._sent.update(new)
             done = FileDone(job.number, good, new, away_s=away_s)
             self._connection.send_bytes(msgpack.encode(done))
 

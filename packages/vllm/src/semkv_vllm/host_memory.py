@@ -145,11 +145,11 @@ class Need:
         else:
             remedy = f"set host_bytes to at least {self.host_bytes}"
         return (
-            f"{self.told(wanted, got)}, and one step computes up to {self.step_tokens} tokens, which need "
+            f"{self.found(wanted, got)}, and one step computes up to {self.step_tokens} tokens, which need "
             f"{self.host_bytes} bytes; {remedy}, or lower --max-num-batched-tokens"
         )
 
-    def told(self, wanted: int, got: int) -> str:
+    def found(self, wanted: int, got: int) -> str:
         return f"of {wanted} bytes of host memory wanted there are {got}, for {self.tokens(got)} tokens"
 
 

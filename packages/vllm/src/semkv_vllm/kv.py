@@ -173,13 +173,13 @@ class SemKVConnector(OffloadingConnector):
         if reason := need.unmet(wanted, self._host_bytes):
             return reason
         if role == KVConnectorRole.SCHEDULER:
-            told = need.told(wanted, self._host_bytes)
+            found = need.found(wanted, self._host_bytes)
             if self._host_bytes < wanted:
                 log.warning(
-                    "semkv: %s; enlarge %s (docker: --shm-size) or lower host_bytes", told, SHM
+                    "semkv: %s; enlarge %s (docker: --shm-size) or lower host_bytes", found, SHM
                 )
             else:
-                engine_log.info("semkv: %s", told)
+                engine_log.info("semkv: %s", found)
         return None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -584,7 +584,7 @@ class SemKVConnector(OffloadingConnector):
         if self._documents is not None:
             self._documents.reset()
         super().reset_cache()
-        told = identity.may_have_changed(self._instance)
+        followed = identity.may_have_changed(self._instance)
         if shared.store is not None:
             shared.store.disown(*used)
         manager = self._cache_manager
@@ -592,7 +592,7 @@ class SemKVConnector(OffloadingConnector):
             raise StoreError("vLLM's own cache is not known")
         shared.old = None
         if manager.block_pool.get_usage() == 0:
-            return told
+            return followed
         shared.old = OldWeights(self._live, manager, self._tokens_per_block)
         log.warning(
             "semkv: requests were running during a reset: KV of %d of them is not stored",

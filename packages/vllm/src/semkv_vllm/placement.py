@@ -309,7 +309,8 @@ def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
     blocks: np.ndarray = np.asarray(load.blocks)
     first: np.ndarray = blocks[places // block] * block
-    return first + places % block
+    slots: np.ndarray = first + places % block
+    return slots
 
 
 def moves_of(loads: Sequence[Load], block: int) -> Moves:

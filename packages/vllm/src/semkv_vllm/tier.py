@@ -122,7 +122,7 @@ class SemKVTier(SecondaryTierManager):
         self._tells: bool = offloading_spec.kv_events_config.enable_kv_cache_events
         self._told = dict[
             bytes, str
-        ]()  # namespaces of blocks told to be on disk; looked at longest ago first
+        ]()  # namespaces of blocks that vLLM knows to be on disk; looked at longest ago first
         self._events = list[OffloadingEvent]()
         self._looked = 0.0
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from semkv_guards.pictures.planes import SIDES, Plane, Planes, Small
+from semkv_guards.pictures.planes import SIDES, Plane, Planes, Small, smoothed
 
 _FARTHEST = 0.09  # share of half a side: a pixel near an edge is moved by 4.5% of the side at most
 _STRETCH = 0.03  # between the scales of the two axes: a circle is no ellipse
@@ -77,9 +77,10 @@ def _in_place(sample: _Sample, first: Plane, second: Plane) -> _Numbers | None:
     if near is None or abs(near).max() * max(first.shape) > 1:
         return None
     over, inside = _laid(sample, near, second)
-    mine = _smooth(sample.luma)
-    apart = abs(mine - over)[:, 1:-1, 1:-1] * inside
-    return near if float(apart.mean()) < min(_CLOSE, float(mine.std()) / 8) else None
+    mine = smoothed(sample.luma)
+    apart = _within(abs(mine - over)) * inside
+    most = min(_CLOSE, float(mine.std()) / 8)
+    return near if float(apart.mean()) < most else None
 
 
 def _sample(plane: Plane, small: Small) -> _Sample:
@@ -87,12 +88,14 @@ def _sample(plane: Plane, small: Small) -> _Sample:
 
 
 def _plausible(move: _Numbers, a: Planes, b: Planes) -> tuple[Move, Move] | None:
-    across = (float(move[0]), float(move[1]))
-    down = (float(move[2]), float(move[3]))
-    far = max(abs(stretch) + abs(shift) for stretch, shift in (across, down))
+    numbers = [float(number) for number in move]
+    across = (numbers[0], numbers[1])
+    down = (numbers[2], numbers[3])
+    farthest = max(abs(stretch) + abs(shift) for stretch, shift in (across, down))
     scale_across = b.width / a.width * (1 + across[0])
     scale_down = b.height / a.height * (1 + down[0])
-    if far > _FARTHEST or abs(scale_across / scale_down - 1) > _STRETCH:
+    stretched = abs(scale_across / scale_down - 1)
+    if farthest > _FARTHEST or stretched > _STRETCH:
         return None
     return across, down
 
@@ -130,16 +133,19 @@ def _contours(level: Plane) -> tuple[_Numbers, _Numbers]:
     """Where patches lie, from 0 to 1: rows and columns. In every other cell the contour goes across, else down."""
     high, wide = (length // _CELLS for length in level.shape)
     kept = level[: high * _CELLS, : wide * _CELLS].astype(np.float32)
-    slopes = [abs(slope) for slope in np.gradient(kept)]
-    cells = [
-        slope.reshape(_CELLS, high, _CELLS, wide).swapaxes(1, 2).reshape(_CELLS**2, -1)
-        for slope in slopes
-    ]
+    steepest = []
+    for slope in np.gradient(kept):
+        cells = abs(slope).reshape(_CELLS, high, _CELLS, wide)
+        pixels = cells.swapaxes(1, 2).reshape(_CELLS**2, -1)
+        steepest.append(pixels.argmax(axis=1))
     number = np.arange(_CELLS**2)
-    strongest = np.where(number % 2, cells[0].argmax(axis=1), cells[1].argmax(axis=1))
-    rows = (number // _CELLS) * high + strongest // wide
-    columns = (number % _CELLS) * wide + strongest % wide
-    return (rows + 0.5) / level.shape[0], (columns + 0.5) / level.shape[1]
+    row, column = np.divmod(number, _CELLS)
+    strongest = np.where(number % 2, *steepest)
+    down, across = np.divmod(strongest, wide)
+    rows = row * high + down
+    columns = column * wide + across
+    height, width = level.shape
+    return (rows + 0.5) / height, (columns + 0.5) / width
 
 
 def _refined(
@@ -157,32 +163,21 @@ def _refined(
     """
     height, width = size
     move = start
-    damping = 0.002 if robust else 0.02
-    first = _smooth(sample.luma)
-    x, y = sample.x[:, :, 2:-2], sample.y[:, 2:-2, :]
-    half = np.float32(width / 2), np.float32(height / 2)
+    first = smoothed(sample.luma)
+    x = sample.x[:, :, 2:-2]
+    y = sample.y[:, 2:-2, :]
     for _ in range(steps):
         over, inside = _laid(sample, move, second)
-        slope_y, slope_x = _slopes(over)
-        mine, theirs = first[:, 1:-1, 1:-1], over[:, 1:-1, 1:-1]
         count = float(inside.sum())
         if count < 16:
             return None
-        middle, spread = _moments(mine, inside, count)
-        other_middle, other_spread = _moments(theirs, inside, count)
-        gain = np.float32(np.clip((spread + 1) / (other_spread + 1), *GAINS))
-        rest = (mine - middle - gain * (theirs - other_middle)) * inside
-        dx = slope_x * (gain * half[0]) * inside
-        dy = slope_y * (gain * half[1]) * inside
-        jacobian = np.stack([(dx * x).ravel(), dx.ravel(), (dy * y).ravel(), dy.ravel()])
-        flat = rest.ravel()
-        weighted = jacobian
-        if robust:
-            far = max(8.0, 2 * float(np.sqrt(flat @ flat / count)))
-            weighted = jacobian / (1 + (flat / np.float32(far)) ** 2)
-        normal = (weighted @ jacobian.T).astype(np.float64)
-        normal += np.eye(4) * damping * (np.trace(normal) + count)
-        step = np.linalg.solve(normal, (weighted @ flat).astype(np.float64))
+        gain, rest = _in_one_light(_within(first), _within(over), inside, count)
+        slope_y, slope_x = _slopes(over)
+        dx = slope_x * (gain * np.float32(width / 2)) * inside
+        dy = slope_y * (gain * np.float32(height / 2)) * inside
+        derivatives = (dx * x, dx, dy * y, dy)
+        jacobian = np.stack([derivative.ravel() for derivative in derivatives])
+        step = _step(jacobian, rest.ravel(), count, robust=robust)
         move = move + step
         if not np.isfinite(move).all() or abs(move).max() > 2 * _FARTHEST:
             return None
@@ -191,15 +186,38 @@ def _refined(
     return move
 
 
+def _in_one_light(
+    mine: _Numbers, theirs: _Numbers, inside: _Numbers, count: float
+) -> tuple[np.float32, _Numbers]:
+    """The contrast that the second picture takes on, and what differs then."""
+    middle, spread = _moments(mine, inside, count)
+    other_middle, other_spread = _moments(theirs, inside, count)
+    gain = np.float32(np.clip((spread + 1) / (other_spread + 1), *GAINS))
+    rest = mine - middle - gain * (theirs - other_middle)
+    return gain, rest * inside
+
+
+def _step(jacobian: _Numbers, rest: _Numbers, count: float, *, robust: bool) -> _Numbers:
+    """A damped step of Gauss and Newton."""
+    weighted = jacobian
+    damping = 0.02
+    if robust:
+        damping = 0.002
+        far = max(8.0, 2 * float(np.sqrt(rest @ rest / count)))
+        weighted = jacobian / (1 + (rest / np.float32(far)) ** 2)
+    normal = (weighted @ jacobian.T).astype(np.float64)
+    normal += np.eye(4) * damping * (np.trace(normal) + count)
+    slope = (weighted @ rest).astype(np.float64)
+    return np.linalg.solve(normal, slope)
+
+
 def _laid(sample: _Sample, move: _Numbers, second: Plane) -> tuple[_Numbers, _Numbers]:
     """The second picture's luma where the sample's pixels lie, smoothed; and 1 where it has them, else 0."""
     import cv2
 
     height, width = second.shape
-    across = sample.x * np.float32(1 + move[0]) + np.float32(move[1])
-    down = sample.y * np.float32(1 + move[2]) + np.float32(move[3])
-    columns = (across + 1) * np.float32(width / 2) - np.float32(0.5)
-    rows = (down + 1) * np.float32(height / 2) - np.float32(0.5)
+    columns, has_column = _read_at(sample.x, move[:2], width)
+    rows, has_row = _read_at(sample.y, move[2:], height)
     shape = sample.luma.shape
     flat = (shape[0] * shape[1], shape[2])
     over = cv2.remap(
@@ -209,9 +227,23 @@ def _laid(sample: _Sample, move: _Numbers, second: Plane) -> tuple[_Numbers, _Nu
         cv2.INTER_CUBIC,
         borderMode=cv2.BORDER_REPLICATE,
     )
-    there = (abs(across) < 1 - 3 / width) & (abs(down) < 1 - 3 / height)
+    there = has_column & has_row
     inside = there[:, 2:-2, 2:-2].astype(np.float32)
-    return _smooth(over.reshape(shape).astype(np.float32)), inside
+    luma = over.reshape(shape).astype(np.float32)
+    return smoothed(luma), inside
+
+
+def _read_at(places: _Numbers, move: _Numbers, length: int) -> tuple[_Numbers, _Numbers]:
+    """Along one axis: the second picture's pixels at places of the first, and whether it has them."""
+    stretch, shift = move
+    moved = places * np.float32(1 + stretch) + np.float32(shift)
+    pixels = (moved + 1) * np.float32(length / 2) - np.float32(0.5)
+    return pixels, abs(moved) < 1 - 3 / length
+
+
+def _within(planes: _Numbers) -> _Numbers:
+    """A pixel less at each end."""
+    return planes[:, 1:-1, 1:-1]
 
 
 def _slopes(plane: _Numbers) -> tuple[_Numbers, _Numbers]:
@@ -226,11 +258,5 @@ def _moments(values: _Numbers, inside: _Numbers, count: float) -> tuple[np.float
     middle = float((values * inside).sum()) / count
     apart = (values - np.float32(middle)) * inside
     flat = apart.ravel()
-    return np.float32(middle), np.float32((float(flat @ flat) / count) ** 0.5)
-
-
-def _smooth(planes: _Numbers) -> _Numbers:
-    """Binomial, over 3 x 3; a pixel less at each end."""
-    planes = (planes[:, :-2] + 2 * planes[:, 1:-1] + planes[:, 2:]) / 4
-    found: _Numbers = (planes[:, :, :-2] + 2 * planes[:, :, 1:-1] + planes[:, :, 2:]) / 4
-    return found
+    variance = float(flat @ flat) / count
+    return np.float32(middle), np.float32(variance**0.5)

@@ -31,8 +31,10 @@ _ROUNDING = 1.0  # levels by which whole numbers are off
 _BINOMIAL = np.zeros((25, 9), np.float32)  # from the pixels of a window to its smoothed ones
 for _tap in range(81):
     _to, _from = divmod(_tap, 9)
-    _row, _column = _to // 3 + _from // 3, _to % 3 + _from % 3
-    _BINOMIAL[5 * _row + _column, _to] = (1, 2, 1)[_from // 3] * (1, 2, 1)[_from % 3] / 16
+    _row = _to // 3 + _from // 3
+    _column = _to % 3 + _from % 3
+    _pixel = 5 * _row + _column
+    _BINOMIAL[_pixel, _to] = (1, 2, 1)[_from // 3] * (1, 2, 1)[_from % 3] / 16
 
 _WEIGHTS = np.array((1, 2, 1), np.float32) / 4
 _MEAN = np.array((1, 3, 4, 3, 1), np.float32) / 12  # of 3 smoothed pixels
@@ -90,14 +92,17 @@ def _levels(a: Plane, b: Plane) -> float:
     height = len(a) - 2 * _REACH
     count = min(height, max(_SAMPLED // a.shape[1], height // _ROWS_APART))
     # neither at equal distances nor by chance: lines of text are at equal distances
-    starts = ((np.arange(count) + np.arange(count) * _GOLDEN % 1) / count * height).astype(int)
+    number = np.arange(count)
+    parts = (number + number * _GOLDEN % 1) / count
+    starts = (parts * height).astype(int)
     rows = starts[:, None] + np.arange(2 * _REACH + 1)
     first, second = (_smooth(plane[rows]) for plane in (a, b))
     rest = first - second
     power = _mean(rest * rest)
-    contrast = np.maximum(*(_mean(z * z) - _mean(z) ** 2 for z in (first, second)))
+    contrast = np.maximum(_contrast(first), _contrast(second))
     noise = float((power * contrast).sum() / (contrast.sum() + 1))
-    return float(np.clip(_NOISY * max(0.0, noise) ** 0.5, *_LEVELS))
+    least = _NOISY * max(0.0, noise) ** 0.5
+    return float(np.clip(least, *_LEVELS))
 
 
 def _smooth(bands: Plane) -> _Numbers:
@@ -110,18 +115,29 @@ def _smooth(bands: Plane) -> _Numbers:
     return found
 
 
+def _centered(levels: Plane) -> _Numbers:
+    """Levels from -128 to 127: smaller numbers are rounded less."""
+    return levels.astype(np.float32) - 128
+
+
+def _contrast(bands: _Numbers) -> _Numbers:
+    """The variance over 3 x 3."""
+    return _mean(bands * bands) - _mean(bands) ** 2
+
+
 def _mean(bands: _Numbers) -> _Numbers:
     """Over 3 x 3: [count, 3, width] to [count, width - 2]."""
     columns = bands.sum(axis=1)
-    found: _Numbers = (columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:]) / 9
-    return found
+    sums = columns[:, :-2] + columns[:, 1:-1] + columns[:, 2:]
+    return sums / 9
 
 
 def _suspects(a: Plane, b: Plane, levels: float) -> tuple[Any, Any]:
     """The windows whose means may differ by so many levels, by row and column, those that differ most first."""
     import cv2
 
-    apart = cv2.absdiff(*(cv2.sepFilter2D(plane, -1, _MEAN, _MEAN) for plane in (a, b)))
+    means = [cv2.sepFilter2D(plane, -1, _MEAN, _MEAN) for plane in (a, b)]
+    apart = cv2.absdiff(*means)
     least = int(levels - _ROUNDING)
     if cv2.minMaxLoc(apart)[1] < least:
         return np.zeros(0, int), np.zeros(0, int)
@@ -148,15 +164,15 @@ def _scores(a: Plane, b: Plane, rows: Any, columns: Any, *, levels: float) -> _N
 def _smoothed(plane: Plane, rows: Any, columns: Any) -> _Numbers:
     """The 9 values of each window, after a binomial over 3 x 3."""
     side = 2 * _REACH + 1
-    windows = np.lib.stride_tricks.sliding_window_view(plane, (side, side))[rows, columns]
-    levels = windows.reshape(-1, side * side).astype(np.float32) - 128
-    found: _Numbers = levels @ _BINOMIAL
-    return found
+    windows = np.lib.stride_tricks.sliding_window_view(plane, (side, side))
+    pixels = windows[rows, columns].reshape(-1, side * side)
+    return _centered(pixels) @ _BINOMIAL
 
 
 def _variance(values: _Numbers) -> _Numbers:
     middle = values.mean(axis=1)
-    return np.einsum("ij,ij->i", values, values) / 9 - middle * middle
+    power = np.einsum("ij,ij->i", values, values) / 9
+    return power - middle * middle
 
 
 def change_of_color(a: Plane, b: Plane) -> float:
@@ -167,7 +183,11 @@ def change_of_color(a: Plane, b: Plane) -> float:
     for limit in _COLORS:
         if min(a.shape) < 3:
             break
-        means = cv2.absdiff(cv2.blur(a, (3, 3)), cv2.blur(b, (3, 3)))
-        most = max(most, cv2.minMaxLoc(means[1:-1, 1:-1])[1] / limit)
-        a, b = (halved(plane).astype(np.float32) for plane in (a, b))
+        first = cv2.blur(a, (3, 3))
+        second = cv2.blur(b, (3, 3))
+        apart = cv2.absdiff(first, second)[1:-1, 1:-1]
+        farthest = cv2.minMaxLoc(apart)[1]
+        most = max(most, farthest / limit)
+        a = halved(a).astype(np.float32)
+        b = halved(b).astype(np.float32)
     return most

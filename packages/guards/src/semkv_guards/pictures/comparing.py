@@ -21,7 +21,7 @@ _LITTLE = 5  # levels at a glance, half of what may be clear
 
 
 def may_show_the_same(a: Small, b: Small) -> bool:
-    """False where two pictures are told apart at a glance. True says nothing."""
+    """False where two pictures differ at a glance. True says nothing."""
     if _agree(a.levels[-1], b.levels[-1]):
         return True
     moved = align_small(a, b)
@@ -46,8 +46,8 @@ def _agree(first: Plane, second: Plane) -> bool:
 
 
 def difference(a: Planes, b: Planes) -> float:
-    """How much two pictures differ: 0 for equal pixels; from `LIMIT` they may show something else, also where that
-    cannot be told (another shape, nothing to align by)."""
+    """How much two pictures differ: 0 for equal pixels; from `LIMIT` they may show something else, also where
+    nothing can be compared (another shape, nothing to align by)."""
     if not _comparable(a, b):
         return inf
     if b.luma.size < a.luma.size:

@@ -17,7 +17,7 @@ _BLOCK = 8  # pixels along a strip that are judged together
 _STRIP = 48.0  # levels, in a block
 _MORE = 1.5  # times the contrast inside
 _MARGIN = 2  # pixels that a strip has in common with the inside: what is left of a letter explains nothing
-_THIN = 3 + _MARGIN  # pixels: no thing that can be told from another is smaller
+_THIN = 3 + _MARGIN  # pixels: no thing that can be recognized is smaller
 _WIDE = 32  # pixels inside, and along the strip, where a thin strip's contrast or a texture may be found again
 _COLOR = 30.0  # levels of chroma
 _FLAT = 12  # levels: the ground of what is drawn or written
@@ -28,10 +28,10 @@ _Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their 
 
 def lost(look: Look, columns: slice, rows: slice) -> bool:
     """Whether a strip outside of these rows and columns shows a thing that does not go on inside of them."""
+    if any(_shows_more(*ends) for ends in _strips(look.luma, columns, rows)):
+        return True
     small = _half(columns), _half(rows)
-    return any(_shows_more(*ends) for ends in _strips(look.luma, columns, rows)) or any(
-        _has_more_color(*ends) for plane in look.chroma for ends in _strips(plane, *small)
-    )
+    return any(_has_more_color(*ends) for plane in look.chroma for ends in _strips(plane, *small))
 
 
 def _half(pixels: slice) -> slice:
@@ -48,33 +48,44 @@ def _strips(luma: Plane, columns: slice, rows: slice) -> Iterator[tuple[Plane, P
 
 
 def _shows_more(strip: Plane, inside: Plane) -> bool:
-    depth = len(strip)
-    if not depth or not len(inside) or strip.shape[1] < _BLOCK:
+    if not _can_be_judged(strip, inside):
         return False
+    depth = len(strip)
     there = _contrast(strip)
     beside = _around(_contrast(inside[: depth + _BLOCK]), 1)
     more = there > _STRIP + _MORE * beside
     if not more.any():
         return False
-    wide = _around(_contrast(inside[: max(_WIDE, depth + _BLOCK)]), _WIDE // _BLOCK)
+    near = inside[: max(_WIDE, depth + _BLOCK)]
+    most_near = _around(_contrast(near), _WIDE // _BLOCK)
+    stands_out = there > _STRIP + most_near
     if depth <= _THIN:
-        return bool((more & (there > _STRIP + wide)).any())
-    more &= _blocks(_alone(strip, inside)).max(axis=(0, 2)) > _STRIP
-    more &= (there > _STRIP + wide) | (_flat(strip) > _FLAT_SHARE)
+        return bool((more & stands_out).any())
+    more &= _largest(_alone(strip, inside)) > _STRIP
+    more &= stands_out | (_flat(strip) > _FLAT_SHARE)
     return bool(more.any())
 
 
 def _has_more_color(strip: Plane, inside: Plane) -> bool:
-    if not len(strip) or not len(inside) or strip.shape[1] < _BLOCK:
+    if not _can_be_judged(strip, inside):
         return False
-    near = _blocks(inside[: max(_WIDE, 2 * len(strip))])
-    there = _blocks(strip)
-    more = there.max(axis=(0, 2)) > _around(near.max(axis=(0, 2)), _WIDE // _BLOCK) + _COLOR
-    less = (
-        255 - there.min(axis=(0, 2))
-        > _around(255 - near.min(axis=(0, 2)), _WIDE // _BLOCK) + _COLOR
-    )
-    return bool((more | less).any())
+    near = inside[: max(_WIDE, 2 * len(strip))]
+    return _is_higher(strip, near) or _is_higher(255 - strip, 255 - near)
+
+
+def _can_be_judged(strip: Plane, inside: Plane) -> bool:
+    return len(strip) > 0 and len(inside) > 0 and strip.shape[1] >= _BLOCK
+
+
+def _is_higher(strip: Plane, near: Plane) -> bool:
+    """Whether a block of a strip has a color that no block near it comes close to."""
+    most_near = _around(_largest(near), _WIDE // _BLOCK)
+    return bool((_largest(strip) > most_near + _COLOR).any())
+
+
+def _largest(strip: Plane) -> _Numbers:
+    """Largest value in every block along a strip."""
+    return _blocks(strip).max(axis=(0, 2))
 
 
 def _contrast(strip: Plane) -> _Numbers:

@@ -50,7 +50,9 @@ class Axis:
 
 
 def _inner(begin: float, end: float, length: int) -> slice:
-    return slice(max(0, math.ceil(begin - _NEAR)), min(length, math.floor(end + _NEAR)))
+    start = max(0, math.ceil(begin - _NEAR))
+    stop = min(length, math.floor(end + _NEAR))
+    return slice(start, stop)
 
 
 def axis(move: Move, mine: int, theirs: int) -> Axis:
@@ -61,10 +63,16 @@ def axis(move: Move, mine: int, theirs: int) -> Axis:
     scale, offset = _whole_pixels(scale, offset, mine, theirs)
     begin = -offset / scale
     end = (theirs - offset) / scale
-    margin = 0 if scale == 1 and offset == round(offset) else _MARGIN
+    is_exact = scale == 1 and offset == round(offset)
+    margin = 0 if is_exact else _MARGIN
     start = max(0, math.ceil(begin + margin))
     stop = min(mine, math.floor(end - margin))
-    return Axis(scale=scale, offset=offset, start=start + start % 2, stop=stop - stop % 2)
+    return Axis(
+        scale=scale,
+        offset=offset,
+        start=start + start % 2,
+        stop=stop - stop % 2,
+    )
 
 
 def _whole_pixels(scale: float, offset: float, mine: int, theirs: int) -> tuple[float, float]:
@@ -89,7 +97,8 @@ def laid(plane: Plane, across: Axis, down: Axis) -> Plane:
     """The second picture's plane over what is compared of the first, with cubic weights."""
     import cv2
 
-    x, y = _reading(across), _reading(down)
+    x = _reading(across)
+    y = _reading(down)
     cut = _cut(plane, y.start, y.start + y.length, dim=0)
     cut = _cut(cut, x.start, x.start + x.length, dim=1)
     if x.resizes or y.resizes:
@@ -99,7 +108,9 @@ def laid(plane: Plane, across: Axis, down: Axis) -> Plane:
         cut = _cut(cut, 0, x.count, dim=1)
     cut = _shifted(cut, y.part, dim=0)
     cut = _shifted(cut, x.part, dim=1)
-    return cut[y.lead : y.count - y.lead, x.lead : x.count - x.lead]
+    rows = slice(y.lead, y.count - y.lead)
+    columns = slice(x.lead, x.count - x.lead)
+    return cut[rows, columns]
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,8 @@ def _cut(plane: Plane, start: int, stop: int, *, dim: int) -> Plane:
     length = plane.shape[dim]
     inside = slice(max(0, start), min(length, stop))
     cut = plane[inside] if dim == 0 else plane[:, inside]
-    before, after = max(0, -start), max(0, stop - length)
+    before = max(0, -start)
+    after = max(0, stop - length)
     if before or after:
         top, bottom = (before, after) if dim == 0 else (0, 0)
         left, right = (0, 0) if dim == 0 else (before, after)
@@ -163,7 +175,8 @@ def _shifted(plane: Plane, part: float, *, dim: int) -> Plane:
 
     if abs(part) <= _NEAR:
         return plane
-    weights = np.array([_cubic(abs(tap - part)) for tap in range(-2, 3)], np.float32)
+    taps = range(-2, 3)
+    weights = np.array([_cubic(abs(tap - part)) for tap in taps], np.float32)
     kernel = weights[:, None] if dim == 0 else weights[None, :]
     found: Plane = cv2.filter2D(plane, -1, kernel, borderType=cv2.BORDER_REPLICATE)
     return found
@@ -173,4 +186,6 @@ def _cubic(far: float) -> float:
     """Keys' weight of a pixel so far away."""
     if far < 1:
         return 1.5 * far**3 - 2.5 * far**2 + 1
-    return -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2 if far < 2 else 0.0
+    if far < 2:
+        return -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2
+    return 0.0

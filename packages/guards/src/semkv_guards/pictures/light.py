@@ -25,35 +25,54 @@ class Light:
 
     @property
     def plausible(self) -> bool:
-        white = 255 * self.gain + self.offset - 255
-        inside = GAINS[0] < self.gain < GAINS[1]
-        return inside and max(abs(self.offset), abs(white)) <= _OFFSET
+        least, most = GAINS
+        if not least < self.gain < most:
+            return False
+        return max(abs(self.offset), abs(self.white)) <= _OFFSET
 
     @property
     def same(self) -> bool:
         """Whether it changes no level by more than rounding explains."""
-        return max(abs(self.offset), abs(255 * (self.gain - 1) + self.offset)) < _ROUNDING
+        return max(abs(self.offset), abs(self.white)) < _ROUNDING
+
+    @property
+    def white(self) -> float:
+        """By how many levels white moves; black moves by the offset."""
+        return 255 * (self.gain - 1) + self.offset
 
 
 def light(mine: Plane, other: Plane) -> Light:
     """From the pixels where two pictures that lie over one another agree best."""
     step = max(1, int((mine.size / _PIXELS) ** 0.5))
-    a = mine[step // 2 :: step, step // 2 :: step].astype(np.float32).ravel()
-    b = other[step // 2 :: step, step // 2 :: step].astype(np.float32).ravel()
+    sampled = slice(step // 2, None, step)
+    a = mine[sampled, sampled].astype(np.float32).ravel()
+    b = other[sampled, sampled].astype(np.float32).ravel()
     known = (np.minimum(a, b) > 1) & (np.maximum(a, b) < 254)
     if known.sum() < 64:
-        return Light(1.0, float(np.median(a) - np.median(b)))
-    a, b = a[known], b[known]
-    gain, offset = 1.0, float(np.median(a) - np.median(b))
+        return _moved(a, b)
+    a = a[known]
+    b = b[known]
+    found = _moved(a, b)
     for _ in range(5):
-        weight = 1 / (1 + ((a - gain * b - offset) / 8) ** 2)
+        apart = a - found.gain * b - found.offset
+        weight = 1 / (1 + (apart / 8) ** 2)
         weight /= weight.sum()
-        middle_a, middle_b = float(weight @ a), float(weight @ b)
-        spread_a = float(weight @ (a - middle_a) ** 2)
-        spread_b = float(weight @ (b - middle_b) ** 2)
+        middle_a, spread_a = _moments(a, weight)
+        middle_b, spread_b = _moments(b, weight)
         gain = ((spread_a + 25) / (spread_b + 25)) ** 0.5
-        offset = middle_a - gain * middle_b
-    return Light(gain, offset)
+        found = Light(gain, middle_a - gain * middle_b)
+    return found
+
+
+def _moved(a: Plane, b: Plane) -> Light:
+    """The same contrast, and another brightness."""
+    return Light(1.0, float(np.median(a) - np.median(b)))
+
+
+def _moments(levels: Plane, weight: Plane) -> tuple[float, float]:
+    """Mean and variance."""
+    middle = float(weight @ levels)
+    return middle, float(weight @ (levels - middle) ** 2)
 
 
 def lit(found: Light, mine: Plane, other: Plane) -> Plane:
@@ -73,7 +92,7 @@ def _lit(found: Light, mine: Plane, other: Plane) -> Plane:
     import cv2
 
     levels: Plane = cv2.addWeighted(other, found.gain, other, 0.0, found.offset)
-    if 255 * found.gain + found.offset < 255:
+    if found.white < 0:
         white = cv2.threshold(other, 253, 255, cv2.THRESH_BINARY)[1]
         levels = cv2.add(levels, _hidden(cv2.subtract(mine, levels), white))
     if found.offset > 0:

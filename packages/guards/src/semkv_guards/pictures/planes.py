@@ -95,7 +95,12 @@ def planes_of(picture: Image | Plane) -> Planes:
     middle = look.luma
     if max(middle.shape) > 2.2 * _MIDDLE:
         middle = shrunk(middle, _MIDDLE)
-    return Planes(pixels=pixels, look=look, middle=middle, small=_small(middle))
+    return Planes(
+        pixels=pixels,
+        look=look,
+        middle=middle,
+        small=_small(middle),
+    )
 
 
 def look_of(pixels: Plane) -> Look:
@@ -152,3 +157,13 @@ def _resized(plane: Plane, width: int, height: int) -> Plane:
     how = cv2.INTER_AREA if smaller else cv2.INTER_CUBIC
     found: Plane = cv2.resize(plane, (width, height), interpolation=how)
     return found
+
+
+def smoothed(planes: Any) -> Any:
+    """Binomial, over 3 x 3, of [count, height, width]; a pixel less at each end."""
+    planes = _binomial(planes[:, :-2], planes[:, 1:-1], planes[:, 2:])
+    return _binomial(planes[:, :, :-2], planes[:, :, 1:-1], planes[:, :, 2:])
+
+
+def _binomial(before: Any, middle: Any, after: Any) -> Any:
+    return (before + 2 * middle + after) / 4

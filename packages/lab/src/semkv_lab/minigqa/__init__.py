@@ -581,9 +581,11 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
     placed: list[tuple[float, dict[str, str]]] = []
     for number in range(documents):
         document, first = make_document(rng, words), rng.random()
-        for variant, (text, told) in _variants(document, make_document(rng, words), rng).items():
+        for variant, (text, described) in _variants(
+            document, make_document(rng, words), rng
+        ).items():
             question, answer = rng.choice(
-                [pair for entry in told.entries for pair in entry.questions]
+                [pair for entry in described.entries for pair in entry.questions]
             )
             row = {"variant": variant, "document": str(number), "context": text}
             row |= {"question": question, "answer": answer}
@@ -592,7 +594,7 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
 
 
 def _variants(document: Document, other: Document, rng: Random) -> dict[str, tuple[str, Document]]:
-    """The text of each of `VARIANTS`, and the document that it tells of."""
+    """The text of each of `VARIANTS`, and the document that it describes."""
     at = rng.choice(
         [at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]]
     )
@@ -610,8 +612,10 @@ def _variants(document: Document, other: Document, rng: Random) -> dict[str, tup
     found = {"original": (document.text, document), "whitespace": (loose, document)}
     found["case"] = (document.text.lower(), document)
     for variant, new in changed.items():
-        told = replace(document, entries=(*document.entries[:at], new, *document.entries[at + 1 :]))
-        found[variant] = (told.text, told)
+        described = replace(
+            document, entries=(*document.entries[:at], new, *document.entries[at + 1 :])
+        )
+        found[variant] = (described.text, described)
     return {**found, "other": (other.text, other)}
 
 
