@@ -15,7 +15,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 UV := $(shell command -v uv 2>/dev/null || echo $(BIN)/uv)
 STAMP := $(VENV)/.installed-$(DEVICE)
 EXTRAS := $(DEVICE),encoders,otel,server,redis,dev
-PARTS := demo gateway guards stores vllm
+PARTS := dashboard demo gateway guards stores vllm
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt

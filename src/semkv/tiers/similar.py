@@ -319,7 +319,8 @@ class SimilarTier:
     def by_spelling(self, keyed: Keyed, text: str, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar once what is misspelled in either is put right.
 
-        An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold.
+        An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold. Those
+        that stay there are proposed to be turned down, so that operators see them.
         """
         slot = keyed.question_slot(with_media=self._within_media)
         layer = self.layers[SEMANTIC]
@@ -330,14 +331,13 @@ class SimilarTier:
             if donor is None:
                 continue
             pair = spelling.alike(text, donor.chunk_text)
-            if pair == (text, donor.chunk_text):
-                continue
-            left -= 1
-            score = cosine_of(self._encoder, *pair)
-            if score >= layer.threshold:
-                run = len(donor.segments)
-                agreed = (SEMANTIC,)
-                yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)
+            score = neighbour.score
+            if pair != (text, donor.chunk_text):
+                left -= 1
+                score = cosine_of(self._encoder, *pair)
+            run = len(donor.segments)
+            agreed = (SEMANTIC,)
+            yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)
 
     def by_layers(
         self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]

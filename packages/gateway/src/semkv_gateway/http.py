@@ -42,7 +42,7 @@ _OURS = frozenset(
     (b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass")
 )
 _THEIRS = frozenset(
-    (b"content-length", b"x-semkv")
+    (b"content-length", b"x-semkv", b"x-semkv-hit")
 )  # an upstream that is a semkv names its own cache there
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
