@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ _RANKS = 100
 _TEXT = 400  # characters of a prompt in a list
 _USED = "used"
 _ORDERS = ("newest", _USED)
+_PLACE = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class Source(Protocol):
@@ -151,7 +153,7 @@ async def _next(
 ) -> tuple[list[dict[str, Any] | None], list[str]]:
     """Rows, and the place behind each."""
     if wanted.order == _USED or wanted.least_uses:
-        first = int(after) if after.isdecimal() else 0
+        first = int(after) if _PLACE.fullmatch(after) else 0
         keys = await source.most_used(first, _RANKS, wanted.least_uses)
         rows = [await source.row(key) for key in keys]
         return rows, [str(first + n) for n in range(1, len(keys) + 1)]

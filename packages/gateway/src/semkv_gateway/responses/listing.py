@@ -6,6 +6,7 @@ A file goes by when an answer was written, Redis by when it was last used. A sto
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ _ROWS = (
     " WHERE rowid<? ORDER BY rowid DESC LIMIT ?"
 )
 _LAST = (1 << 63) - 1
+_PLACE = re.compile(r"\d{1,18}", re.ASCII)
 
 
 def listed(
@@ -83,7 +85,7 @@ def _of_file(
     after: str,
     most: int,
 ) -> tuple[list[Placed], str]:
-    last = int(after) if after.isdecimal() and len(after) < len(str(_LAST)) else _LAST
+    last = int(after) if _PLACE.fullmatch(after) else _LAST
     rows = store.database.rows(_ROWS, last, most)
     return _decoded(rows), str(rows[-1][0]) if rows else ""
 
@@ -93,7 +95,7 @@ def _of_redis(
     after: str,
     most: int,
 ) -> tuple[list[Placed], str]:
-    first = int(after) if after.isdecimal() else 0
+    first = int(after) if _PLACE.fullmatch(after) else 0
     heads = store.heads(first, most)
     rows = [(first + n, key, head) for n, (key, head) in enumerate(heads, 1)]
     return _decoded(rows), str(rows[-1][0]) if rows else ""
