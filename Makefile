@@ -18,7 +18,7 @@ DEMO_STAMP := $(VENV)/.installed-demo-$(DEVICE)
 NEEDED := pyproject.toml $(wildcard packages/*/pyproject.toml) constraints-$(DEVICE).txt overrides-cpu.txt
 COMMA := ,
 EXTRAS := $(DEVICE),bucket,encoders,otel,server,redis,dev
-PARTS := demo gateway guards stores vllm
+PARTS := dashboard demo gateway guards stores vllm
 
 ifeq ($(DEVICE),cpu)
 OVERRIDES := --overrides overrides-cpu.txt

@@ -78,6 +78,16 @@ def test_what_one_stored_the_other_serves(two: Two) -> None:
     assert two.other.upstream.total == 0
 
 
+def test_operators_and_clients_of_one_reach_what_the_other_served(two: Two) -> None:
+    two.one.post("seen from both sides")
+    found = two.other.admin("entries?text=both sides").json()["entries"]
+    assert [entry["prompt"] for entry in found] == ["seen from both sides"]
+    hit = two.one.post("seen from both sides").headers["x-semkv-hit"]
+    url = f"{two.other.url}/v1/semkv/feedback"
+    assert httpx.post(url, json={"id": hit}).json()["removed"] == 1
+    assert two.other.admin("entries?text=both sides").json()["entries"] == []
+
+
 def test_an_invalidation_reaches_the_others_memory(two: Two) -> None:
     labelled, stranger = {"X-Semkv-Tags": "old"}, {"X-Semkv-Tenant": "another"}
     two.in_memory("news", **labelled)

@@ -17,7 +17,8 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "semkv_stores": set(),
     "semkv_vllm": {"semkv_stores"},
     "semkv": {"semkv_guards", "semkv_stores"},
-    "semkv_gateway": {"semkv", "semkv_stores"},
+    "semkv_dashboard": {"semkv", "semkv_guards", "semkv_stores"},
+    "semkv_gateway": {"semkv", "semkv_dashboard", "semkv_stores"},
     "semkv_demo": {"semkv", "semkv_lab", "semkv_stores"},
     "semkv_lab": {"semkv", "semkv_gateway", "semkv_guards", "semkv_stores", "semkv_vllm"},
 }

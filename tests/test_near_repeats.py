@@ -104,7 +104,7 @@ def test_each_who_joins_gets_the_answer_in_its_own_form(
     ), "not its own entry"
     shown = [
         (hit["asked"][0]["text"], hit["donor"][0]["text"])
-        for hit in pair.admin("hits").json()["hits"][:2]
+        for hit in pair.admin("recent").json()["hits"][:2]
     ]
     assert shown == [(OTHER, ONE)] * 2
 

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from redis_server import RedisCluster, RedisServer
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.redis import RedisStore
 from semkv_gateway.responses.sqlite import SqliteStore
@@ -93,6 +96,34 @@ def test_an_answer_comes_back_as_it_was(make: Make) -> None:
     assert store.get("a") == mine
     assert make().get("a") == mine
     assert store.get("b") is None
+
+
+def test_what_is_held_is_listed_piece_by_piece(make: Make) -> None:
+    store = make()
+    now = time.time()
+    for number in range(7):
+        store.put(answer(f"key {number}", created=now + number, payload=b"x" * 1000))
+    for number in range(3):
+        store.put(answer(f"gone {number}", created=now + 9, stale_until=now + 20))
+    for most in (1, 3, 100):
+        found: list[StoredResponse] = []
+        after = ""
+        while batch := listed(store, after, most, now + 30):
+            found += [response for _, response in batch]
+            after = batch[-1][0]
+        assert [response.key for response in found] == [f"key {n}" for n in reversed(range(7))]
+    assert found[0].prompt == "What is it?"
+    for odd in ("x", "-1", "9" * 40, "\0"):
+        listed(store, odd, 3, now)
+
+
+def test_a_store_of_the_users_own_says_so_or_lists() -> None:
+    with pytest.raises(StoreError, match="cannot list"):
+        listed(cast("ResponseStore", object()), "", 3, 0.0)
+    own = SimpleNamespace(scan=lambda after, most: [] if after else [("1", answer("a"))])
+    ((place, found),) = listed(cast("ResponseStore", own), "", 3, 0.0)
+    assert (place, found.key) == ("1", "a")
+    assert listed(cast("ResponseStore", own), "1", 3, 0.0) == []
 
 
 def test_a_later_answer_replaces_the_earlier(make: Make) -> None:

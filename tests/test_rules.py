@@ -165,7 +165,7 @@ class TestNearRepeats:
                 pair.post(ONE, headers=keys[name])
             pair.settle()
             assert kind(pair.post(ONE, headers=keys["one"])) == "hit"
-            digits = pair.admin("hits").json()["hits"][0]["tenant"]
+            digits = pair.admin("recent").json()["hits"][0]["tenant"]
         with Pair(tmp_path / "first", near_rules=(f"tenant:{digits}=off",), **NEAR) as pair:
             found = {name: kind(pair.post(OTHER, headers=keys[name])) for name in keys}
         assert found == {"one": "miss", "other": "hit"}

@@ -297,7 +297,7 @@ class TestStatelessResponses:
 
 class TestAdvice:
     def lines(self, caplog: pytest.LogCaptureFixture) -> list[str]:
-        return [r.getMessage() for r in caplog.records if r.name == "semkv_gateway.advice"]
+        return [r.getMessage() for r in caplog.records if r.name == "semkv_dashboard.advice"]
 
     def test_after_twenty_requests_that_are_not_kept_it_says_what_to_type(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -216,19 +216,33 @@ class TestWorkers:
         assert stats["workers"] == len(workers_of(running)) == 2
         assert sum(stats["totals"]["tiers"].values()) == figure(running, "semkv_requests_total")
         wait_until(lambda: figure(running, "semkv_response_entries") == 4)
-        wrong = httpx.post(
-            f"{running.url}/semkv/api/wrong", headers=KEY, json={"id": "another worker's"}
-        )
-        assert (wrong.status_code, wrong.headers["connection"]) == (
-            404,
-            "close",
-        )  # the next try reaches either worker
+        recent = f"{running.url}/semkv/api/recent"
+        everything = [f"question {number}" for number in range(4)]
+
+        def shown() -> dict[str, str]:
+            """Questions of all workers' hits, with the ids of the hits."""
+            hits = httpx.get(recent, headers=KEY).json()["hits"]
+            return {hit["asked"][0]["text"]: hit["id"] for hit in hits}
+
+        def both_tell() -> bool:
+            lengths = {len(httpx.get(recent, headers=KEY).json()["hits"]) for _ in range(8)}
+            return lengths == {40 - upstream.total}
+
+        wait_until(both_tell)  # whichever worker is asked
+        assert sorted(shown()) == everything
+        url = f"{running.url}/semkv/api/wrong"
+        removed = [
+            httpx.post(url, headers=KEY, json={"id": shown()["question 3"]}).json()
+            for _ in range(8)  # at either worker
+        ]
+        assert removed[0] == {"removed": 1}
+        assert httpx.post(url, headers=KEY, json={"id": "none"}).status_code == 404
         gone = {"prefix": "question", "dry_run": False}
         assert (
             httpx.post(f"{running.url}/semkv/api/invalidate", headers=KEY, json=gone).json()[
                 "count"
             ]
-            == 4
+            == 3
         )
         upstream.script["question 1"] = {
             "status": "418"

@@ -21,8 +21,6 @@ from semkv.command_line import Environment, parse
 from semkv.config import CacheConfig
 from semkv.engines import EngineResult
 from semkv.errors import ConfigError
-from semkv.stores import worth as stored
-from semkv.stores.worth import OTHERS, Ledger, Saved, today
 from semkv.types import (
     CacheMode,
     Exactness,
@@ -43,6 +41,8 @@ from semkv_gateway.usage import WITHOUT_CACHE, tokens_of, zeroed
 from semkv_gateway.worth import Shares, Worth
 from semkv_lab.report import write_report
 from semkv_lab.worth import Savings, worth
+from semkv_stores import ledger as stored
+from semkv_stores.ledger import OTHERS, Ledger, Saved, today
 
 # -- the account -----------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from statistics import median
-from typing import Self
+
+from semkv_stores.ledger import TierFigures
 
 logger = logging.getLogger("semkv")
 
@@ -63,43 +64,6 @@ def _rounded(amounts: tuple[int, ...]) -> tuple[int, ...]:
 
 def _distance(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return sum(abs(a - b) for a, b in zip(first, second, strict=True))
-
-
-@dataclass(slots=True)
-class Sums:
-    """Figures that are added up."""
-
-    def add(self, other: Self) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
-
-    def less(self, other: Self) -> Self:
-        """What is new since those others."""
-        changed = {
-            item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)
-        }
-        return replace(self, **changed)
-
-
-@dataclass(slots=True)
-class TierFigures(Sums):
-    """The account of one tier.
-
-    Attributes:
-        asked: lookups.
-        hits: requests that it served.
-        spent_s: seconds that its lookups took.
-        saved_s: seconds that its hits saved.
-        left_out: requests for which ``auto`` did not ask it, or would not have.
-        lost_hits: hits among those that ``auto`` would not have asked for.
-    """
-
-    asked: int = 0
-    hits: int = 0
-    spent_s: float = 0.0
-    saved_s: float = 0.0
-    left_out: int = 0
-    lost_hits: int = 0
 
 
 class Gate:

@@ -38,7 +38,6 @@ from semkv.errors import StoreError
 from semkv.index import Index
 from semkv.stores.catalog import Catalog, Record, Removed
 from semkv.stores.media import MediaStore
-from semkv.stores.worth import Ledger
 from semkv.tiers.checking import Checking, Comparator, SameMeaning, same_text, wilson
 from semkv.tiers.matching import Matching, PendingTier, Planner
 from semkv.tiers.policies import Decider, build_policy
@@ -55,6 +54,7 @@ from semkv.types import (
     ReuseReport,
     TierChoice,
 )
+from semkv_stores.ledger import Ledger
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -451,6 +451,14 @@ class SemanticCache:
         except sqlite3.Error as error:
             raise StoreError(f"catalog {self._catalog.path}: {error}") from error
 
+    def bar(self, pair: str, entry_id: str) -> None:
+        """The same for a hit that another process may have served; `semkv.tiers.checking.pair_of` names the pair. The
+        policy learns nothing of it."""
+        try:
+            self._checking.bar(pair, entry_id)
+        except sqlite3.Error as error:
+            raise StoreError(f"catalog {self._catalog.path}: {error}") from error
+
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
@@ -488,6 +496,14 @@ class SemanticCache:
         if removed.entry_ids and not dry_run:
             self._forget(removed)
         return len(removed.entry_ids)
+
+    def forget(self, tenant: str, text: str) -> int:
+        """Delete the entries of a tenant that ask this; how many. Raises as `invalidate`."""
+        try:
+            found = self._catalog.asking(tenant, text)
+        except sqlite3.Error as error:
+            raise StoreError(f"catalog {self._catalog.path}: {error}") from error
+        return sum(self.invalidate(entry_id=entry_id) for entry_id in found)
 
     def stats(self) -> CacheStats:
         """Counters and sizes."""

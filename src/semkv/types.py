@@ -270,8 +270,9 @@ class ReuseReport:
         proposed: in dry-run the plan that live mode would follow, while ``plan`` keeps the request's own segments, 0
             substituted, and the match; None otherwise.
         hit_id: names this hit for `SemanticCache.checked` and `SemanticCache.report_wrong`; empty on a miss.
-        near: the best approximate match of a whole prompt that the policy refused, and that donor's answer; None where
-            there is none, or another match was used. What the engine answers tells whether it would have been right.
+        near: the best approximate match of a whole prompt that was turned down, its donor, and why; None where there is
+            none, or another match was used. What the policy refused comes before what a guard did, since the engine's
+            answer tells whether it would have been right.
         doubt: the best match that a judge's yes would make a hit, with its donor: see `SemanticCache.keep_verdict`.
         left_out: tiers that ``--tiers auto`` did not ask; with ``all`` those that it would not have asked.
     """
@@ -284,7 +285,7 @@ class ReuseReport:
     donor_response: str | None = None
     proposed: Plan | None = None
     hit_id: str = ""
-    near: tuple[Match, str] | None = None
+    near: tuple[Match, Entry, str] | None = None
     doubt: tuple[Match, Entry] | None = None
     left_out: frozenset[str] = frozenset()
 

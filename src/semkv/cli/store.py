@@ -176,7 +176,11 @@ def _print_worth(worth: Worth) -> None:
         _print_table(f"What looking cost and hits saved, {worth.days} days", columns, rows)
     tables = {"day": worth.by_day, "model": worth.by_model, "tenant": worth.by_tenant}
     for name, table in tables.items():
-        found = [(_tenant(key), row) for key, row in table.items()]
+        names = worth.names if name == "tenant" else {}
+        found = [
+            (f"{_cell(names[key])} ({_tenant(key)})" if key in names else _tenant(key), row)
+            for key, row in table.items()
+        ]
         columns = [
             name,
             "requests saved",

@@ -412,6 +412,11 @@ class Catalog:
                 db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
             return self._remove(db, criteria)
 
+    def asking(self, tenant: str, text: str) -> list[str]:
+        """Ids of a tenant's entries with this chunk text."""
+        statement = "SELECT entry_id FROM entries WHERE tenant=? AND chunk_text=?"
+        return [str(found) for (found,) in self.database.rows(statement, tenant, text)]
+
     def _meeting(self, db: sqlite3.Connection, criteria: Criteria) -> list[int]:
         tests = " AND ".join(_TESTS[name] for name in criteria) or "1"
         values = [

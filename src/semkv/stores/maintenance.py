@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from semkv import plug
-from semkv.account import TierFigures
 from semkv.config import CacheConfig
 from semkv.errors import StoreError
 from semkv.stores.catalog import CATALOG, EMPTIED, SCHEMA, Catalog, NamespaceUse, Removed
 from semkv.stores.media import check_image
-from semkv.stores.worth import FILE as WORTH
-from semkv.stores.worth import Ledger, Saved
 from semkv_stores import block_index, database
 from semkv_stores.block_file import FILES, INDEX, check_file, is_store, tenant_tag
 from semkv_stores.blocks import BlockStore, Bounds
 from semkv_stores.database import Database, Schema
 from semkv_stores.files import delete_all, described, in_short, make_folder, matching
+from semkv_stores.ledger import FILE as WORTH
+from semkv_stores.ledger import Ledger, Saved, TierFigures
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
@@ -99,13 +98,14 @@ class StoreUse:
 @dataclass(frozen=True, slots=True)
 class Worth:
     """What was saved in the latest ``days``: seconds by tier, of all tenants, and requests, tokens and money by day,
-    model and tenant."""
+    model and tenant. ``names`` are what tenants are called."""
 
     days: int
     tiers: Mapping[str, TierFigures]
     by_day: Mapping[str, Saved]
     by_model: Mapping[str, Saved]
     by_tenant: Mapping[str, Saved]
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +373,11 @@ def _worth(ledger: Ledger, tenants: Sequence[str] | None) -> Worth:
         by_day=ledger.by("day", WORTH_DAYS, tenants),
         by_model=ledger.by("model", WORTH_DAYS, tenants),
         by_tenant=ledger.by("tenant", WORTH_DAYS, tenants),
+        names={
+            tenant: name
+            for tenant, name in ledger.names().items()
+            if tenants is None or tenant in tenants
+        },
     )
 
 

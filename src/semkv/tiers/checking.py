@@ -40,6 +40,9 @@ _ARTICLE = re.compile(r"(?:the|a|an) ")
 _SAME_MEANING = 0.9
 
 
+VETO = "veto:"  # what the reasons of guards begin with
+TOO_FAR = "below the threshold"
+
 Comparator = Callable[[str, str], bool]
 """Whether two answers to one request say the same."""
 
@@ -144,7 +147,7 @@ class Checking:
         """Remember a hit; returns its id, which cannot be guessed. Approximate ones may be selected for a check, also
         as the policy asks, unless nothing is to be checked."""
         hit_id = secrets.token_hex(12)
-        pair = _pair_of(request, match.entry_id)
+        pair = pair_of(request, match.entry_id)
         decision = decision or Decision(True)
         approximate = match.exactness is Exactness.APPROXIMATE and self._rate > 0.0
         with self._lock:
@@ -162,7 +165,7 @@ class Checking:
 
     def blocked(self, request: Request, entry_id: str) -> bool:
         """Whether a donor was found wrong for a request's text, by this process or another."""
-        return self._catalog.is_barred(_pair_of(request, entry_id))
+        return self._catalog.is_barred(pair_of(request, entry_id))
 
     def verdict(self, request: Request, donor: Entry) -> bool | None:
         """What the judge said of a request and a donor, in this process or another; None where it was not asked."""
@@ -200,7 +203,7 @@ class Checking:
         if hit.match.exactness is Exactness.APPROXIMATE:
             with self._tally.boundary("catalog"):
                 if not correct:
-                    self._bar(hit)
+                    self._note_wrong(hit.pair, hit.match.entry_id)
             self._observe(hit.match, correct=correct, served=hit.decision)
         return True
 
@@ -212,7 +215,9 @@ class Checking:
         if hit is None:
             return False
         approximate = hit.match.exactness is Exactness.APPROXIMATE
-        if not approximate or self._bar(hit) >= _BARRED_MOST:
+        if approximate:
+            self.bar(hit.pair, hit.match.entry_id)
+        else:
             self._remove(hit.match.entry_id)
         with self._lock:
             if self._open.pop(hit_id, None) is None:  # reported twice at once
@@ -222,19 +227,24 @@ class Checking:
             self._observe(hit.match, correct=False, served=hit.decision)
         return True
 
-    def _bar(self, hit: _OpenHit) -> int:
-        """Keep the pair of a hit that was wrong, here and in other directories; for how many texts its donor was."""
-        texts = self._catalog.bar(hit.pair, hit.match.entry_id)
-        self._share(hit.pair, hit.match.entry_id)
+    def bar(self, pair: str, entry_id: str) -> None:
+        """Let a donor never answer a text again; one that was wrong for several texts goes."""
+        if self._note_wrong(pair, entry_id) >= _BARRED_MOST:
+            self._remove(entry_id)
+
+    def _note_wrong(self, pair: str, entry_id: str) -> int:
+        """Keep a pair that was wrong, here and in other directories; for how many texts its donor was."""
+        texts = self._catalog.bar(pair, entry_id)
+        self._share(pair, entry_id)
         return texts
 
     def learn(self, report: ReuseReport, response: str) -> None:
         """What an answer to the unchanged request tells of a donor: one that was refused, or one of a dry run."""
         if report.rewritten or not self._decider.learns:
             return
-        if report.near is not None:
-            match, refused = report.near
-            self._observe(match, correct=self.same_answer(refused, response), served=None)
+        if report.near is not None and not is_guarded(report.near[2]):
+            match, donor = report.near[:2]
+            self._observe(match, correct=self.same_answer(donor.response, response), served=None)
         elif not report.plan.substituted and report.hit_id and report.donor_response is not None:
             self.checked(report.hit_id, self.same_answer(report.donor_response, response))
 
@@ -273,7 +283,12 @@ class Checking:
             self._decider.restore(body["policy"])
 
 
-def _pair_of(request: Request, entry_id: str) -> str:
+def is_guarded(reason: str) -> bool:
+    """Whether a match was turned down before the policy was asked."""
+    return reason == TOO_FAR or reason.startswith(VETO)
+
+
+def pair_of(request: Request, entry_id: str) -> str:
     """The name of a request's text and media together with a donor."""
     space = request.namespace
     media = (segment.media_id for segment in request.media)

@@ -28,7 +28,7 @@ from semkv.index import as_cosine
 from semkv.keys import Keyed, entry_of, exactness_of, has_chunk_text, same_characters
 from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
-from semkv.tiers.checking import Checking
+from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import Decider, Decision
 from semkv.tiers.sharing import tenant_name
@@ -72,8 +72,8 @@ class Lookup:
     plan: Plan | None = None  # of the first candidate that can be used
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
-    near: tuple[Match, str] | None = None  # see `ReuseReport.near`
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
+    near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
 
 
@@ -151,15 +151,20 @@ class Planner:
             others=candidate.others,
         )
         found.decision = None
+        if candidate.tier == SEMANTIC and candidate.score < self.least:  # proposed to be shown
+            _turn_down(found, match, donor, TOO_FAR)
+            return None
         self._bring_images(request, run)
         if exactness is Exactness.APPROXIMATE:
             if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
                 self._tally.add(f"veto:{reason}")
+                _turn_down(found, match, donor, f"{VETO}{reason}")
                 return None
             if whole:
                 cosine = self._least_cosine(request, donor)
                 if cosine < self.least:
                     self._tally.add("veto:length")
+                    _turn_down(found, match, donor, f"{VETO}length")
                     return None
                 words = wording(request.chunk_text, donor.chunk_text)
                 match = replace(
@@ -170,7 +175,7 @@ class Planner:
                 )
             found.decision = self._decide(request, donor, match)
             if not found.decision.accept:
-                found.near = found.near or ((match, donor.response) if whole else None)
+                _turn_down(found, match, donor, found.decision.reason or "policy")
                 if found.decision.doubt and self._can_judge(request):
                     found.doubt = found.doubt or (match, donor)
                 return None
@@ -280,6 +285,13 @@ class Planner:
             else:
                 ready.append(replace(segment, source=self._media.path(segment.media_id)))
         return tuple(ready)
+
+
+def _turn_down(found: Lookup, match: Match, donor: Entry, reason: str) -> None:
+    """Note a match that may not be used; the policy's refusal rather than a guard's."""
+    is_better = found.near is None or (is_guarded(found.near[2]) and not is_guarded(reason))
+    if match.whole and is_better:
+        found.near = (match, donor, reason)
 
 
 class Matching:

@@ -362,7 +362,8 @@ class SimilarTier:
         """L1: entries whose chunk text is similar once what is misspelled in either is put right.
 
         An encoder reads a misspelled word as pieces of others, so such texts are looked for below the threshold, and
-        once more where a policy looks below it.
+        once more where a policy looks below it. Those that stay below are proposed to be turned down, so that operators
+        see them.
         """
         slot = keyed.question_slot(with_media=self._within_media)
         layer = self.layers[SEMANTIC]
@@ -373,14 +374,15 @@ class SimilarTier:
             if donor is None:
                 continue
             pair = spelling.alike(text, donor.chunk_text)
-            if pair == (text, donor.chunk_text):
-                continue
-            left -= 1
-            score = cosine_of(self._encoder, *pair)
-            if score >= layer.threshold:
-                run = len(donor.segments)
-                agreed = (SEMANTIC,)
-                yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)
+            score = neighbour.score
+            if pair != (text, donor.chunk_text):
+                left -= 1
+                score = cosine_of(self._encoder, *pair)
+            elif score >= layer.threshold:
+                continue  # as it is, it was a candidate before
+            run = len(donor.segments)
+            agreed = (SEMANTIC,)
+            yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)
 
     def by_layers(
         self, request: Request, keyed: Keyed, vectors: Mapping[str, Vector]

@@ -4,6 +4,7 @@ The cached routes are answered by hand, since they are the hot path; Starlette a
 
 those of `semkv_gateway.routes`            answered from the cache where it can be
 /healthz /readyz /metrics
+/v1/semkv/feedback                        a client calls a hit wrong
 /semkv                                    dashboard; /semkv/api: admin routes
 anything else                             passed on
 """
@@ -11,21 +12,17 @@ anything else                             passed on
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from semkv import __version__
@@ -33,8 +30,14 @@ from semkv.cache import SemanticCache
 from semkv.command_line import Environment, parse
 from semkv.errors import SemkvError
 from semkv.stores.catalog import CATALOG
+from semkv.stores.maintenance import make_cache_folder
+from semkv_dashboard.admin import AdminRoutes, error
+from semkv_dashboard.feedback import PATH as FEEDBACK
+from semkv_dashboard.history import History
+from semkv_dashboard.names import TenantNames, read_names
 from semkv_gateway import http
 from semkv_gateway.cache_client import CacheClient
+from semkv_gateway.desk import GatewayDesk
 from semkv_gateway.donors import open_donors
 from semkv_gateway.gateway import Gateway
 from semkv_gateway.http import (
@@ -54,7 +57,7 @@ from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.responses.opening import open_store
-from semkv_gateway.responses.store import Selector, SteadyClock
+from semkv_gateway.responses.store import SteadyClock
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
@@ -67,24 +70,13 @@ from semkv_gateway.worth import Worth
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
-_FILES = ("index.html", "app.js", "app.css")
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _CONNECT_S = 10.0
 _CONNECT_SEVERAL_S = 2.0
 _BODIES = 8  # of the largest size may come in at once
-_CRITERIA = ("key", "tag", "model", "partition", "prefix")
 _TO_ALL = (b"access-control-allow-origin", b"*")
-_EXPOSED = ("X-Semkv", "X-Request-Id")  # what pages may read of an answer's headers
-_SECURITY = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+_EXPOSED = ("X-Semkv", "X-Semkv-Hit", "X-Request-Id")  # what pages may read of an answer's headers
 
 
 class App:
@@ -118,7 +110,7 @@ class App:
             await self._operations(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             await self._busy(scope, receive, send)
-        elif path and scope["method"] in ("POST", "OPTIONS") and path in SALTED:
+        elif path and scope["method"] in ("POST", "OPTIONS") and path in (*SALTED, FEEDBACK):
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
             await self._otherwise(scope, receive, send)
@@ -168,10 +160,7 @@ class App:
             if not self.gateway.stopping.is_set():
                 raise  # otherwise the server cancelled it at its stop, and has logged that
         finally:
-            outcome = seen.outcome
-            # Names of no model, and keys that are refused, would fill the tables.
-            if outcome.kind and seen.status == 200:
-                self.gateway.metrics.live.ended(outcome.model, outcome.tenant, outcome.kind)
+            self.gateway.ended(seen)
             if self.gateway.settings.access_log:
                 seen.log()
             if tracing is not None:
@@ -200,6 +189,8 @@ class App:
         await (sending if answer.stream is None else http.unless_gone(sending, receive))
 
     async def _answer(self, call: Call, receive: Receive) -> Answer:
+        if call.scope["path"] == FEEDBACK and call.scope["method"] == "POST":
+            return await self.gateway.hear(call)
         if call.scope["path"] not in ROUTES or call.scope["method"] != "POST":
             return await self.gateway.forward(call, receive, "route")
         try:
@@ -284,7 +275,11 @@ def gateway_of(
     rules = Rules.of(settings)
     sampling = Sampling.of(settings)
     prices = Prices([parse_price(price) for price in settings.prices])
-    metrics = Metrics(workers)
+    given = read_names(settings.tenant_names) if settings.tenant_names else {}
+    make_cache_folder(settings.cache_dir)
+    history = History(settings.cache_dir)
+    metrics = Metrics(workers, history, TenantNames(given, history.names()))
+    history.on_fault = partial(metrics.fault, "worth")
     where = (
         re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
     )  # without a password
@@ -363,67 +358,32 @@ def gateway_of(
 
 # -- operators ----------------------------------------------------------------------------------------------------
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    kind = "authentication_error" if status in (401, 403) else "invalid_request_error"
-    return JSONResponse(http.error_of(status, message, kind), status, headers=_SECURITY)
-
 
 class Operations:
-    """The routes' handlers."""
+    """The routes that need no key; the others are `semkv_dashboard`'s."""
 
     def __init__(self, gateway: Gateway, key: str) -> None:
         self._gateway = gateway
-        self._key = key.encode()
+        self._admin = AdminRoutes(GatewayDesk(gateway), key)
 
     def application(self) -> Starlette:
         """The Starlette application."""
         anybody = {"healthz": self.health, "readyz": self.ready, "metrics": self.metrics}
-        admin = [
-            ("GET", self.stats),
-            ("GET", self.hits),
-            ("POST", self.invalidate),
-            ("POST", self.wrong),
-        ]
         return Starlette(
             routes=[
                 *(Route(f"{at}/{name}", do) for at in ("", _HOME) for name, do in anybody.items()),
-                *(
-                    Route(f"{_HOME}/api/{do.__name__}", partial(self._admin, do), methods=[verb])
-                    for verb, do in admin
-                ),
                 Route(_HOME, self.to_dashboard),
-                Route(f"{_HOME}/", _file),
-                Route(f"{_HOME}/{{name}}", _file),
+                *self._admin.routes(_HOME),
             ],
             exception_handlers=dict.fromkeys((SemkvError, TimeoutError, Exception), self._failed),
         )
 
-    async def _admin(self, handler: Handler, request: Request) -> Response:
-        """Only with the admin key."""
-        if not self._key:
-            return _error(403, "the admin routes are closed: start with SEMKV_ADMIN_KEY set")
-        given = (
-            request.headers.get("authorization", "")
-            .removeprefix("Bearer ")
-            .encode("utf-8", "replace")
-        )
-        if not hmac.compare_digest(given, self._key):
-            return _error(401, "wrong admin key")
-        response = await handler(request)
-        response.headers.update(_SECURITY)
-        return response
-
-    async def _failed(self, _: Request, error: Exception) -> Response:
+    async def _failed(self, _: Request, fault: Exception) -> Response:
         """A store fails, in whatever way."""
-        if isinstance(error, SemkvError | TimeoutError):
-            return _error(503, f"the store does not answer: {error}")
+        if isinstance(fault, SemkvError | TimeoutError):
+            return error(503, f"the store does not answer: {fault}")
         self._gateway.metrics.fault("operators")
-        return _error(503, f"the store failed: {type(error).__name__}")
-
-    # -- open ---------------------------------------------------------------------------------------------------
+        return error(503, f"the store failed: {type(fault).__name__}")
 
     async def health(self, _: Request) -> Response:
         """This process runs."""
@@ -447,71 +407,3 @@ class Operations:
 
     async def to_dashboard(self, request: Request) -> Response:
         return RedirectResponse(request.scope.get("root_path", "") + "/semkv/")
-
-    # -- with the admin key -------------------------------------------------------------------------------------
-
-    async def stats(self, _: Request) -> Response:
-        metrics = self._gateway.metrics
-        figures = await self._gateway.cache.figures(metrics.figures)
-        figures["worth"] = await self._gateway.cache.figures(self._gateway.worth.view)
-        about = {
-            "version": __version__,
-            "workers": metrics.workers,
-            "advice": self._gateway.advice.text,
-            "upstreams": self._gateway.upstreams.view(),
-        }
-        return JSONResponse({**figures, "live": metrics.live.view(), **about})
-
-    async def hits(self, _: Request) -> Response:
-        recent = self._gateway.recent_hits.recent()
-        # An answer may hold half a character, which only escaped JSON can say.
-        shown = await asyncio.to_thread(
-            lambda: json.dumps({"hits": [hit.view() for hit in recent]})
-        )
-        return Response(shown, media_type="application/json")
-
-    async def invalidate(self, request: Request) -> Response:
-        """Body: criteria (at least one; all must hold) and ``dry_run`` (true unless it says false)."""
-        body = await _body(request)
-        given = {name: body[name] for name in _CRITERIA if name in body}
-        unknown = sorted(set(body) - {*_CRITERIA, "dry_run"})
-        if (
-            unknown
-            or not given
-            or not all(isinstance(value, str) and value for value in given.values())
-        ):
-            return _error(
-                400,
-                f"give a JSON object with at least one of {', '.join(_CRITERIA)}, as text, not empty",
-            )
-        dry_run = body.get("dry_run", True)
-        if not isinstance(dry_run, bool):
-            return _error(400, "dry_run must be true or false")
-        count = await self._gateway.cache.invalidate(Selector(**given), dry_run=dry_run)
-        return JSONResponse({"count": count, "dry_run": dry_run})
-
-    async def wrong(self, request: Request) -> Response:
-        """Body: ``id`` of a hit. Its answer is removed; the donor of an approximate one is reported."""
-        number = (await _body(request)).get("id")
-        hit = self._gateway.recent_hits.find(number) if isinstance(number, str) else None
-        if hit is None:
-            answer = _error(404, "no such hit, or it is another worker's: try again")
-            answer.headers["Connection"] = "close"  # the next connection may be another worker's
-            return answer
-        return JSONResponse({"removed": await self._gateway.wrong(hit)})
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in a body; an empty one where there is none."""
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
-
-
-async def _file(request: Request) -> Response:
-    name = request.path_params.get("name", "index.html")
-    if name not in _FILES:
-        return _error(404, "not found")
-    return FileResponse(Path(__file__).parent / "static" / name, headers=_SECURITY)

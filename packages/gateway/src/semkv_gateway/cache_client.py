@@ -370,6 +370,26 @@ class CacheClient:
         if self.semantic is not None and hit_id:
             await self._lookups.run(_ADMIN_S, self.semantic.report_wrong, hit_id)
 
+    async def bar(self, pair: str, donor: str) -> None:
+        """Refuse a donor for a text from now on: see `SemanticCache.bar`."""
+        if self.semantic is not None:
+            await self._lookups.run(_ADMIN_S, self.semantic.bar, pair, donor)
+
+    async def remove(self, key: str, before: float) -> int:
+        """Remove the answer under a key, if it was kept before a time; how many were."""
+        return await self.invalidate(Selector(key=key, before=before), dry_run=False)
+
+    async def drop(self, donor: str) -> None:
+        """Remove a donor."""
+        if self.semantic is not None:
+            await self._lookups.run(_ADMIN_S, partial(self.semantic.invalidate, entry_id=donor))
+
+    async def forget(self, tenant: str, text: str) -> int:
+        """Remove a tenant's donors that ask this; how many."""
+        if self.semantic is None:
+            return 0
+        return await self._lookups.run(_ADMIN_S, self.semantic.forget, tenant, text)
+
     async def invalidate(self, selector: Selector, *, dry_run: bool) -> int:
         """Remove stored answers, or count them."""
         return await self._store.complete(

@@ -15,32 +15,38 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from semkv.tenants import keyed_digest
+from semkv.tiers.checking import pair_of
 from semkv.tiers.matching import PendingEntry
-from semkv.types import ReuseReport
+from semkv.types import Exactness, ReuseReport
+from semkv_dashboard.advice import SAMPLED, Advice
+from semkv_dashboard.feedback import HEADER as HIT
+from semkv_dashboard.feedback import Feedback
+from semkv_dashboard.hit_ids import HitIds, WrongHit
+from semkv_dashboard.recent import Hit, Recent, near_of
 from semkv_gateway import http, strict_json
-from semkv_gateway.advice import SAMPLED, Advice
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
-from semkv_gateway.logs import ONLY
-from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Hit, Metrics, RecentHits
+from semkv_gateway.logs import ONLY, REQUEST_ID, Seen
+from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
 from semkv_gateway.response_cache import Found
-from semkv_gateway.responses.store import Selector
+from semkv_gateway.responses.store import Selector, StoredResponse
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.rules import TAG_DIGITS, Rules
 from semkv_gateway.salts import SALTED, NoPlace, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
-from semkv_gateway.sse import Assembler, NotKeepable, replay, without_usage
+from semkv_gateway.sse import Assembler, NotKeepable, replay, text_of, without_usage
 from semkv_gateway.tenancy import REFUSED, Client, Controls, Tenants, controls_of
 from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.usage import zeroed
@@ -176,13 +182,20 @@ class Gateway:
         self.upstreams = upstreams
         self.cache = cache
         self.metrics = metrics
-        self.recent_hits = RecentHits()
+        self.recent = Recent(text_of)
+        self.names = metrics.names
+        self.feedback = Feedback(
+            HitIds(keyed_digest(secret, "hit:", "")),
+            cache,
+            lambda outcome: metrics.feedback.labels(outcome).inc(),
+            settings.feedback,
+        )
         self.flights = SingleFlight(metrics.fault, metrics.unkept)
         self.pending: list[Pending] = []  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
-        self.advice = Advice(settings)
+        self.advice = Advice(steady=settings.default_temperature is not None)
         count = metrics.documents_settled
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
         self._sampling = sampling
@@ -205,7 +218,7 @@ class Gateway:
         controls = controls_of(call.scope)
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
-        client = self._tenants.client(call.scope)
+        client = self._client(call)
         self.metrics.separated(client.unknown)
         try:
             if len(call.body) > _LARGE:
@@ -237,7 +250,7 @@ class Gateway:
             vanished.outcome = outcome
             raise
         finally:
-            outcome.tenant = client.tenant[:TAG_DIGITS]
+            self._say_who(outcome, client)
             outcome.model = asked.model
         return answer
 
@@ -309,7 +322,40 @@ class Gateway:
             answer = None if judged is None else self._hit(request, judged)
         return answer or self._join_or_memory(request, found)
 
+    async def hear(self, call: Call) -> Answer:
+        """The answer to a client that calls a hit wrong."""
+        client = self._client(call)
+        if not client.believed:
+            return http.error_answer(403, "a tenant is named by a client that is no trusted proxy")
+        shown = client.tenant[:TAG_DIGITS]
+        status, said = await self.feedback.hear(client.tenant, shown, call.body)
+        if status != 200:
+            return http.error_answer(status, said["message"])
+        return Answer(200, [http.JSON], _encode(said).encode())
+
+    def ended(self, seen: Seen) -> None:
+        """Count a request by time, model and tenant, and show operators what was no hit."""
+        outcome = seen.outcome
+        if not outcome.kind:
+            return
+        # Names of no model, and keys that are refused, would fill the tables.
+        failed = seen.status >= 500 or seen.status == 429
+        if seen.status == 200 or failed:
+            kind = "error" if failed else outcome.kind
+            self.metrics.note(f"model {kind}", outcome.model or "-")
+            self.metrics.note(f"tenant {kind}", outcome.tenant or "-")
+        if outcome.kind not in ("hit", JOINED) and seen.method == "POST":
+            self.recent.missed(**seen.row(), **outcome.details())
+
     # -- credentials --------------------------------------------------------------------------------------------
+
+    def _client(self, call: Call) -> Client:
+        """Who sent a request. What a tenant is called is learned at its first request."""
+        client = self._tenants.client(call.scope)
+        if client.tenant and client.tenant not in self.names and client.believed:
+            keys, named = self._tenants.told(call.scope)
+            self.names.learn(client.tenant, keys=keys, named=named)
+        return client
 
     async def _may_read(self, client: Client) -> bool:
         """Whether stored answers may be given."""
@@ -447,8 +493,24 @@ class Gateway:
         self.metrics.request(JOINED if joined else lookup.tier, 200, seconds)
         if joined:
             self.metrics.joins.labels(SIMILAR).inc()
+        number = self._number(lookup, found.response)
+        answer.headers.append((HIT, number.encode()))
         asked = None if lookup.tier == EXACT else request.canonical.request
-        self.recent_hits.add(lookup, found, asked, request.client.tenant[:TAG_DIGITS], seconds)
+        self.recent.hit(
+            None if lookup.tier == EXACT else lookup.report,
+            () if asked is None else asked.segments,
+            number=number,
+            request_id=http.header(request.call.scope, REQUEST_ID),
+            tier=lookup.tier,
+            score=lookup.score,
+            seconds=seconds,
+            age_s=found.age_s,
+            tenant=request.client.tenant[:TAG_DIGITS],
+            key=found.response.key,
+            model=found.response.model,
+            prompt=found.response.prompt,
+            payload=payload,
+        )
         self.worth.hit(lookup, found.response)
         self.holdout.answered(request.canonical, lookup, seconds)
         self._check_soon(request, lookup.report, payload)
@@ -468,6 +530,17 @@ class Gateway:
             payload=lambda: payload,
         )
         return answer
+
+    def _number(self, lookup: Lookup, response: StoredResponse) -> str:
+        """The id of a hit, by which its client may call it wrong."""
+        report = lookup.report
+        donor = pair = ""
+        if report is not None and lookup.donor:
+            donor = lookup.donor
+            is_similar = report.plan.match and report.plan.match.exactness is Exactness.APPROXIMATE
+            pair = pair_of(report.request, donor) if is_similar else ""
+        hit = WrongHit(int(response.created), response.key, donor=donor, pair=pair)
+        return self.feedback.ids.of(response.partition, hit)
 
     def _in_form(self, request: GatewayRequest, payload: bytes, *, verbatim: bool) -> Answer | None:
         """A stored answer in the form the client asked for; None where a stream would lose something. ``verbatim``:
@@ -529,6 +602,7 @@ class Gateway:
             score=lookup.score,
             donor=lookup.donor,
             payload=lambda: flight.payload,
+            details=partial(_details, request.canonical, lookup, flight, why),
         )
         if answer.stream is None:
             request.leave()
@@ -602,7 +676,7 @@ class Gateway:
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        client = self._tenants.client(call.scope)
+        client = self._client(call)
         outcome = Outcome("pass", reason=reason)
         try:
             answer = await self._forward(call, receive, client, outcome)
@@ -612,7 +686,11 @@ class Gateway:
             vanished.outcome = outcome
             raise
         finally:
-            outcome.tenant = client.tenant[:TAG_DIGITS]
+            self._say_who(outcome, client)
+
+    def _say_who(self, outcome: Outcome, client: Client) -> None:
+        outcome.tenant = client.tenant[:TAG_DIGITS]
+        outcome.tenant_name = self.names.of(outcome.tenant)
 
     async def _forward(
         self, call: Call, receive: Receive, client: Client, outcome: Outcome
@@ -819,9 +897,9 @@ class Gateway:
 
     async def wrong(self, hit: Hit) -> int:
         """An operator says that a hit was wrong: its answer goes, and the donor of an approximate one is reported."""
-        if hit.tier != EXACT:
+        if hit.hit_id:
             await self.cache.report_wrong(hit.hit_id)
-        return await self.cache.invalidate(Selector(key=hit.response.key), dry_run=False)
+        return await self.cache.invalidate(Selector(key=hit.key), dry_run=False)
 
     def sizes(self) -> dict[str, dict[str, float]]:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
@@ -847,7 +925,21 @@ class Gateway:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstreams.aclose()
         await asyncio.to_thread(self.worth.close)
+        if self.metrics.history is not None:
+            await asyncio.to_thread(self.metrics.history.close)
         await self.cache.aclose()
+
+
+def _details(
+    canonical: CanonicalRequest, lookup: Lookup, flight: InFlight, why: str
+) -> dict[str, Any]:
+    """What operators are shown of a miss: the question, why its answer was not kept, and what was nearly a hit."""
+    unkept = ""
+    if flight.done and not flight.stored and not why and flight.status == 200:
+        payload = flight.payload or b""
+        reason = canonical.refusal(payload, 200) if 0 < len(payload) <= _LARGE else ""
+        unkept = flight.refused or reason or "too large, broken off, or not stored"
+    return {"prompt": canonical.prompt, "unkept": unkept, "near": near_of(lookup.report)}
 
 
 def _stopped() -> UpstreamError:

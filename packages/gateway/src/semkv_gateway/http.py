@@ -48,7 +48,7 @@ _OF_BODY = frozenset(
 )
 _UTF_8 = frozenset(("", "charset=utf-8", 'charset="utf-8"'))
 _THEIRS = frozenset(
-    (b"content-length", b"x-semkv")
+    (b"content-length", b"x-semkv", b"x-semkv-hit")
 )  # an upstream that is a semkv names its own cache there
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")

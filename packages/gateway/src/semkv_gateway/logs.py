@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 ONLY = "only-if-cached"  # the reason of a 504 that the client asked for
 
-_REQUEST_ID = b"x-request-id"
+REQUEST_ID = b"x-request-id"
 _SAYS = b"x-semkv"  # the header that says where an answer came from
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
@@ -65,11 +65,25 @@ class Seen:
         if answer.outcome is not None:
             self.outcome = answer.outcome
             answer.headers.append((_SAYS, self.outcome.text.encode("latin-1", "replace")))
-        own = b"" if answer.ours else next((v for k, v in answer.headers if k == _REQUEST_ID), b"")
+        own = b"" if answer.ours else next((v for k, v in answer.headers if k == REQUEST_ID), b"")
         if own:
             self.upstream_id = own.decode("latin-1")
         else:
-            answer.headers.append((_REQUEST_ID, self.request_id.encode()))
+            answer.headers.append((REQUEST_ID, self.request_id.encode()))
+
+    def row(self) -> dict[str, Any]:
+        """What operators are shown of it."""
+        return {
+            "request_id": self.request_id,
+            "upstream_id": self.upstream_id[:_SHOWN],
+            "route": self.route[:_SHOWN],
+            "kind": self.outcome.kind,
+            "reason": self.outcome.reason,
+            "model": self.outcome.model[:_SHOWN],
+            "tenant": self.outcome.tenant,
+            "status": self.status,
+            "seconds": time.perf_counter() - self.start,
+        }
 
     def log(self) -> None:
         """Write the line of the access log."""
@@ -79,6 +93,7 @@ class Seen:
             "route": self.route[:_SHOWN],
             "model": self.outcome.model[:_SHOWN],
             "tenant": self.outcome.tenant,
+            "tenant_name": self.outcome.tenant_name,
             "cache": self.outcome.text,
             "upstream_request_id": upstream_id[:_SHOWN],
             "status": self.status or 499,  # as proxies say that the client hung up
@@ -109,6 +124,7 @@ class Seen:
             "semkv.tokens_saved": usage.get("output_tokens") if outcome.kind == "hit" else None,
             "semkv.request.id": self.request_id,
             "semkv.tenant": outcome.tenant,
+            "semkv.tenant.name": outcome.tenant_name,
         }
         return {name: value for name, value in known.items() if value not in ("", None)}
 
@@ -118,11 +134,11 @@ _request_id = ContextVar("semkv_request_id", default="")  # of this task, for li
 
 def begin(scope: Scope) -> Seen:
     """Name the request of this task, and let its headers say so."""
-    given = header(scope, _REQUEST_ID)
+    given = header(scope, REQUEST_ID)
     named = given if _ID.fullmatch(given) else secrets.token_hex(16)
     if named != given:
-        kept = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
-        scope["headers"] = [*kept, (_REQUEST_ID, named.encode())]
+        kept = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
+        scope["headers"] = [*kept, (REQUEST_ID, named.encode())]
     _request_id.set(named)
     return Seen(named, scope["method"], scope["path"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,8 +25,10 @@ class Outcome:
         reordered: whether its documents were sent in another order than they came in.
         zeroed: whether its usage says that nothing was spent.
         tenant: the beginning of the digest of its tenant.
+        tenant_name: what people call that tenant; empty for nothing.
         model: as the client named it; empty where the body was not read.
         payload: reads the whole answer; None until there is one.
+        details: what operators are shown of a miss, once it is over.
     """
 
     kind: str
@@ -41,8 +44,10 @@ class Outcome:
     reordered: bool = False
     zeroed: bool = False
     tenant: str = ""
+    tenant_name: str = ""
     model: str = ""
     payload: Callable[[], bytes | None] = lambda: None
+    details: Callable[[], dict[str, Any]] = dict
 
     @property
     def text(self) -> str:

@@ -16,6 +16,7 @@ from semkv.counting import Tally
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
+from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, StoredResponse
 
 _T = TypeVar("_T")
@@ -523,6 +524,18 @@ class ResponseCache:
             if usage is None
             else sizes | {"response_entries": usage[0], "response_bytes": usage[1]}
         )
+
+    def read(self, key: str) -> StoredResponse | None:
+        """What is stored under a key. Blocks."""
+        return self._ask("get", lambda store: store.get(key), None) or self._memory.get(key)
+
+    def scan(self, after: str, most: int) -> list[tuple[str, StoredResponse]]:
+        """Answers without their payloads after a place, the latest first, each with its own place. Blocks.
+
+        Raises:
+            StoreError: the store cannot list what it has.
+        """
+        return listed(self._store or self._memory, after, most, self._clock())
 
     def close(self) -> None:
         """Stop following invalidations, close the store."""

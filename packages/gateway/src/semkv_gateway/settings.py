@@ -111,6 +111,7 @@ class ServerSettings(LookupConfig):
         stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
         known_fields: A field of request bodies that names nothing which the server holds; may be repeated.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
+        tenant_names: A TOML file of names for tenants, shown to operators; 3fa9c1d2 = "Search team".
         single_tenant: All API keys share responses.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
         reorder_documents: Documents go upstream in the order that its prefix cache most likely holds. `field` is vLLM's
@@ -132,6 +133,7 @@ class ServerSettings(LookupConfig):
         worth_days: Days for which it is kept what was saved.
         hit_usage: original, or zero: the usage of a hit says that nothing was spent.
         holdout: Share of requests that get no near-hit, so that near-hits are measured against them.
+        feedback: Hits that a tenant may call wrong in a minute, so that they are not given again; 0 for none.
     """
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
@@ -158,6 +160,7 @@ class ServerSettings(LookupConfig):
     trusted_proxies: Annotated[
         tuple[str, ...], Parameter(name="--trusted-proxy"), TENANTS, NETWORK
     ] = ()
+    tenant_names: Annotated[Path | None, TENANTS] = None
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     reorder_documents: Annotated[tuple[str, ...], DOCUMENTS] = ()
@@ -177,6 +180,7 @@ class ServerSettings(LookupConfig):
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
     hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"
     holdout: Annotated[float, SHARE, WORTH] = 0.0
+    feedback: Annotated[int, NOT_NEGATIVE] = 10
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:

@@ -119,6 +119,13 @@ class Tenants:
             unknown=tuple(sent.unknown),
         )
 
+    def told(self, scope: Scope) -> tuple[list[str], str]:
+        """By what people may know a client: its keys, and the name that a trusted proxy gave."""
+        headers = (header(scope, name) for name in (b"authorization", b"x-api-key", b"api-key"))
+        keys = [value.removeprefix("Bearer ") for value in headers if value]
+        named = header(scope, b"x-semkv-tenant")
+        return keys, named if named and self._from_proxy(scope) else ""
+
     def tags_of(self, scope: Scope) -> tuple[str, ...]:
         """Labels for the answer, from the ``X-Semkv-Tags`` header of a trusted proxy; none from any other client."""
         given = header(scope, b"x-semkv-tags") if self._trusted else ""

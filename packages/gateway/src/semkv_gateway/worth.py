@@ -14,24 +14,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Gauge
 
-from semkv.account import Account, Sums, TierFigures, Typical, name_of
+from semkv.account import Account, Typical, name_of
 from semkv.errors import StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
-from semkv.stores.worth import OTHERS, Ledger, Saved, today
+from semkv_dashboard.busiest import Busiest
+from semkv_dashboard.worth import worth_of
 from semkv_gateway.cache_client import EXACT, Lookup
-from semkv_gateway.metrics import Busiest, Metrics
+from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.responses.store import StoredResponse
 from semkv_gateway.singleflight import InFlight
 from semkv_gateway.usage import tokens_of
+from semkv_stores.ledger import OTHERS, Ledger, Saved, Sums, TierFigures, today
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ _COUNTED = 200  # pairs of a model and a tenant that are counted by themselves
 _OFTEN = 8  # hits, from which on a pair has labels of its own
 _LABELS = 64  # pairs that have
 _SHOWN_DAYS = 30
-_SHOWN = 20  # models, and as many tenants
-_TAG = 8  # digits of a tenant's digest that operators see
 
 
 class Shares:
@@ -188,6 +187,7 @@ class Worth:
             counts = tier not in report.left_out
             tokens = tokens_of(response.payload)
             self._add(lookup.canonical, tokens, tier, counts=counts)
+            self._used(response.key, lookup.canonical, 1)
             return
         with self._lock:
             hits = self._exact.get(response.key)
@@ -233,6 +233,11 @@ class Worth:
                     tokens = tokens_of(hits.payload)
                     self._tokens[key] = tokens
             self._add(hits.canonical, tokens, EXACT, count=hits.count)
+            self._used(key, hits.canonical, hits.count)
+
+    def _used(self, key: str, canonical: CanonicalRequest, count: int) -> None:
+        if self._metrics.history is not None:
+            self._metrics.history.used(key, canonical.partition, count)
 
     def _add(
         self,
@@ -273,6 +278,8 @@ class Worth:
     def publish(self) -> None:
         """Let the counters have what is new. Blocks."""
         self._add_exact()
+        if self._metrics.history is not None:
+            self._metrics.history.named(self._metrics.names.take())
         with self._lock:
             new, self._new = self._new, {}
         tiers = self._account.take()
@@ -291,7 +298,7 @@ class Worth:
             _add_all(self._unwritten_tiers, tiers)
 
     def _count(self, model: str, tenant: str, worth: Saved) -> None:
-        pair = (model, tenant[:_TAG])
+        pair = (model, self._metrics.names.shown(tenant))
         hits = 0
         for _ in range(min(worth.requests, _OFTEN)):
             hits = self._busiest.add(" ".join(pair), "hits")
@@ -332,27 +339,15 @@ class Worth:
             self._ledger = Ledger(self._folder, days=self._days)
         return self._ledger
 
-    def view(self) -> dict[str, Any] | None:
+    def view(self, days: int = _SHOWN_DAYS) -> dict[str, Any] | None:
         """For the dashboard: what all processes on the directory have saved; None where it cannot be read. Blocks."""
         self.write()
-        days = min(self._days, _SHOWN_DAYS)
         try:
-            ledger = self._opened()
-            tiers = ledger.tiers(days)
-            by = {name: ledger.by(name, days) for name in ("day", "model", "tenant")}
+            shown = worth_of(self._opened(), min(self._days, days))
         except StoreError as error:
             self._fault(error)
             return None
-        tenants = {name[:_TAG]: saved for name, saved in by["tenant"].items()}
-        return {
-            "days": days,
-            "priced": bool(self._prices),
-            "tiers": _as_json(tiers),
-            "asked": self._account.asked_share(),
-            "day": _as_json(by["day"]),
-            "model": _as_json(_first(by["model"])),
-            "tenant": _as_json(_first(tenants)),
-        }
+        return shown | {"priced": bool(self._prices), "asked": self._account.asked_share()}
 
     def close(self) -> None:
         """Write what is left. Blocks."""
@@ -368,17 +363,3 @@ def _add_all(sums: dict[Any, Any], more: Mapping[Any, Sums]) -> None:
         known = key in sums or len(sums) < _WAITING
         place = key if known else (key[0], OTHERS, OTHERS)
         sums.setdefault(place, type(figures)()).add(figures)
-
-
-def _as_json(figures: Mapping[str, Sums]) -> dict[str, dict[str, Any]]:
-    return {name: asdict(sums) for name, sums in figures.items()}
-
-
-def _first(figures: Mapping[str, Saved]) -> dict[str, Saved]:
-    """The first ones, and the sum of all others."""
-    names = [name for name in figures if name != OTHERS][:_SHOWN]
-    found = {name: figures[name] for name in names}
-    rest = Saved()
-    for name in figures.keys() - set(names):
-        rest.add(figures[name])
-    return found | ({OTHERS: rest} if rest != Saved() else {})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from semkv.cache import SemanticCache
 from semkv.keys import Keyed
@@ -16,6 +16,7 @@ from semkv.tiers.matching import Planner
 from semkv.tiers.similar import VISION, SimilarTier
 from semkv.tiers.tier import Candidate, status_of
 from semkv.types import EmbeddingLayer, Entry, Request, Segment
+from semkv_guards import no_veto
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -49,6 +50,10 @@ class BestLayerTier(SimilarTier):
 
 class UnguardedPlanner(Planner):
     """Objects to no words, pixels or typing. The policy alone may refuse a candidate."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.guard = no_veto
 
     def _may_be_typed_so(
         self, own: Sequence[Segment], run: Sequence[Segment], similar: int | None

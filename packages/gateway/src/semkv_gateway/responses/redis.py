@@ -245,6 +245,17 @@ class RedisStore(ResponseStore):
             at = self._db.zscore(self._refusals, name)
         return at is not None and self._clock() - at < REFUSED_S
 
+    def heads(self, first: int, most: int) -> list[tuple[str, bytes | None]]:
+        """Keys and heads of the answers that were used last, from a place on."""
+        with asking():
+            keys = [
+                key.decode() for key in self._db.zrevrange(self._keys[0], first, first + most - 1)
+            ]
+            pipe = self._db.pipeline(transaction=False)
+            for key in keys:
+                pipe.hget(self._answer + key, "head")
+            return list(zip(keys, pipe.execute(), strict=True))
+
     def usage(self) -> tuple[int, int]:
         with asking():
             return int(self._db.zcard(self._keys[0])), int(self._db.get(self._keys[2]) or 0)

@@ -325,6 +325,11 @@ class MemoryStore(ResponseStore):
         with self._lock:
             return len(self._entries), self._bytes
 
+    def held(self) -> list[StoredResponse]:
+        """All of them."""
+        with self._lock:
+            return [response for response, _ in self._entries.values()]
+
     def close(self) -> None:
         with self._lock:
             self._entries.clear()

@@ -6,8 +6,6 @@ import logging
 from collections import Counter
 from typing import Final
 
-from semkv_gateway.settings import ServerSettings
-
 log = logging.getLogger(__name__)
 
 SAMPLED = "sampled"
@@ -35,11 +33,17 @@ _OTHER: Final = "docs/serving.md says what this reason means"
 
 
 class Advice:
-    """Looks at every twenty requests. Used only on the event loop."""
+    """Looks at every twenty requests. Used only on the event loop.
 
-    def __init__(self, settings: ServerSettings) -> None:
-        steady = settings.default_temperature is not None
-        self._remedies = {**_REMEDIES, SAMPLED: _STILL_SAMPLED if steady else _SAMPLED}
+    Args:
+        steady: whether requests that leave the temperature open are given one.
+    """
+
+    def __init__(self, *, steady: bool) -> None:
+        self._remedies = {
+            **_REMEDIES,
+            SAMPLED: _STILL_SAMPLED if steady else _SAMPLED,
+        }
         self._reasons: Counter[str] = Counter()
         self._said: set[str] = set()
         self.text = ""  # for the dashboard; empty where most requests can be kept

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+from typing import Self
 
-from semkv.account import Sums, TierFigures
 from semkv_stores.database import Database, Schema
 
 FILE = "worth.sqlite"
@@ -23,6 +23,43 @@ OTHERS = "others"
 _MOST = 1000  # pairs of a model and a tenant, and as many tiers, of one day
 _DAY_S = 86_400
 _WAIT_S = 2.0  # for other processes that write
+
+
+@dataclass(slots=True)
+class Sums:
+    """Figures that are added up."""
+
+    def add(self, other: Self) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def less(self, other: Self) -> Self:
+        """What is new since those others."""
+        changed = {
+            item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(self)
+        }
+        return replace(self, **changed)
+
+
+@dataclass(slots=True)
+class TierFigures(Sums):
+    """The account of one tier.
+
+    Attributes:
+        asked: lookups.
+        hits: requests that it served.
+        spent_s: seconds that its lookups took.
+        saved_s: seconds that its hits saved.
+        left_out: requests for which ``auto`` did not ask it, or would not have.
+        lost_hits: hits among those that ``auto`` would not have asked for.
+    """
+
+    asked: int = 0
+    hits: int = 0
+    spent_s: float = 0.0
+    saved_s: float = 0.0
+    left_out: int = 0
+    lost_hits: int = 0
 
 
 @dataclass(slots=True)
@@ -52,9 +89,17 @@ class Saved(Sums):
 class _Table:
     """A table of sums by day and by some texts, with its statements."""
 
-    def __init__(self, name: str, keys: Sequence[str], kind: type[Sums]) -> None:
+    def __init__(
+        self,
+        name: str,
+        keys: Sequence[str],
+        kind: type[Sums],
+    ) -> None:
         columns = [item.name for item in fields(kind)]
-        types = {"int": "INTEGER", "float": "REAL"}
+        types = {
+            "int": "INTEGER",
+            "float": "REAL",
+        }
         texts = [f"{key} TEXT NOT NULL" for key in keys]
         sums = [f"{item.name} {types[str(item.type)]} NOT NULL" for item in fields(kind)]
         made = ", ".join(("day INTEGER NOT NULL", *texts, *sums))
@@ -70,7 +115,11 @@ class _Table:
         self.forget = f"DELETE FROM {name} WHERE day<=?"  # noqa: S608
         self._sums = ", ".join(f"SUM({column})" for column in columns)
 
-    def sums(self, key: str, where: str) -> str:
+    def sums(
+        self,
+        key: str,
+        where: str,
+    ) -> str:
         """The statement that adds up the rows after a day, by one key."""
         return (
             f"SELECT {key}, {self._sums} FROM {self.name} "  # noqa: S608
@@ -85,6 +134,7 @@ SCHEMA = Schema(
     tables=_TIERS.create + _SAVED.create,
     version=1,
     file=FILE,
+    first="tiers",
     probes=(_TIERS.count.replace("?", "0"), _SAVED.count.replace("?", "0")),
 )
 
@@ -106,7 +156,13 @@ class Ledger:
         StoreError: the file cannot be opened.
     """
 
-    def __init__(self, cache_dir: Path, *, days: int = 90, replace: bool = True) -> None:
+    def __init__(
+        self,
+        cache_dir: Path,
+        *,
+        days: int = 90,
+        replace: bool = True,
+    ) -> None:
         self._days = days
         self._database = Database(
             cache_dir / FILE,
@@ -145,7 +201,12 @@ class Ledger:
         rows = self._database.rows(_TIERS.sums("tier", ""), today() - days)
         return {tier: TierFigures(*sums) for tier, *sums in rows}
 
-    def by(self, name: str, days: int, tenants: Sequence[str] | None = None) -> dict[str, Saved]:
+    def by(
+        self,
+        name: str,
+        days: int,
+        tenants: Sequence[str] | None = None,
+    ) -> dict[str, Saved]:
         """The latest days by ``day``, ``model`` or ``tenant``; of some tenants, or of all. Days are as ``2026-11-28``,
         the latest first; models and tenants come by what they saved."""
         marks = ", ".join("?" for _ in tenants or ())
@@ -156,11 +217,21 @@ class Ledger:
             return {_date(day): saved for day, saved in reversed(found)}
         return dict(sorted(found, key=lambda row: -row[1].requests))
 
+    def names(self) -> dict[str, str]:
+        """What tenants are called, where a gateway has noted it in the file."""
+        there = self._database.rows("SELECT 1 FROM sqlite_master WHERE name='names'")
+        return dict(self._database.rows("SELECT tenant, name FROM names")) if there else {}
+
     def close(self) -> None:
         self._database.close()
 
 
-def _add(db: sqlite3.Connection, table: _Table, key: tuple[object, ...], sums: Sums) -> None:
+def _add(
+    db: sqlite3.Connection,
+    table: _Table,
+    key: tuple[object, ...],
+    sums: Sums,
+) -> None:
     day, *names = key
     if not db.execute(table.find, key).fetchone():
         ((count,),) = db.execute(table.count, (day,)).fetchall()
