@@ -16,7 +16,6 @@ from semkv.tiers.matching import Planner
 from semkv.tiers.similar import VISION, SimilarTier
 from semkv.tiers.tier import Candidate, status_of
 from semkv.types import EmbeddingLayer, Entry, Request, Segment
-from semkv_guards import no_veto
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -53,7 +52,7 @@ class UnguardedPlanner(Planner):
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **fields)
-        self.guard = no_veto
+        self.guard = lambda _own, _donor: None
 
     def _may_be_typed_so(
         self, own: Sequence[Segment], run: Sequence[Segment], similar: int | None
