@@ -48,7 +48,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import misspelled, spelling, unread, veto, wording
+from semkv_guards import Guard, misspelled, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -105,7 +105,7 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
-        self.guard = veto if config.guards else unread
+        self.guard: Guard = veto if config.guards else unread
         self._judges = config.judges
         self._compare_images = config.guards and config.scope is Scope.MEDIA
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
