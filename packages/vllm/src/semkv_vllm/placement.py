@@ -308,9 +308,8 @@ def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     """vLLM's numbers of the slots of some tokens."""
     places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
     blocks: np.ndarray = np.asarray(load.blocks)
-    first: np.ndarray = blocks[places // block] * block
-    slots: np.ndarray = first + places % block
-    return slots
+    numbers: np.ndarray = blocks[places // block] * block + places % block
+    return numbers
 
 
 def moves_of(loads: Sequence[Load], block: int) -> Moves:

@@ -111,9 +111,15 @@ def key_positions(context: Any) -> dict[bytes, int]:
 # ---------------------------------------------------------------------- the scheduler's half
 
 
+def _jobs_of(half: Any) -> dict[int, Any]:
+    """All transfers that are under way, by their numbers."""
+    jobs: dict[int, Any] = half._jobs
+    return jobs
+
+
 def keys_being_stored(half: Any) -> set[bytes]:
     """What is on its way from the GPU to host memory."""
-    return {key for job in half._jobs.values() if job.is_store for key in job.keys}
+    return {key for job in _jobs_of(half).values() if job.is_store for key in job.keys}
 
 
 def state_of(half: Any, request: str) -> Any:
@@ -123,7 +129,8 @@ def state_of(half: Any, request: str) -> Any:
 
 def is_loading(half: Any, request: str) -> bool:
     """Whether something is on its way to a request's blocks."""
-    return any(not half._jobs[job].is_store for job in state_of(half, request).transfer_jobs)
+    jobs = _jobs_of(half)
+    return any(not jobs[job].is_store for job in state_of(half, request).transfer_jobs)
 
 
 def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
