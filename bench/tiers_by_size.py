@@ -37,6 +37,7 @@ from models import learn_words, write_shape
 PLAIN, CONNECTORS = "without", "connectors"
 START_LIMIT_S, LIMIT_S = 240, 60  # of a start and of one command
 START_S = 60.0  # no shape begins later before the end
+NEW_ARMS = 3  # that ask about a new image
 MOST, LEAST, ROW_S = 5, 3, 4.0  # repeats of a row: so many, or fewer where they take longer
 TOPICS = "harbor bridge garden museum railway library market stadium".split()
 WORDS = (
@@ -141,7 +142,6 @@ class Pictures:
     def __init__(self, folder: Path, side: int) -> None:
         self.folder = folder / str(side)
         self.folder.mkdir()
-        self.side = side
         image = scene(side, "donor")
         self.donor = self._saved("donor", image, 90)
         self.copies = [self._saved(f"copy{turn}", image, 84 - turn) for turn in range(MOST)]
@@ -149,14 +149,15 @@ class Pictures:
             self._saved(f"changed{turn}", with_a_thing_more(image, turn), 90)
             for turn in range(MOST)
         ]
-
-    def new(self, turn: int, arm: int) -> str:
-        return self._saved(f"new{turn}-{arm}", scene(self.side, (turn, arm)), 90)
+        self.new = {
+            (turn, arm): self._saved(f"new{turn}-{arm}", scene(side, (turn, arm)), 90)
+            for turn in range(MOST)
+            for arm in range(NEW_ARMS)
+        }
 
     def _saved(self, name: str, image: Any, quality: int) -> str:
         file = self.folder / f"{name}.jpg"
-        if not file.exists():
-            image.save(file, quality=quality)
+        image.save(file, quality=quality)
         return str(file)
 
 
@@ -233,7 +234,7 @@ def rows_of_pictures(pictures: Pictures) -> Iterator[Row]:
     yield row("another text before the image", True, (CONNECTORS,), *systems)
     arms = (PLAIN, CONNECTORS, "vision")
     new = [
-        [of_picture(pictures.new(turn, arm), about(turn)) for arm in range(len(arms))]
+        [of_picture(pictures.new[turn, arm], about(turn)) for arm in range(len(arms))]
         for turn in turns
     ]
     yield Row("a new image", True, arms, new)
@@ -549,18 +550,23 @@ def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return found | {"count": len(answers), "answers": answers}
 
 
-def measured(name: str, options: argparse.Namespace, write: Any) -> dict[str, Any]:
-    """All rows of one shape; ``write`` is called after each."""
+def measured(
+    name: str, options: argparse.Namespace, drawn: dict[int, Pictures], write: Any
+) -> dict[str, Any]:
+    """All rows of one shape; ``write`` is called after each. Pictures are ``drawn`` by size when they are missing,
+    while the engines start."""
     found: dict[str, Any] = {"shape": name, "rows": []}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
         model = Model(name, options, scratch)
         try:
-            pictures = [Pictures(scratch, side) for side in model.size.sides]
+            for side in model.size.sides:
+                if side not in drawn:
+                    drawn[side] = Pictures(options.pictures, side)
             model.wait()
             found["engines"] = model.facts
             write(found)
-            for size, donors, rows in inputs(model.size, pictures):
+            for size, donors, rows in inputs(model.size, drawn):
                 model.teach(donors)
                 for row in rows:
                     found["rows"].append(size | model.measure(row))
@@ -577,10 +583,11 @@ def measured(name: str, options: argparse.Namespace, write: Any) -> dict[str, An
 
 
 def inputs(
-    size: Size, pictures: list[Pictures]
+    size: Size, drawn: Mapping[int, Pictures]
 ) -> Iterator[tuple[dict[str, int], list[Segments], Iterator[Row]]]:
     """Pictures and texts by size, the sizes that matter most first."""
-    for side, own in sorted(zip(size.sides, pictures, strict=True), key=lambda p: p[0] != 1024):
+    for side in sorted(size.sides, key=lambda pixels: pixels != 1024):
+        own = drawn[side]
         yield {"pixels": side}, donors_of_pictures(own), rows_of_pictures(own)
     for tokens in sorted(size.texts, key=lambda count: count != 8000):
         yield {"tokens": tokens}, donors_of_text(tokens), rows_of_text(tokens)
@@ -635,11 +642,14 @@ def main() -> None:
     def write(found: dict[str, Any]) -> None:
         write_json(options.out, result | {"shapes": [*result["shapes"], found]})
 
-    for name in ["tiny"] if options.tiny else options.shapes:
-        if time.monotonic() + START_S < options.deadline:
-            found = measured(name, options, write)
-            write(found)
-            result["shapes"].append(found)
+    drawn: dict[int, Pictures] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        options.pictures = Path(folder)
+        for name in ["tiny"] if options.tiny else options.shapes:
+            if time.monotonic() + START_S < options.deadline:
+                found = measured(name, options, drawn, write)
+                write(found)
+                result["shapes"].append(found)
     print(table(result))
 
 

@@ -358,7 +358,7 @@ def test_an_encoder_that_hangs_costs_a_while_and_no_answer(
         assert pair.post(ONE, headers=headers).headers["x-semkv"].startswith("hit tier=exact")
         recorded(pair)
     late = semantic.stats().faults.get("semantic_text", 0) - faults.get("semantic_text", 0)
-    assert late >= 2
+    assert late >= 1
     monkeypatch.setattr(timed, "_closed_until", 0.0)
     wait_until(lambda: timed._began is None)
     reworded_again = OTHER.replace("?", ", please?")
