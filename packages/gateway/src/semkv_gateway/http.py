@@ -317,7 +317,9 @@ class HttpUpstream:
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_CONNECT_S, sock_read=_READ_S
+            total=None,
+            sock_connect=_CONNECT_S,
+            sock_read=_READ_S,
         )
         self._session: aiohttp.ClientSession | None = None
 
