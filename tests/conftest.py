@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import hypothesis
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 import tiny_models
 import vllm_forks
@@ -41,26 +40,14 @@ httpx._transports.default.create_ssl_context = functools.cache(
 vllm_forks.prepare()  # one for all workers
 vllm_forks.be_plain()
 
-ENGINES = ("test_connectors", "test_contamination", "test_engine_vllm", "test_lora", "test_matrix")
-"""Files that import vLLM in this process: one worker takes all. The others fork one that has it imported."""
-
 LONGEST = (
-    "test_kv_load", "test_docs", "test_semantic", "test_server_vllm", "test_sweep", "test_families",
-    "test_store_safety", "test_server_attacks", "test_near_repeats", "test_kv_kinds", "test_gateway_redis",
-    "test_frameworks", "test_notebook", "test_server_hard", "test_demo", "test_serve", "test_html_report",
+    "test_connectors", "test_matrix", "test_kv_load", "test_docs", "test_semantic", "test_server_vllm", "test_sweep",
+    "test_families", "test_store_safety", "test_server_attacks", "test_near_repeats", "test_kv_kinds",
+    "test_gateway_redis", "test_positions", "test_engine_vllm", "test_contamination", "test_frameworks",
+    "test_notebook", "test_lora", "test_server_hard", "test_demo", "test_serve", "test_html_report",
     "test_shared_directory",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
-
-
-def group_of(path: Path) -> str:
-    """A worker takes a whole file, so that its fixtures are made once, or all files with engines."""
-    return "engines" if path.stem in ENGINES else path.stem
-
-
-class Groups(LoadScopeScheduling):
-    def _split_scope(self, nodeid: str) -> str:
-        return group_of(self.config.rootpath / nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -71,15 +58,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
             spec.python = shlex.quote(str(vllm_forks.prepare() / "python"))
 
 
-# A scheduler of our own: pytest-xdist 3.8 cannot write groups into the node ids of pytest 9.2.
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
-    return Groups(config, log)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest come first; without vLLM, what needs it is skipped."""
-    rank = {group: number for number, group in enumerate(("engines", *LONGEST))}
-    items.sort(key=lambda item: rank.get(group_of(item.path), len(rank)))
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("engine"):

@@ -16,7 +16,6 @@ from semkv_guards import veto
 from semkv_lab import caches, semantic
 from semkv_lab.caches import play
 from semkv_lab.labels import KINDS, Asked, Pair
-from semkv_lab.semantic import CONVERSATIONS
 from semkv_lab.settings import SemanticFlags
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
@@ -25,7 +24,8 @@ PEERS = {"gptcache": ("gptcache", "faiss", "sqlalchemy"), "redisvl": ("redisvl",
 
 @pytest.fixture
 def _few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 60th row and every trap that passes; of small files every eighth row."""
+    """Every 60th row and every trap that passes; of small files every eighth row. Fewer conversations."""
+    monkeypatch.setattr(semantic, "CONVERSATIONS", 40)
     folder = tmp_path / "bench" / "data"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,9 @@ def test_every_cache_on_every_part(tmp_path: Path) -> None:
         pairs["semkv fixed 0.92"]["different that hit"]["share"]
         < pairs["cosine 0.92"]["different that hit"]["share"]
     )
-    assert found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == CONVERSATIONS - 1
+    assert (
+        found["turns"]["cosine 0.92"]["reworded last turns"]["wrong"] == semantic.CONVERSATIONS - 1
+    )
     semkv = found["turns"]["semkv fixed 0.92"]
     assert (semkv["equal last turns"]["hits"], semkv["reworded last turns"]["wrong"]) == (0, 0)
     for result in found["streams"].values():

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -128,9 +129,17 @@ class CacheClient:
         self._tag_rules = tag_rules
         self._least_cosine = least_cosine
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
-        self._lookups = Pool("semkv-lookup", threads=2, queued=_LOOKUPS, nice=_NICE)
+        self._lookups = Pool(
+            "semkv-lookup",
+            threads=2,
+            queued=_LOOKUPS,
+            nice=_NICE,
+        )
         self._records = Pool(
-            "semkv-record", threads=1, queued=_LOOKUPS, nice=_NICE
+            "semkv-record",
+            threads=1,
+            queued=_LOOKUPS,
+            nice=_NICE,
         )  # no lookup waits behind a record
         self._running: dict[str, Running] = {}  # that may be shared
         self._waited_for: set[Running] = set()
@@ -491,6 +500,9 @@ class Pool(ThreadPoolExecutor):
     def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
         super().__init__(threads, thread_name_prefix=name, initializer=partial(set_niceness, nice))
         self._most_queued = queued
+        self._begun = 0
+        self._started = 0
+        self._counting = threading.Lock()
 
     async def run(
         self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
@@ -511,10 +523,25 @@ class Pool(ThreadPoolExecutor):
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has begun."""
-        return self._work_queue.qsize()
+        """Jobs that no thread has begun, dropped ones included: they stay in the queue until a thread takes them."""
+        return self._started - self._begun
 
     def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
-        if self.waiting >= self._most_queued:
-            raise TimeoutError("too much is waiting")
-        return asyncio.wrap_future(self.submit(work))
+        with self._counting:
+            if self.waiting >= self._most_queued:
+                raise TimeoutError("too much is waiting")
+            self._started += 1
+        job: Future[_T] = Future()
+        self.submit(self._do, job, work)
+        return asyncio.wrap_future(job)
+
+    def _do(self, job: Future[_T], work: Callable[[], _T]) -> None:
+        """Do the work of a job in a thread, unless it was dropped meanwhile."""
+        with self._counting:
+            self._begun += 1
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            job.set_result(work())
+        except BaseException as error:
+            job.set_exception(error)

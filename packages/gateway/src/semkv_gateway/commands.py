@@ -200,7 +200,11 @@ async def _send_all(
         headers["Cache-Control"] = "no-cache, no-store"
     pool = aiohttp.TCPConnector(limit=_AT_ONCE)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-    async with aiohttp.ClientSession(headers=headers, connector=pool, timeout=timeout) as session:
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=pool,
+        timeout=timeout,
+    ) as session:
 
         async def send(path: str, body: dict[str, Any]) -> str:
             """The header ``X-Semkv`` of the answer. The gateway sends it before it knows whether the answer can be

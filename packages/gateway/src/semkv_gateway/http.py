@@ -349,7 +349,11 @@ class HttpUpstream:
     def __init__(self, url: str, *, connect_s: float) -> None:
         self._base = url.rstrip("/")
         self.name = self._base.partition("://")[2]
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=_READ_S)
+        self._timeout = aiohttp.ClientTimeout(
+            total=None,
+            sock_connect=connect_s,
+            sock_read=_READ_S,
+        )
         self._session: aiohttp.ClientSession | None = None
 
     def _client(self) -> aiohttp.ClientSession:

@@ -41,7 +41,7 @@ from semkv_gateway.settings import ServerSettings, admin_key, secret_of
 
 log = logging.getLogger(__name__)
 
-_ENDING_S = 5  # for open requests to end once the gateway has told them to
+_ENDING_S = 5  # for open requests to end once the gateway has asked them to
 _BEAT_S = 1  # between two signs of life of a worker's event loop
 _SILENT = 60  # looks for one, two a second, that find none until a worker is replaced
 _UNREAD_S = 30  # in which a client reads `_UNREAD_BYTES` of what waits for it, or is cut
@@ -100,9 +100,15 @@ class Protocol(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._unset_keepalive_if_required()  # uvicorn's own leaves it, and with it all of this, after a reset
+        self._end_timer()  # uvicorn leaves it, and with it all of this, after a reset
         self._look_no_more()
         super().connection_lost(exc)
+
+    def _end_timer(self) -> None:
+        """End the wait for a request's head, or for the next request."""
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -184,7 +190,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return
-        self._unset_keepalive_if_required()
+        self._end_timer()
         if self._beyond and len(self.connections) > self.most:
             self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()

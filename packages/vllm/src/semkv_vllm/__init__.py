@@ -58,11 +58,13 @@ def register() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-    if KV_CONNECTOR not in KVConnectorFactory._registry:
+    try:
         KVConnectorFactory.register_connector(KV_CONNECTOR, KV_MODULE, KV_CONNECTOR)
-        ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
-        OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
-        SecondaryTierFactory.register_tier(TIER, "semkv_vllm.tier", "SemKVTier")
+    except ValueError:  # vLLM knows the name already
+        return
+    ECConnectorFactory.register_connector(EC_CONNECTOR, EC_MODULE, EC_CONNECTOR)
+    OffloadingSpecFactory.register_spec(SPEC, SPEC_MODULE, SPEC)
+    SecondaryTierFactory.register_tier(TIER, "semkv_vllm.tier", "SemKVTier")
 
 
 def _too_old() -> str | None:

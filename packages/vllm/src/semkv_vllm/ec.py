@@ -393,6 +393,7 @@ class SemECConnector(ECConnectorBase):
             log.warning("semkv: no encoder outputs are kept: %s", error)
         self.scheduler_half: ECScheduler | None = None
         self.worker_half: ECWorker | None = None
+        self._step: SemECMetadata | None = None
         if role != ECConnectorRole.SCHEDULER:
             from vllm.distributed.parallel_state import get_tp_group
             from vllm.platforms import current_platform
@@ -459,16 +460,24 @@ class SemECConnector(ECConnectorBase):
 
     # ------------------------------------------------------------------ worker half
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        is_ours = isinstance(connector_metadata, SemECMetadata)
+        self._step = connector_metadata if is_ours else None
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._step = None
+
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        step = self._connector_metadata
-        if self.worker_half is not None and isinstance(step, SemECMetadata):
-            self.worker_half.load(step, encoder_cache)
+        if self.worker_half is not None and self._step is not None:
+            self.worker_half.load(self._step, encoder_cache)
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
-        step = self._connector_metadata
-        if self.worker_half is not None and self.is_producer and isinstance(step, SemECMetadata):
+        step = self._step
+        if self.worker_half is not None and self.is_producer and step is not None:
             self._try(None, self.worker_half.save, step, encoder_cache, mm_hash)
 
     def shutdown(self) -> None:

@@ -53,7 +53,12 @@ def open_store(
     if is_redis(where):
         from semkv_gateway.responses.redis import RedisStore
 
-        return RedisStore(where, max_bytes=max_bytes, timeout_s=timeout_s, clock=clock)
+        return RedisStore(
+            where,
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+            clock=clock,
+        )
     if plug.is_path(where):
         own = plug.require(
             "--store", plug.load("--store", where, default, max_bytes), ResponseStore, where
@@ -65,7 +70,12 @@ def open_store(
     from semkv_gateway.responses.sqlite import SqliteStore
 
     file = Path(where) if where else default
-    return SqliteStore(file, max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes, clock=clock)
+    return SqliteStore(
+        file,
+        max_bytes=max_bytes,
+        max_tenant_bytes=max_tenant_bytes,
+        clock=clock,
+    )
 
 
 class _Guarded:

@@ -108,7 +108,11 @@ class SqliteStore(ResponseStore):
         ] = {}  # bytes that a tenant may write until they are counted again
         self._clock = clock
         self.database = Database(
-            path, schema=SCHEMA, timeout_s=timeout_s, raises_store_error=True, replace=replace
+            path,
+            schema=SCHEMA,
+            timeout_s=timeout_s,
+            raises_store_error=True,
+            replace=replace,
         )
 
     def get(self, key: str) -> StoredResponse | None:

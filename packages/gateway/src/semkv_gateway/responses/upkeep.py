@@ -27,7 +27,12 @@ class Answers:
 
     def __init__(self, cache_dir: Path) -> None:
         file = cache_dir / CATALOG
-        self._store = SqliteStore(file, max_bytes=_ALL, timeout_s=_WAIT_S, replace=False)
+        self._store = SqliteStore(
+            file,
+            max_bytes=_ALL,
+            timeout_s=_WAIT_S,
+            replace=False,
+        )
         self._had_gateway = (cache_dir / "secret").exists()
 
     def usage(self, tenants: Sequence[str] | None = None) -> Iterator[StoreUse]:
