@@ -367,6 +367,25 @@ def test_nothing_is_appended_where_nobody_looks(
     assert cold.serves(0, 50) == 0
 
 
+def test_what_is_purged_between_its_put_and_its_record_leaves_no_object(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_log, "_PART_BLOCKS", 2)
+    one = Replica(tmp_path / "one", url)
+    assert one.share()
+    for first in range(6):
+        one.save(first, owner="ab"[first % 2])
+    assert one.follower.uploads.step()
+    assert len(objects(url)) == 6
+    one.store.purge("a")
+    assert one.share()
+    one.settle()
+    assert len(objects(url)) == 3
+    other = Replica(tmp_path / "other", url)
+    assert other.share()
+    assert other.serves(0, 6) == 3
+
+
 def test_directories_append_at_once(tmp_path: Path, any_url: str) -> None:
     replicas = [Replica(tmp_path / str(number), any_url) for number in range(4)]
 
@@ -649,7 +668,7 @@ def test_a_disk_process_shares_fetches_and_keeps(tmp_path: Path, url: str) -> No
 
 @pytest.mark.parametrize("kind", [KVSettings, ECSettings])
 def test_a_wrong_bucket_is_an_error_at_load(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for right_url in ("", "s3://name", "s3://name/a/b", "gs://n/x", "az://c/d", "file:///a/b c"):
+    for right_url in ("", "s3://name", "s3://name/a/b", "gs://n/x", "az://c/d", "file:///a/b c/"):
         assert kind(bucket=right_url).bucket == right_url
     assert kind().follower() is None
     assert kind(bucket="s3://a", bucket_age_s=5).follower() == {
@@ -657,7 +676,7 @@ def test_a_wrong_bucket_is_an_error_at_load(kind: Any, monkeypatch: pytest.Monke
         "max_bytes": BUCKET_MAX_BYTES,
         "max_age_s": 5.0,
     }
-    wrong = "name s3:// s3:///a ftp://a/b http://a/b memory:/// file://a/b file:/// file:///../a s3://u:p@a/b s3://a?b=c s3://a#b s3://a:80/b"  # noqa: E501
+    wrong = "name s3:// s3:///a ftp://a/b http://a/b memory:/// file://a/b file:/// file:///../a s3://u:p@a/b s3://a?b=c s3://a#b s3://a:80/b s3://a/.. s3://a//b file:///a/.. file:///a%2f../b"  # noqa: E501
     for text in wrong.split():
         with pytest.raises(ConfigError) as raised:
             kind(bucket=text)

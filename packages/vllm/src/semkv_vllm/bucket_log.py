@@ -498,11 +498,10 @@ class Follower:
         files = self.uploads.waiting()[:_MOST_FILES]
         if not files:
             return None
-        found = self._write(lambda db: bucket_index.described(db, files, time.time()))
-        still = {file_name(file.number) for file in found}
-        vanished = [file for file in files if file not in still]  # evicted or purged meanwhile
-        self.uploads.forget(vanished)
-        self._delete_objects(map(number_of, vanished))
+        settled = self._write(lambda db: bucket_index.settled(db, files))
+        self.uploads.forget(settled)
+        self._delete_objects(number_of(file) for file, has in settled.items() if not has)
+        found = self._write(lambda db: bucket_index.described(db, files, time.time(), _PART_BLOCKS))
         return _Own(Record(nonce=secrets.token_bytes(16), adds=found)) if found else None
 
     def _make_room(self) -> None:
