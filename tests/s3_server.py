@@ -50,6 +50,11 @@ class S3Server:
         httpx.put(f"{self.url}/blocks").raise_for_status()
         return self
 
+    @property
+    def pid(self) -> int:
+        """Of its process group."""
+        return self._process.pid
+
     def _answers(self) -> bool:
         assert self._process.poll() is None, "the S3 server has ended"
         try:

@@ -25,7 +25,7 @@ from obstore.store import LocalStore, from_url
 
 from block_helpers import LAYOUT, ROW, keys, open_store, right, served, value
 from bucket_helpers import Replica
-from kv_engines import SKIP, CachedEngine, in_child
+from kv_engines import NOTHING, SKIP, CachedEngine, in_child
 from s3_server import UV, S3Server
 from semkv.stores import maintenance
 from semkv_stores.blocks import BlockStore, Bounds
@@ -367,6 +367,25 @@ def test_nothing_is_appended_where_nobody_looks(
     assert cold.serves(0, 50) == 0
 
 
+def test_what_is_purged_between_its_put_and_its_record_leaves_no_object(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_log, "_PART_BLOCKS", 2)
+    one = Replica(tmp_path / "one", url)
+    assert one.share()
+    for first in range(6):
+        one.save(first, owner="ab"[first % 2])
+    assert one.follower.uploads.step()
+    assert len(objects(url)) == 6
+    one.store.purge("a")
+    assert one.share()
+    one.settle()
+    assert len(objects(url)) == 3
+    other = Replica(tmp_path / "other", url)
+    assert other.share()
+    assert other.serves(0, 6) == 3
+
+
 def test_directories_append_at_once(tmp_path: Path, any_url: str) -> None:
     replicas = [Replica(tmp_path / str(number), any_url) for number in range(4)]
 
@@ -535,7 +554,6 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}]
 import obstore
 from bucket_helpers import Replica
-from kv_engines import SKIP, CachedEngine, in_child
 put, numbers = obstore.put, itertools.count(1)
 def dies(*args, **fields):
     last = next(numbers) == int(sys.argv[3])
@@ -650,7 +668,7 @@ def test_a_disk_process_shares_fetches_and_keeps(tmp_path: Path, url: str) -> No
 
 @pytest.mark.parametrize("kind", [KVSettings, ECSettings])
 def test_a_wrong_bucket_is_an_error_at_load(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for right_url in ("", "s3://name", "s3://name/a/b", "gs://n/x", "az://c/d", "file:///a/b c"):
+    for right_url in ("", "s3://name", "s3://name/a/b", "gs://n/x", "az://c/d", "file:///a/b c/"):
         assert kind(bucket=right_url).bucket == right_url
     assert kind().follower() is None
     assert kind(bucket="s3://a", bucket_age_s=5).follower() == {
@@ -658,7 +676,7 @@ def test_a_wrong_bucket_is_an_error_at_load(kind: Any, monkeypatch: pytest.Monke
         "max_bytes": BUCKET_MAX_BYTES,
         "max_age_s": 5.0,
     }
-    wrong = "name s3:// s3:///a ftp://a/b http://a/b memory:/// file://a/b file:/// file:///../a s3://u:p@a/b s3://a?b=c s3://a#b s3://a:80/b"  # noqa: E501
+    wrong = "name s3:// s3:///a ftp://a/b http://a/b memory:/// file://a/b file:/// file:///../a s3://u:p@a/b s3://a?b=c s3://a#b s3://a:80/b s3://a/.. s3://a//b file:///a/.. file:///a%2f../b"  # noqa: E501
     for text in wrong.split():
         with pytest.raises(ConfigError) as raised:
             kind(bucket=text)
@@ -686,25 +704,27 @@ def test_the_bucket_has_a_pace_of_its_own() -> None:
 # ---------------------------------------------------------------------- two machines
 
 
-def rows(folder: Path, kind: str, where: str) -> int:
-    """How many files of an index meet a condition."""
+def rows(folder: Path, kind: str, where: str, table: str = "files") -> int:
+    """How many rows of an index meet a condition."""
     with closing(sqlite3.connect(folder / kind / "index.sqlite")) as db:
-        return int(db.execute(f"SELECT count(*) FROM files WHERE {where}").fetchone()[0])
+        return int(db.execute(f"SELECT count(*) FROM {table} WHERE {where}").fetchone()[0])
 
 
-def two_machines(model: str, folder: str, url: str) -> dict[str, Any]:
-    """An engine fills the bucket, another one with a directory of its own asks the same."""
+def two_machines(model: str, folder: str, url: str, server: int) -> dict[str, Any]:
+    """An engine fills the bucket, another one with a directory of its own asks the same. Then the server dies."""
     own = {name: Path(folder, name) for name in ("one", "other")}
     found: dict[str, Any] = {"wrong": 0}
     fields: dict[str, Any] = {"bucket": {"bucket": url}, "max_num_seqs": 8}
     with CachedEngine(Path(model), own["one"], **fields) as engine:
         salts = ("me", "you", "you")
         asked = [engine.prompt(f"no {n}", picture=n, salt=salt) for n, salt in enumerate(salts)]
+        last = engine.prompt("the last", picture=9)
         cold = [engine.store(prompt) for prompt in asked]
+        reference = engine.store(last)
         again = [engine.from_disk(prompt) for prompt in asked]
         found["wrong"] += [tokens for tokens, _ in again] != cold
         found["one machine"] = [outcome.loaded_tokens for _, outcome in again]
-    found["left"] = [rows(own["one"], kind, "place=0") for kind in ("kv", "fusion")]
+    found["not shared"] = [rows(own["one"], kind, "place=0") for kind in ("kv", "fusion")]
     with CachedEngine(Path(model), own["other"], **fields) as engine:
         for kind in ("kv", "fusion"):
             most = rows(own["one"], kind, "place>0")
@@ -720,13 +740,23 @@ def two_machines(model: str, folder: str, url: str) -> dict[str, Any]:
         found["counted"] = engine.counts()["bucket_read_blocks"]
         until(lambda: rows(own["other"], "kv", "here=1") >= 3)  # what came is kept
         maintenance.purge(own["other"], salts=["me"])
+        for kind in ("kv", "fusion"):
+            until(lambda kind=kind: not rows(own["other"], kind, "place IS NULL", "purges"))
         found["after the purge"] = [engine.from_disk(prompt)[1].loaded_tokens for prompt in asked]
         found["wrong"] += engine.one(asked[0])[0] != cold[0]
-    for kind in ("kv", "fusion"):
-        store = BlockStore(own["one"] / kind, kind)
-        before = rows(own["one"], kind, "1")
-        assert Follower(store, url).turn()
-        found[f"{kind} gone"] = before - rows(own["one"], kind, "1")
+        for kind in ("kv", "fusion"):
+            store = BlockStore(own["one"] / kind, kind)
+            before = rows(own["one"], kind, "here=1")
+            assert Follower(store, url).turn()
+            found[f"{kind} gone"] = before - rows(own["one"], kind, "here=1")
+        os.killpg(server, signal.SIGKILL)
+        found["from a dead bucket"] = []
+        for _ in range(2):
+            tokens, outcome = engine.one(last)
+            found["wrong"] += tokens != reference
+            found["from a dead bucket"].append(outcome.loaded_tokens)
+            engine.forget()
+        found["left"] = engine.left()
     return found
 
 
@@ -734,13 +764,18 @@ def two_machines(model: str, folder: str, url: str) -> dict[str, Any]:
 def test_a_second_machine_loads_what_the_first_one_computed(
     checkpoint: Checkpoint, tmp_path: Path, s3: S3Server
 ) -> None:
-    found = in_child(two_machines, checkpoint("llava"), tmp_path, f"s3://blocks/{tmp_path.name}")
+    url = f"s3://blocks/{tmp_path.name}"
+    found = in_child(two_machines, checkpoint("llava"), tmp_path, url, s3.pid)
     assert found["wrong"] == 0
-    assert found["left"] == [0, 0]
+    assert found["not shared"] == [0, 0]
     assert found["two machines"] == found["one machine"]
     assert min(found["one machine"]) > 64
     assert found["pictures"] == [1, 0]
     assert found["counted"] > 0
     assert found["after the purge"][0] == 0
     assert found["after the purge"][1:] == found["one machine"][1:]
-    assert min(found["kv gone"], found["fusion gone"]) > 0
+    assert min(found["kv gone"], found["fusion gone"]) > 0, "the first machine hears of the purge"
+    computed, loaded = found["from a dead bucket"]
+    assert computed == 0
+    assert loaded > 64, "the disk goes on"
+    assert found["left"] == NOTHING

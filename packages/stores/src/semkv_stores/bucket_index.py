@@ -262,17 +262,33 @@ def pending(db: sqlite3.Connection, most: int) -> list[str]:
     return [file_name(number) for (number,) in db.execute(query, (most,))]
 
 
-def described(db: sqlite3.Connection, files: Iterable[str], now: float) -> list[FarFile]:
-    """Those of some files that still are to be added. A damaged row never is."""
+def described(
+    db: sqlite3.Connection, files: Iterable[str], now: float, most_blocks: int
+) -> list[FarFile]:
+    """Those of some files that still are to be added, the first ones up to so many blocks. A damaged row never is."""
     query = f"SELECT {_ABOUT}, created FROM files WHERE number=? AND {_PENDING}"  # noqa: S608 (our own words)
     found = []
+    count = 0
     for file in files:
+        if count >= most_blocks:
+            break
         for *about, created in db.execute(query, (number_of(file),)).fetchall():
             try:
                 age = int(max(0.0, now - created / 1e6))
                 found.append(_far_file(db, about[:7], min(age, _MOST)))
+                count += len(found[-1].keys)
             except _DAMAGE:
                 db.execute("UPDATE files SET place=-1 WHERE number=?", (about[0],))
+    return found
+
+
+def settled(db: sqlite3.Connection, files: Iterable[str]) -> dict[str, bool]:
+    """Those of some files that need no record, each with whether it has one. The others were deleted meanwhile."""
+    found = {}
+    for file in files:
+        row = db.execute("SELECT place FROM files WHERE number=?", (number_of(file),)).fetchone()
+        if row is None or row[0] != 0:
+            found[file] = row is not None and row[0] > 0
     return found
 
 

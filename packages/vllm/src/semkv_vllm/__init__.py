@@ -89,12 +89,13 @@ def _is_bucket(url: str) -> bool:
         return True
     try:
         parts = urlsplit(url)
-        shown = unquote(url)
     except ValueError:
         return False
+    shown = unquote(url)
+    folders = unquote(parts.path).removesuffix("/").split("/")[1:]
     plain = not (parts.query or parts.fragment or "@" in parts.netloc or ":" in parts.netloc)
-    clean = shown.isprintable() and not {"", ".", ".."}.intersection(parts.path.split("/")[1:-1])
-    is_folder = parts.scheme == "file" and not parts.netloc and parts.path.strip("/") != ""
+    clean = shown.isprintable() and not {"", ".", ".."}.intersection(folders)
+    is_folder = parts.scheme == "file" and not parts.netloc and folders != []
     is_named = parts.scheme != "file" and parts.netloc != ""
     return parts.scheme in _SCHEMES and plain and clean and (is_folder or is_named)
 

@@ -63,6 +63,7 @@ ORPHAN_S = 3600.0
 """An object of no file is deleted when it is so old: the bucket compares its own times."""
 
 _TRIES = 8  # to append one record
+_LONGEST_GAP = 1000  # in the numbers of records; an object far behind them is none
 _READS = 3  # of a record, until it counts as damaged
 _FETCHED = 32  # records at once
 _KEPT = 64  # records before a snapshot, for those who are a little behind
@@ -307,14 +308,13 @@ class Follower:
                 raise self.objects.fail("its log has gaps; empty it")
             self._replay()
             return self._follow(replayed=True)
-        new = [place for place in there if place > self.place]
+        farthest = self.place + len(there) + _LONGEST_GAP
+        new = [place for place in there if self.place < place <= farthest]
         for begin in range(0, len(new), _FETCHED):
             batch = new[begin : begin + _FETCHED]
             for place, (record, stored) in zip(
                 batch, self._fetchers.map(self._fetch, batch), strict=True
             ):
-                while self.place < place - 1:  # a record that somebody has deleted
-                    self._apply(_Own(Record(purges=[EVERYTHING])), self.place + 1, stored)
                 self._apply(_Own(record), place, stored)
         return None
 
@@ -332,6 +332,8 @@ class Follower:
         return Record(purges=[EVERYTHING]), stored
 
     def _apply(self, own: _Own, place: int, stored: float) -> list[int]:
+        """Apply the record of a place. One that somebody has deleted before it may have been a purge."""
+        before = self.place
         at = At(
             place=place,
             stored=int(stored),
@@ -339,8 +341,11 @@ class Follower:
         )
 
         def apply(db: sqlite3.Connection) -> list[int] | None:
-            if bucket_index.position(db) != (self.bucket, place - 1):
+            if bucket_index.position(db) != (self.bucket, before):
                 return None
+            if place > before + 1:
+                lost = Record(purges=[EVERYTHING])
+                bucket_index.apply(db, self.store.root, lost, At(place=place - 1))
             gone = bucket_index.apply(db, self.store.root, own.record, at, own.purges)
             bucket_index.advance(db, self.bucket, place)
             return gone
@@ -498,11 +503,10 @@ class Follower:
         files = self.uploads.waiting()[:_MOST_FILES]
         if not files:
             return None
-        found = self._write(lambda db: bucket_index.described(db, files, time.time()))
-        still = {file_name(file.number) for file in found}
-        vanished = [file for file in files if file not in still]  # evicted or purged meanwhile
-        self.uploads.forget(vanished)
-        self._delete_objects(map(number_of, vanished))
+        settled = self._write(lambda db: bucket_index.settled(db, files))
+        self.uploads.forget(settled)
+        self._delete_objects(number_of(file) for file, has in settled.items() if not has)
+        found = self._write(lambda db: bucket_index.described(db, files, time.time(), _PART_BLOCKS))
         return _Own(Record(nonce=secrets.token_bytes(16), adds=found)) if found else None
 
     def _make_room(self) -> None:
