@@ -59,6 +59,7 @@ URL = Allowed(
     "a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url, each=True
 )
 URL_OR_NONE = Allowed(URL.text, lambda text: not text or _is_url(text))
+SOME = Allowed("one URL or more", bool)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -138,7 +139,7 @@ class ServerSettings(LookupConfig):
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
 
-    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URL] = (
+    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URL, SOME] = (
         "http://127.0.0.1:8000",
     )
     store: str = ""
