@@ -1,8 +1,8 @@
 """A day of mixed traffic at a gateway, and pictures of its pages.
 
-    python bench/day.py --pictures docs/pictures      the pictures of docs/operations.md
-    python bench/day.py --all FOLDER                  each page, desktop and phone, light and dark
-    python bench/day.py --keep                        and the gateway stays, to be looked at
+    python bench/day.py --share 0.15 --pictures docs/pictures      the pictures of docs/operations.md
+    python bench/day.py --all FOLDER                               each page, desktop and phone, light and dark
+    python bench/day.py --keep                                     and the gateway stays, to be looked at
 
 Three teams ask four models, by the hour as people do: new questions, repeats, the same in other words, and what only
 looks alike. In the afternoon a model fails, then the store. Requests are drawn from a seed, and the clock of the pages
