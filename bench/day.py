@@ -1,8 +1,8 @@
 """A day of mixed traffic at a gateway, and pictures of its pages.
 
-    python bench/day.py --pictures docs/pictures      the pictures of docs/operations.md
-    python bench/day.py --all FOLDER                  each page, desktop and phone, light and dark
-    python bench/day.py --keep                        and the gateway stays, to be looked at
+    python bench/day.py --share 0.15 --pictures docs/pictures      the pictures of docs/operations.md
+    python bench/day.py --all FOLDER                               each page, desktop and phone, light and dark
+    python bench/day.py --keep                                     and the gateway stays, to be looked at
 
 Three teams ask four models, by the hour as people do: new questions, repeats, the same in other words, and what only
 looks alike. In the afternoon a model fails, then the store. Requests are drawn from a seed, and the clock of the pages
@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import random
 import shutil
 import sys
@@ -74,12 +75,14 @@ class Day:
         now: the time of the pages, in seconds since the epoch.
         asked: what each team has asked, to ask again.
         sent: how many requests.
+        share: of the traffic that is sent.
     """
 
     pair: Pair
     now: float
     asked: dict[str, list[str]] = field(default_factory=lambda: {team: [] for team in TEAMS})
     sent: int = 0
+    share: float = 1.0
     draw: random.Random = field(default_factory=lambda: random.Random(SEED))  # noqa: S311
 
     def __post_init__(self) -> None:
@@ -94,7 +97,8 @@ class Day:
         history.clock = lambda: self.now
         for quarter in range(QUARTERS):
             with _failing(self.pair) if quarter in STORE_FAILS else _nothing():
-                for _ in range(BUSY[quarter // 4] + self.draw.randrange(3)):
+                busy = BUSY[quarter // 4] + self.draw.randrange(3)
+                for _ in range(math.ceil(busy * self.share)):
                     self._one(quarter)
             self.pair.app.gateway.worth.publish()
             history.write()
@@ -271,6 +275,7 @@ def main() -> None:
         "--pictures", type=Path, help="folder for the pictures of the documentation"
     )
     parser.add_argument("--all", type=Path, help="folder for pictures of every page")
+    parser.add_argument("--share", type=float, default=1.0, help="of the traffic")
     parser.add_argument("--keep", action="store_true", help="stay until Ctrl-C")
     given = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -281,7 +286,8 @@ def main() -> None:
         settings = {**PATIENT, "semantic": True, "tenant_names": names, "prices": PRICES}
         settings |= {"similarity_threshold": 0.9, "verify_rate": 0.2, "holdout": 0.05}
         with Pair(Path(folder) / "cache", **settings) as pair:
-            day = Day(pair, now=time.time() - (QUARTERS - 1) * QUARTER_S)
+            begins = time.time() - (QUARTERS - 1) * QUARTER_S
+            day = Day(pair, now=begins, share=given.share)
             start = time.monotonic()
             day.run()
             print(f"{day.sent} requests in {time.monotonic() - start:.0f} s, gateway at {pair.url}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 PAGE = 25
-_AT_ONCE = 500  # heads of answers
+_AT_ONCE = 64  # heads of answers, each of which has a whole question
 _LOOK_S = 2.0  # for one page; the next one goes on from there
 _RANKS = 100
 _TEXT = 400  # characters of a prompt in a list

@@ -39,6 +39,7 @@ _LONGEST = 100  # characters of a name
 _WAITING = 2000  # counts that wait for the next write
 _USES = 100_000  # answers whose uses are known, the latest
 _TENANTS = 10_000  # that have names
+_SHOWN = 1000  # of them, the latest
 
 _TABLES = """
 CREATE TABLE traffic (step INTEGER NOT NULL, at INTEGER NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
@@ -232,7 +233,8 @@ class History:
         """What tenants are called, by their digests."""
         if not is_filled(self._folder / FILE):
             return {}
-        return dict(self._rows("SELECT tenant, name FROM names"))
+        latest = "SELECT tenant, name FROM names ORDER BY at DESC LIMIT ?"
+        return dict(self._rows(latest, _SHOWN))
 
     def close(self) -> None:
         """Write what is left."""

@@ -40,9 +40,13 @@ class HitIds:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self.of = lru_cache(1024)(self._of)
+        self.exact = lru_cache(1024)(self._exact)
 
-    def _of(
+    def _exact(self, tenant: str, created: int, key: str) -> str:
+        """The id of an exact hit, of which many are alike."""
+        return self.of(tenant, WrongHit(created, key))
+
+    def of(
         self,
         tenant: str,
         hit: WrongHit,

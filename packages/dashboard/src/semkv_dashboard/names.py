@@ -112,9 +112,14 @@ class TenantNames:
         if name:
             self._by_digits[tenant[:DIGITS]] = name
 
+    @property
+    def given(self) -> dict[str, str]:
+        """Names by first digits, of those that the file names so."""
+        return {whose[:DIGITS]: name for whose, name in self._ids.items()}
+
     def of(self, digits: str) -> str:
-        """The name of a tenant by its first digits; empty for none."""
-        return self._by_digits.get(digits) or self._from_file(digits)
+        """The name of a tenant that has asked, by its first digits; empty for none."""
+        return self._by_digits.get(digits, "")
 
     def find(self, text: str) -> frozenset[str]:
         """What the digests of tenants begin with whose name or digits begin with a text."""
@@ -126,4 +131,4 @@ class TenantNames:
     def shown(self, tenant: str) -> str:
         """The name, else the first digits."""
         digits = tenant[:DIGITS]
-        return self.of(digits) or digits
+        return self.of(digits) or self._from_file(tenant) or digits

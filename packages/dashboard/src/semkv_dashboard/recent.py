@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from semkv.types import MediaSegment, ReuseReport, Segment
@@ -22,7 +22,7 @@ _PAYLOAD = 64 * 1024  # bytes of an answer that is shown
 Parts = list[dict[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Hit:
     """One hit.
 
@@ -41,8 +41,6 @@ class Hit:
 
     number: str
     request_id: str
-    hit_id: str
-    at: float
     tier: str
     score: float | None
     seconds: float
@@ -52,6 +50,8 @@ class Hit:
     model: str
     prompt: str
     payload: bytes
+    hit_id: str = ""
+    at: float = field(default_factory=time.time)
     asked: Parts | None = None
     donor: Parts | None = None
 
@@ -75,18 +75,17 @@ class Recent:
         answer = self._text_of(payload) or payload.decode(errors="replace")
         return answer[:_TEXT]
 
-    def hit(self, report: ReuseReport | None, asked: Sequence[Segment], **known: Any) -> None:
+    def hit(self, hit: Hit, report: ReuseReport | None, asked: Sequence[Segment]) -> None:
         """Note a hit, in no more memory than is shown of it. ``report`` is of the lookup that found a donor, ``asked``
-        what the client sent then; ``known`` are fields of `Hit`."""
-        payload = known.pop("payload")
-        hit = Hit(
-            **known | {"prompt": known["prompt"][:_TEXT]},
-            payload=payload if len(payload) <= _PAYLOAD else b"",
-            at=time.time(),
-            hit_id="" if report is None else report.hit_id,
-            asked=None if report is None else parts(asked),
-            donor=None if report is None else parts(report.plan.segments),
-        )
+        what the client sent then."""
+        if len(hit.payload) > _PAYLOAD:
+            hit.payload = b""
+        if len(hit.prompt) > _TEXT:
+            hit.prompt = hit.prompt[:_TEXT]
+        if report is not None:
+            hit.hit_id = report.hit_id
+            hit.asked = parts(asked)
+            hit.donor = parts(report.plan.segments)
         self._hits[report is None].append(hit)
 
     def missed(self, near: Near | None = None, **row: Any) -> None:

@@ -19,6 +19,7 @@ from semkv_gateway.responses.store import Selector, StoredResponse
 from semkv_gateway.rules import TAG_DIGITS
 
 _T = TypeVar("_T")
+_PROMPT = 20_000  # characters of a question
 
 
 class GatewayDesk(Desk):
@@ -65,7 +66,8 @@ class GatewayDesk(Desk):
         history, names = self._gateway.metrics.history, self._gateway.names
         assert history is not None
         found = {tenant[:TAG_DIGITS]: name for tenant, name in history.names().items()}
-        return found | {digits: names.of(digits) for digits in found if names.of(digits)}
+        own = {digits: names.of(digits) for digits in found}
+        return found | {digits: name for digits, name in own.items() if name} | names.given
 
     async def recent(self) -> dict[str, list[dict[str, Any]]]:
         return await asyncio.to_thread(self._shared.view)
@@ -89,19 +91,14 @@ class GatewayDesk(Desk):
         response = await self._response(key)
         if response is None:
             return None
-        uses, used = (await self.uses([key])).get(key, (0, None))
-        more = {
-            "answer": self._gateway.recent.shown(response.payload),
-            "bytes": len(response.payload),
-        }
-        return (
-            _row(response)
-            | more
-            | {
-                "uses": uses,
-                "used": used,
-            }
-        )
+        uses = (await self.uses([key])).get(key, (0, None))
+        row = _row(response)
+        row["prompt"] = row["prompt"][:_PROMPT]
+        row["answer"] = self._gateway.recent.shown(response.payload)
+        row["bytes"] = len(response.payload)
+        row["uses"] = uses[0]
+        row["used"] = uses[1]
+        return row
 
     async def most_used(
         self,

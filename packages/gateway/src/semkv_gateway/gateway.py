@@ -34,7 +34,7 @@ from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
-from semkv_gateway.logs import ONLY, REQUEST_ID, Seen
+from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
 from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise, loads
@@ -495,12 +495,9 @@ class Gateway:
             self.metrics.joins.labels(SIMILAR).inc()
         number = self._number(lookup, found.response)
         answer.headers.append((HIT, number.encode()))
-        asked = None if lookup.tier == EXACT else request.canonical.request
-        self.recent.hit(
-            None if lookup.tier == EXACT else lookup.report,
-            () if asked is None else asked.segments,
+        hit = Hit(
             number=number,
-            request_id=http.header(request.call.scope, REQUEST_ID),
+            request_id=request_id(),
             tier=lookup.tier,
             score=lookup.score,
             seconds=seconds,
@@ -511,6 +508,11 @@ class Gateway:
             prompt=found.response.prompt,
             payload=payload,
         )
+        if lookup.tier == EXACT:
+            self.recent.hit(hit, None, ())
+        else:
+            sent = request.canonical.request
+            self.recent.hit(hit, lookup.report, () if sent is None else sent.segments)
         self.worth.hit(lookup, found.response)
         self.holdout.answered(request.canonical, lookup, seconds)
         self._check_soon(request, lookup.report, payload)
@@ -534,13 +536,14 @@ class Gateway:
     def _number(self, lookup: Lookup, response: StoredResponse) -> str:
         """The id of a hit, by which its client may call it wrong."""
         report = lookup.report
-        donor = pair = ""
-        if report is not None and lookup.donor:
-            donor = lookup.donor
-            is_similar = report.plan.match and report.plan.match.exactness is Exactness.APPROXIMATE
-            pair = pair_of(report.request, donor) if is_similar else ""
-        hit = WrongHit(int(response.created), response.key, donor=donor, pair=pair)
-        return self.feedback.ids.of(response.partition, hit)
+        created = int(response.created)
+        ids = self.feedback.ids
+        if report is None or report.plan.match is None or not lookup.donor:
+            return ids.exact(response.partition, created, response.key)
+        is_similar = report.plan.match.exactness is Exactness.APPROXIMATE
+        pair = pair_of(report.request, lookup.donor) if is_similar else ""
+        hit = WrongHit(created, response.key, donor=lookup.donor, pair=pair)
+        return ids.of(response.partition, hit)
 
     def _in_form(self, request: GatewayRequest, payload: bytes, *, verbatim: bool) -> Answer | None:
         """A stored answer in the form the client asked for; None where a stream would lose something. ``verbatim``:

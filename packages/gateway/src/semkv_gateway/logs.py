@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 ONLY = "only-if-cached"  # the reason of a 504 that the client asked for
 
-REQUEST_ID = b"x-request-id"
+_REQUEST_ID = b"x-request-id"
 _SAYS = b"x-semkv"  # the header that says where an answer came from
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
@@ -65,11 +65,11 @@ class Seen:
         if answer.outcome is not None:
             self.outcome = answer.outcome
             answer.headers.append((_SAYS, self.outcome.text.encode("latin-1", "replace")))
-        own = b"" if answer.ours else next((v for k, v in answer.headers if k == REQUEST_ID), b"")
+        own = b"" if answer.ours else next((v for k, v in answer.headers if k == _REQUEST_ID), b"")
         if own:
             self.upstream_id = own.decode("latin-1")
         else:
-            answer.headers.append((REQUEST_ID, self.request_id.encode()))
+            answer.headers.append((_REQUEST_ID, self.request_id.encode()))
 
     def row(self) -> dict[str, Any]:
         """What operators are shown of it."""
@@ -132,13 +132,18 @@ class Seen:
 _request_id = ContextVar("semkv_request_id", default="")  # of this task, for lines of any module
 
 
+def request_id() -> str:
+    """The id of this task's request."""
+    return _request_id.get()
+
+
 def begin(scope: Scope) -> Seen:
     """Name the request of this task, and let its headers say so."""
-    given = header(scope, REQUEST_ID)
+    given = header(scope, _REQUEST_ID)
     named = given if _ID.fullmatch(given) else secrets.token_hex(16)
     if named != given:
-        kept = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
-        scope["headers"] = [*kept, (REQUEST_ID, named.encode())]
+        kept = [pair for pair in scope["headers"] if pair[0] != _REQUEST_ID]
+        scope["headers"] = [*kept, (_REQUEST_ID, named.encode())]
     _request_id.set(named)
     return Seen(named, scope["method"], scope["path"])
 
