@@ -55,7 +55,6 @@ def _is_url(text: str) -> bool:
 
 
 URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
-URL_OR_NONE = Allowed(URL.text, lambda text: not text or _is_url(text))
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -164,7 +163,7 @@ class ServerSettings(LookupConfig):
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
     judge_model: Annotated[str, NEAR] = ""
-    judge_url: Annotated[str, URL_OR_NONE, NEAR] = ""
+    judge_url: Annotated[str | None, URL, NEAR] = None
     judge_timeout: Annotated[float, NOT_NEGATIVE, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
