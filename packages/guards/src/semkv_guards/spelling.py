@@ -135,8 +135,10 @@ def _is_slip_of(slip: str, word: str) -> bool:
         return False  # it may be an abbreviation
     others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
     stem = language.stem(word)
-    rivals = sum(known.frequency(each) for each in others if language.stem(each) != stem)
-    return known.frequency(word) >= _MORE_COMMON * rivals
+    rivals = [each for each in others if language.stem(each) != stem]
+    if any(each.endswith(word) or word.endswith(each) for each in rivals):
+        return False  # such as "mmoral": "moral", or "immoral"
+    return known.frequency(word) >= _MORE_COMMON * sum(map(known.frequency, rivals))
 
 
 def _differing(a: str, b: str) -> Iterator[str]:
