@@ -255,11 +255,9 @@ def test_the_bounded_policy_learns_from_misses_at_no_cost(tmp_path: Path) -> Non
 def test_a_veto_is_final_whatever_was_learned(tmp_path: Path, policy: PolicyName) -> None:
     rosy = tmp_path / "rosy.json"
     Calibration("written", -9.0, dict.fromkeys(FEATURES, 0.0), 0.5).save(rosy)
-    learned = (
-        {}
-        if policy is PolicyName.FIXED
-        else {"policy": policy, "calibration": rosy, "max_error_rate": 0.5}
-    )
+    learned: dict[str, Any] = {"policy": policy}
+    if policy in (PolicyName.CALIBRATED, PolicyName.BOUNDED):
+        learned |= {"calibration": rosy, "max_error_rate": 0.5}
     bench = plain(tmp_path, guards=True, **learned)
     for number in range(150):
         bench.ask(f"is lamp {number} on the left", chunk=f"lamp {number}", response="yes")

@@ -276,7 +276,7 @@ def pair(running: Pair) -> Iterator[Pair]:
     assert judge is not None
     running.upstream.free.set()
     wait_until(lambda: not judge._running)
-    judge._breakers.clear()
+    judge._breaker.cache_clear()
     judge._lateness.succeeded()
     judge._lateness._until = 0.0
     judge._limit_s = 60.0

@@ -54,6 +54,7 @@ def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) 
         ("How do I open a bwl file?", "How do I open a bowl file?"),  # an abbreviation
         ("Which orm is best for Django?", "Which form is best for Django?"),
         ("What does hodl mean?", "What does hold mean?"),  # slang
+        ("Is it mmoral to lie?", "Is it moral to lie?"),  # or "immoral"
         ("How do I pay the brad?", "How do I pay the bread?"),  # a name
         ("Is grindr safe?", "Is Grinder safe?"),
         ("I work in slaes", "I work in sales now"),  # another word more, so too short a word

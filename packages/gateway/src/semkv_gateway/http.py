@@ -514,6 +514,9 @@ class AppUpstream:
 class BegunReply:
     """An answer of which the first bytes were read already."""
 
+    status: int
+    headers: Headers
+
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._pieces = reply.pieces()

@@ -12,9 +12,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import lru_cache
 from typing import Any
 
-from semkv.latest import Latest
 from semkv.tenants import tenant_salt
 from semkv.tiers.judging import one_token, shown, verdict
 from semkv.types import ReuseReport
@@ -82,7 +82,8 @@ class Judge:
         self._worth = worth
         self._account = cache.account
         self._running: dict[str, asyncio.Task[bool | None]] = {}
-        self._breakers: Latest[str, Breaker] = Latest(_BREAKERS)
+        # The key of one tenant or the model of another may be refused.
+        self._breaker = lru_cache(_BREAKERS)(_new_breaker)
         self._lateness = Breaker()
 
     async def settled(self, call: Call, asked: CanonicalRequest, found: Lookup) -> Lookup | None:
@@ -105,7 +106,7 @@ class Judge:
         messages = shown(report)
         if messages is None:
             return None
-        breaker = self._breaker(asked)
+        breaker = self._breaker(asked.partition, self._model or asked.model)
         is_busy = len(self._running) >= _AT_ONCE
         pays = self._account.pays(JUDGE)
         if breaker.is_open or is_busy or (self._account.auto and not pays):
@@ -117,13 +118,6 @@ class Judge:
         self._running[pair] = task
         task.add_done_callback(lambda _: self._running.pop(pair, None))
         return task
-
-    def _breaker(self, asked: CanonicalRequest) -> Breaker:
-        """Of one tenant's requests to one model: the key of one or the model of another may be refused."""
-        name = f"{asked.partition} {self._model or asked.model}"
-        if name not in self._breakers:
-            self._breakers[name] = Breaker()
-        return self._breakers[name]
 
     async def _in_time(self, judging: asyncio.Task[bool | None]) -> bool:
         """Whether the judge says yes before the request's time is up."""
@@ -237,3 +231,7 @@ class Judge:
         await asyncio.gather(*running, return_exceptions=True)
         if self._own is not None:
             await self._own.upstream.aclose()
+
+
+def _new_breaker(_tenant: str, _model: str) -> Breaker:
+    return Breaker()

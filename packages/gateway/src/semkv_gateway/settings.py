@@ -55,10 +55,8 @@ def _is_url(text: str) -> bool:
     return there and not url.query and not url.fragment and not url.path.rstrip("/").endswith("/v1")
 
 
-URL = Allowed(
-    "a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url, each=True
-)
-URL_OR_NONE = Allowed(URL.text, lambda text: not text or _is_url(text))
+URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
+URLS = Allowed(URL.text, _is_url, each=True)
 SOME = Allowed("one URL or more", bool)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
@@ -139,7 +137,7 @@ class ServerSettings(LookupConfig):
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO
 
-    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URL, SOME] = (
+    upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URLS, SOME] = (
         "http://127.0.0.1:8000",
     )
     store: str = ""
@@ -175,7 +173,7 @@ class ServerSettings(LookupConfig):
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
     judge_model: Annotated[str, NEAR] = ""
-    judge_url: Annotated[str, URL_OR_NONE, NEAR] = ""
+    judge_url: Annotated[str | None, URL, NEAR] = None
     judge_timeout: Annotated[float, NOT_NEGATIVE, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90

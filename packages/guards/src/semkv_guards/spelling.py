@@ -117,10 +117,10 @@ def _apart(a: str, b: str) -> list[tuple[str, str]]:
         return []
     pairs = {(_core(x), _core(y)) for x, y in zip(first, second, strict=True) if x != y}
     apart = [(x, y) for x, y in pairs if x != y]
-    if len(apart) != 1:
+    if len(apart) != 1 or max(map(len, apart[0])) > LONGEST:
         return []
-    x, y = apart[0]
-    return [(slip, word) for slip, word in ((x, y), (y, x)) if _is_slip_of(slip, word)]
+    both_ways = (apart[0], apart[0][::-1])
+    return [pair for pair in both_ways if _is_slip_of(*pair)]
 
 
 def _core(chunk: str) -> str:
@@ -131,16 +131,19 @@ def _core(chunk: str) -> str:
 def _is_slip_of(slip: str, word: str) -> bool:
     """Whether a word that is none stands for a common one, and hardly for any other."""
     known = _spelling()
-    fits = SHORTEST_ALONE <= len(word) <= LONGEST and word in known.common
-    if not fits or known.has(slip) or slip not in slips_alone(word) or word in _lookalikes():
-        return False
     language = languages()[0]
+    if word not in known.common or word in _lookalikes():
+        return False
+    if known.has(slip) or slip not in slips_alone(word):
+        return False
     if len(slip) < SHORTEST_ALONE and word not in language.stop_words:
         return False  # it may be an abbreviation
     others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
     stem = language.stem(word)
-    rivals = sum(known.frequency(each) for each in others if language.stem(each) != stem)
-    return known.frequency(word) >= _MORE_COMMON * rivals
+    rivals = [each for each in others if language.stem(each) != stem]
+    if any(each.endswith(word) or word.endswith(each) for each in rivals):
+        return False  # such as "mmoral": "moral", or "immoral"
+    return known.frequency(word) >= _MORE_COMMON * sum(map(known.frequency, rivals))
 
 
 def _differing(a: str, b: str) -> Iterator[str]:
