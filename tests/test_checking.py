@@ -87,11 +87,12 @@ def checking(folder: Path, rate: float) -> Checking:
     return Checking(
         rate,
         FixedThreshold(),
-        same_text,
-        pytest.fail,
-        Catalog(folder / "catalog.sqlite"),
-        "f",
-        Tally(),
+        same=same_text,
+        remove=pytest.fail,
+        share=pytest.fail,
+        catalog=Catalog(folder / "catalog.sqlite"),
+        fingerprint="f",
+        tally=Tally(),
     )
 
 

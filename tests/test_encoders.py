@@ -138,10 +138,9 @@ def test_a_purge_waits_for_no_pass_that_hangs(
     minilm.forget()
     monkeypatch.setattr(minilm, "_run", hangs)
     cache = SemanticCache(CacheConfig(tmp_path), text_encoder=minilm, encoder_limit_s=0.25)
-    for number in range(4):
-        request = Request(
-            "", Namespace(), (TextSegment(f"What is in the box with number {number}?"),)
-        )
+    asked_for = ("How do I bake bread?", "How can I bake bread?", "How should I bake bread?")
+    for text in asked_for:
+        request = Request("", Namespace(), (TextSegment(text),))
         report = cache.try_reuse(request)
         assert not report.hit
         cache.add_observation(report, "a hat")

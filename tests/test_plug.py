@@ -429,7 +429,7 @@ def leaving(*_: Any) -> None:
         (
             "--policy",
             "fixd",
-            "'fixd' is not allowed; expected one of fixed, calibrated, bounded, or package.module:F",
+            "'fixd' is not allowed; expected one of fixed, calibrated, bounded, judge, or package.module:F",
         ),
         (
             "--policy",

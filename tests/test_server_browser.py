@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -29,7 +30,7 @@ from gateway_helpers import (
     wait_until,
 )
 from scripted_upstream import Scripted
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, StoreError
 from semkv_dashboard.names import read_names
 from semkv_gateway.serve import Protocol
 from semkv_gateway.settings import ServerSettings
@@ -159,7 +160,11 @@ class TestAdminRoutes:
             guitar: "How do I learn to play the guitar?",
             heating: "How do I turn the heating off?",
         }
-        for text in asked:
+        others = (
+            "Who wrote Emma?",
+            "Where do storks spend the winter?",
+        )  # few texts are not encoded
+        for text in (*asked, *others):
             pair.post(text, headers=me)
         wait_until(lambda: not pair.app.gateway.pending)
         for text in asked.values():
@@ -241,6 +246,9 @@ class TestFeedback:
         assert kind(pair.post("exactly", headers=me)) == "hit"
         for odd in ({}, [], {"id": 3}, {"id": given["id"], "delete": "yes"}, {"id": "é"}):
             assert self.tell(pair, me, odd).status_code in (400, 404)
+        assert self.tell(pair, me, {"id": "x" * 5000}).status_code == 413
+        with mock.patch.object(pair.app.gateway.cache, "remove", side_effect=StoreError("away")):
+            assert self.tell(pair, me, given).status_code == 503
 
     def test_it_is_limited(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO")

@@ -383,7 +383,7 @@ def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Od
 def test_an_answer_with_half_a_character_is_shown(odd: Odd) -> None:
     odd.says(json.dumps(WHOLE).replace("Hello", "\\ud800").encode(), kind=b"application/json")
     assert kind(odd.ask(False, False)[1]) == "hit"
-    assert odd.admin("hits", None).json()["hits"][0]["answer"] == "\ud800"
+    assert odd.admin("recent", None).json()["hits"][0]["answer"] == "\ud800"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -189,6 +190,37 @@ def test_what_may_have_begun_is_asked_of_no_other(
         assert kind(several.post("new")) == "miss"
 
 
+@contextmanager
+def ending_with_a_completion() -> Iterator[str]:
+    """A server that is gone once somebody has posted anything to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def serve() -> None:
+        is_posted = False
+        while not is_posted:
+            connection, _ = listener.accept()
+            with connection:
+                is_posted = connection.recv(65_536).startswith(b"POST")
+                if is_posted:
+                    listener.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield url
+
+
+def test_a_request_that_ends_its_server_is_asked_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the second try finds nobody."""
+    monkeypatch.setattr(http, "_RETRY_S", 60.0)
+    monkeypatch.setattr(upstreams, "_LOOK_S", 1000.0)
+    with ending_with_a_completion() as url, Several(tmp_path, url) as several:
+        several.member(0).down = True  # so that it goes to the other
+        assert several.post("deadly").status_code == 502
+        assert several.upstream.total == 0
+
+
 def test_each_upstream_takes_salts_or_not_and_has_its_models(tmp_path: Path) -> None:
     other = Strict()
     with served(tmp_path, other) as several:
@@ -204,6 +236,9 @@ def test_each_upstream_takes_salts_or_not_and_has_its_models(tmp_path: Path) -> 
         for number in range(4):
             several.post(f"later question {number}")
         assert other.total == before
+        several.member(0).down = True
+        several.post("while the one that has it is down")
+        assert other.total == before, "a server without the model would say that there is none"
         several.post("of neither", model="unknown")
         several.post("of neither, again", model="unknown")
         assert other.total == before + 1, "whoever has it says so"

@@ -336,7 +336,7 @@ class Catalog:
         """Note that an entry was wrong for a text, which ``pair`` names together with it. Returns for how many texts it
         was."""
         with self.database.write() as db:
-            db.execute("INSERT OR REPLACE INTO barred VALUES (?, ?)", (pair, entry_id))
+            db.execute("INSERT OR IGNORE INTO barred VALUES (?, ?)", (pair, entry_id))
             db.execute(
                 "DELETE FROM barred WHERE rowid<=(SELECT MAX(rowid) FROM barred)-?", (_BARRED,)
             )

@@ -108,6 +108,7 @@ class Planner:
         self.guard: Guard = veto if config.guards else unread
         self._judges = config.judges
         self._compare_images = config.guards and config.scope is Scope.MEDIA
+        self._certain = config.similarity_threshold
         self.least = config.similarity_threshold if decider.floor is None else decider.floor
         self.bring_images: Callable[[str, Iterable[str]], None] = lambda *_: None
         self._images = ImageGuard(media, image_roots(config))
@@ -161,8 +162,10 @@ class Planner:
                 _turn_down(found, match, donor, f"{VETO}{reason}")
                 return None
             if whole:
+                # A policy that looks below the threshold knows scores of the semantic text tier alone.
+                least = self.least if candidate.tier == SEMANTIC else self._certain
                 cosine = self._least_cosine(request, donor)
-                if cosine < self.least:
+                if cosine < least:
                     self._tally.add("veto:length")
                     _turn_down(found, match, donor, f"{VETO}length")
                     return None

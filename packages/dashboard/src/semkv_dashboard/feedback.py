@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/semkv/feedback"
 HEADER = b"x-semkv-hit"
+_BODY_BYTES = 4096  # the event loop waits while a body is read
 _MINUTE_S = 60.0
 _SHOWN = 16  # digits of an answer's key in the log
 _ODD = "give a JSON object with the id of a hit, from X-Semkv-Hit, and perhaps delete: true"
@@ -79,15 +80,17 @@ class Feedback:
         """The answer to a client of a tenant, which operators see as ``shown``."""
         if not self._most:
             return self._refuse(403, "off", "this gateway hears of no wrong hits (--feedback 0)")
+        if len(body) > _BODY_BYTES:
+            return self._refuse(413, "odd", _ODD)
+        wait = math.ceil(self._buckets.wait(tenant))
+        if wait:
+            return self._refuse(429, "limited", f"too many wrong hits: try again in {wait} s")
+        self._buckets.take(tenant)
         given = _read(body)
         number = given.get("id")
         delete = given.get("delete", False)
         if not isinstance(number, str) or not isinstance(delete, bool):
             return self._refuse(400, "odd", _ODD)
-        wait = math.ceil(self._buckets.wait(tenant))
-        if wait:
-            return self._refuse(429, "limited", f"too many wrong hits: try again in {wait} s")
-        self._buckets.take(tenant)
         hit = self.ids.read(number, tenant) if number.isascii() else None
         if hit is None:
             return self._refuse(404, "unknown", "no such hit of this key")

@@ -328,7 +328,12 @@ class Gateway:
         if not client.believed:
             return http.error_answer(403, "a tenant is named by a client that is no trusted proxy")
         shown = client.tenant[:TAG_DIGITS]
-        status, said = await self.feedback.hear(client.tenant, shown, call.body)
+        try:
+            status, said = await self.feedback.hear(client.tenant, shown, call.body)
+        except Exception:  # a store that is away; to say it again does no harm
+            log.exception("a wrong hit could not be noted")
+            self.metrics.fault("feedback")
+            return http.error_answer(503, "the wrong hit could not be noted: say it again later")
         if status != 200:
             return http.error_answer(status, said["message"])
         return Answer(200, [http.JSON], _encode(said).encode())

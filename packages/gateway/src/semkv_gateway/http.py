@@ -371,6 +371,7 @@ class HttpUpstream:
     async def send(self, call: Call) -> _HttpReply:
         """Send a request; returns when the headers of the answer are there. Raises `UpstreamError` without one."""
         start = time.monotonic()
+        sent_before = False
         try:
             try:
                 response = await self._request(call)
@@ -380,16 +381,17 @@ class HttpUpstream:
                 made = not isinstance(error, aiohttp.ClientConnectorError)
                 if not (made and call.canonical and time.monotonic() - start <= _RETRY_S):
                     raise
+                sent_before = True
                 response = await self._request(call)
         except aiohttp.ConnectionTimeoutError:
             late = "the upstream did not answer in time"
-            raise UpstreamError(late, 504, begun=False) from None
+            raise UpstreamError(late, 504, begun=sent_before) from None
         except TimeoutError:
             raise UpstreamError("the upstream did not answer in time", 504) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = f"the upstream cannot be reached: {type(error).__name__}"
-            begun = not isinstance(error, aiohttp.ClientConnectorError)
-            raise UpstreamError(why, begun=begun) from None
+            connected = not isinstance(error, aiohttp.ClientConnectorError)
+            raise UpstreamError(why, begun=connected or sent_before) from None
         if not 200 <= response.status < 600:
             response.close()
             raise UpstreamError(f"the upstream answered with status {response.status}")

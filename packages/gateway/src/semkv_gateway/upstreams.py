@@ -114,9 +114,9 @@ class Upstreams:
             call = cache(call)
             known = list(_beginnings(tenant, call(True).body))
             self._looking = self._looking or asyncio.ensure_future(self._look_after())
-        left = list(self.members)
+        left = [member for member in self.members if member.can(model)] or list(self.members)
         while True:
-            member = self._chosen(left, known, model)
+            member = self._chosen(left, known)
             left.remove(member)
             for beginning in known:
                 self._sent_last[beginning] = member
@@ -144,15 +144,14 @@ class Upstreams:
             self._take_in(member)
         return Counted(reply, member)
 
-    def _chosen(self, left: Sequence[Member], known: Sequence[bytes], model: str) -> Member:
+    def _chosen(self, left: Sequence[Member], known: Sequence[bytes]) -> Member:
         """Where a request goes, of those that are left."""
         up = [member for member in left if not member.down] or left
-        able = [member for member in up if member.can(model)] or up
-        least = min(able, key=lambda member: (member.running, member.turn))
+        least = min(up, key=lambda member: (member.running, member.turn))
         last = least
         for beginning in known:  # the longest one decides
             before = self._sent_last.get(beginning)
-            if before is not None and before in able:
+            if before is not None and before in up:
                 last = before
         return last if last.running <= 2 * least.running + _BUSIER else least
 
