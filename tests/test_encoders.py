@@ -138,7 +138,7 @@ def test_a_purge_waits_for_no_pass_that_hangs(
     minilm.forget()
     monkeypatch.setattr(minilm, "_run", hangs)
     cache = SemanticCache(CacheConfig(tmp_path), text_encoder=minilm, encoder_limit_s=0.25)
-    asked_for = ("How do I bake bread?", "How can I bake bread?", "How should I bake bread?")
+    asked_for = [f"How {word} I bake bread?" for word in ("do", "can", "should", "would")]
     for text in asked_for:
         request = Request("", Namespace(), (TextSegment(text),))
         report = cache.try_reuse(request)
