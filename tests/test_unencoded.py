@@ -95,6 +95,7 @@ def test_what_the_guards_tell_apart_is_not_encoded(tmp_path: Path) -> None:
         report = bench.look(asked.replace("above", other))
         assert line(report) == "exact_text=miss, semantic_text=miss"
     assert bench.encoder.passes == []
+    assert sum(bench.cache.stats().told_apart.values()) == 2
     for number in range(_FEW):
         record(bench, f"What color is the object with number {number}?")
     bench.look(asked.replace("above", "below"))

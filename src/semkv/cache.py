@@ -73,6 +73,7 @@ class CacheStats:
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
         vetoes: approximate matches that a guard turned down, by reason.
+        told_apart: stored texts that a guard turned down before anything was encoded, by reason.
         barred: approximate matches turned down because the donor was found wrong for the same text before.
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
         reported_wrong: hits that a user reported.
@@ -87,6 +88,7 @@ class CacheStats:
     repeats: int = 0
     refused: int = 0
     vetoes: Mapping[str, int] = field(default_factory=dict)
+    told_apart: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
     media_bytes: int = 0
@@ -527,6 +529,7 @@ class SemanticCache:
             "lookup_s": self._lookup_s,
             "hits": named("hit:"),
             "vetoes": named("veto:"),
+            "told_apart": named("told apart:"),
             "faults": faults,
         }
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})

@@ -466,7 +466,12 @@ def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, fl
     if stats.wrong_rate is not None:
         gauges |= {"hits_checked": float(stats.checked), "wrong_hit_share": stats.wrong_rate}
         gauges["wrong_hit_share_upper"] = stats.wrong_interval[1]
-    groups = {"hit": stats.hits, "veto": stats.vetoes, "fault": stats.faults}
+    groups = {
+        "hit": stats.hits,
+        "veto": stats.vetoes,
+        "told apart": stats.told_apart,
+        "fault": stats.faults,
+    }
     events = {
         f"semantic {kind}:{name}": float(n)
         for kind, group in groups.items()
