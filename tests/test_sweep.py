@@ -212,11 +212,12 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
     spec(folder, [{"name": name, "max-samples": 300} for name in names])
     samples = folder / "samples"
     for seen in (folder / "log.lock", samples / "e0.jsonl", samples / "e2.jsonl"):
-        with subprocess.Popen(
-            command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as run:
-            _until(lambda seen=seen: seen.exists())
-            run.kill()
+        while not seen.exists():  # a killed run's lock may be let go a moment later
+            with subprocess.Popen(
+                command(folder, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ) as run:
+                _until(lambda seen=seen, run=run: seen.exists() or run.poll() is not None)
+                run.kill()
         if (folder / "log.jsonl").exists():
             whole = (folder / "log.jsonl").read_bytes().rpartition(b"\n")[0]
             assert len({json.loads(line)["name"] for line in whole.splitlines()}) == len(
