@@ -11,7 +11,7 @@ these arms:
     computed         everything is computed
     again            the same a second time: what differs without any change
     another order    computed, with the same documents in another order
-    first K again    the KV of documents that were computed alone is loaded, and their first K tokens computed again
+    first K again    each document's KV is loaded as it was computed alone; its first K tokens are computed again
     no documents     the question alone: what guessing gives
 
 ``right`` is the share of right answers, with 95% intervals (Wilson); ``same`` the share of answers that are those of

@@ -277,8 +277,7 @@ def pair(running: Pair) -> Iterator[Pair]:
     running.upstream.free.set()
     wait_until(lambda: not judge._running)
     judge._breaker.cache_clear()
-    judge._lateness.succeeded()
-    judge._lateness._until = 0.0
+    judge._lateness.cache_clear()
     judge._limit_s = 60.0
     running.upstream.answers = lambda _: "yes"
     running.upstream.asked.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from gateway_helpers import Pair, Served, chat, kind, said, wait_until
 from ports import free_port
 from scripted_upstream import Scripted
 from semkv_gateway import http, upstreams
+from semkv_gateway.gateway import Gateway
 from semkv_gateway.upstreams import Member, _beginnings
 from test_server_tenants import Strict
 
@@ -280,6 +283,33 @@ def test_all_are_down(tmp_path: Path) -> None:
         assert several.post("kept").content == kept.content
         assert httpx.get(f"{several.url}/readyz").status_code == 503
         assert several.app.gateway.upstreams.view()[0]["running"] == 0
+
+
+def test_an_answer_that_comes_as_the_client_leaves_is_closed() -> None:
+    closed: list[str] = []
+
+    class Head:
+        async def aclose(self) -> None:
+            closed.append("closed")
+
+    async def leave() -> None:
+        arrived = asyncio.get_running_loop().create_future()
+
+        async def ask() -> Head:
+            await arrived
+            return Head()
+
+        gateway: Any = SimpleNamespace(stopping=asyncio.Event())
+        waiting = asyncio.ensure_future(Gateway._unless_stopping(gateway, ask()))
+        await asyncio.sleep(0.01)
+        arrived.set_result(None)
+        await asyncio.sleep(0)  # the head is there, and nobody has taken it
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(leave())
+    assert closed == ["closed"]
 
 
 def test_beginnings_of_tenants_are_apart_and_few() -> None:

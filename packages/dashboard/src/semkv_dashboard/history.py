@@ -140,7 +140,9 @@ class History:
     def named(self, names: Mapping[str, str]) -> None:
         """What tenants are called, by their digests."""
         with self._lock:
-            self._names.update(names)
+            for tenant, name in names.items():
+                if len(self._names) < _WAITING:
+                    self._names[tenant] = name
 
     def write(self) -> None:
         """Bring what is new into the file."""
@@ -162,10 +164,21 @@ class History:
                     )
             except Exception as error:  # it costs no request anything
                 self._fault(error)
-                with self._lock:
-                    self._counts.update(counts)
-                    self._uses.update(uses)
-                    self._names = names | self._names
+                self._take_back(counts=counts, uses=uses, names=names)
+
+    def _take_back(
+        self,
+        *,
+        counts: Mapping[tuple[str, str], int],
+        uses: Mapping[tuple[str, str], int],
+        names: Mapping[str, str],
+    ) -> None:
+        """Keep what could not be written, within the same bounds as what is new."""
+        for (kind, name), count in counts.items():
+            self.add(kind, name, count)
+        for (key, tenant), count in uses.items():
+            self.used(key, tenant, count)
+        self.named(names)
 
     def _fault(self, error: Exception) -> None:
         self.on_fault()
@@ -312,7 +325,7 @@ class HistoryUpkeep:
     def purge(
         self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
     ) -> int:
-        """What is left of the tenants goes: names, counts and uses."""
+        """Delete names, counts and uses of the tenants."""
         if dry_run or tag is not None or tenants is None or not is_filled(self._file):
             return 0
         database = Database(

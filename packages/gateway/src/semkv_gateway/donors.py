@@ -7,7 +7,7 @@
     {semkv:<name>:1}:sizes              hash: bytes by partition;  {semkv:<name>:1}:bytes: their sum
 
 A partition is a key with a hash tag of its own, so the nodes of a cluster share them out, and one command reads it.
-What is known of all partitions lies together under another tag.
+Sizes and removals of all partitions have one tag in common, so one script changes them.
 """
 
 from __future__ import annotations

@@ -750,16 +750,20 @@ class Gateway:
         """Await ``work``. Raises `UpstreamError` where the gateway stops first."""
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self.stopping.wait())
+        is_taken = False
         try:
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise _stopped()
+            is_taken = True
             return working.result()
         finally:
             stopping.cancel()
             if not working.done():
                 working.cancel()
                 await asyncio.wait((working,))
+            if not is_taken and not working.cancelled() and working.exception() is None:
+                await _close(working.result())
 
     def stop_soon(self, seconds: float) -> None:
         """Stop after so many seconds, counted from the first call."""
@@ -948,6 +952,13 @@ def _details(
         reason = canonical.refusal(payload, 200) if 0 < len(payload) <= _LARGE else ""
         unkept = flight.refused or reason or "too large, broken off, or not stored"
     return {"prompt": canonical.prompt, "unkept": unkept, "near": near_of(lookup.report)}
+
+
+async def _close(found: object) -> None:
+    """Close an answer that came in the moment in which nobody waited for it any more."""
+    close = getattr(found, "aclose", None)
+    if close is not None:
+        await close()
 
 
 def _stopped() -> UpstreamError:

@@ -82,9 +82,9 @@ class Judge:
         self._worth = worth
         self._account = cache.account
         self._running: dict[str, asyncio.Task[bool | None]] = {}
-        # The key of one tenant or the model of another may be refused.
+        # The key of one tenant may be refused, or the model of another be slow.
         self._breaker = lru_cache(_BREAKERS)(_new_breaker)
-        self._lateness = Breaker()
+        self._lateness = lru_cache(_BREAKERS)(_new_breaker)
 
     async def settled(self, call: Call, asked: CanonicalRequest, found: Lookup) -> Lookup | None:
         """The hit that a yes makes of a lookup's doubt; None where there is no doubt, or no yes in time."""
@@ -93,7 +93,10 @@ class Judge:
             return None
         pair = f"{asked.key} {doubted.canonical.key}"
         judging = self._running.get(pair) or self._begin(pair, call, asked, doubted)
-        if judging is None or not await self._in_time(judging):
+        if judging is None:
+            return None
+        lateness = self._lateness(asked.partition, self._model or asked.model)
+        if not await self._in_time(judging, lateness):
             return None
         return await self._cache.settled(doubted)
 
@@ -119,17 +122,17 @@ class Judge:
         task.add_done_callback(lambda _: self._running.pop(pair, None))
         return task
 
-    async def _in_time(self, judging: asyncio.Task[bool | None]) -> bool:
+    async def _in_time(self, judging: asyncio.Task[bool | None], lateness: Breaker) -> bool:
         """Whether the judge says yes before the request's time is up."""
-        if self._limit_s <= 0.0 or self._lateness.is_open:
+        if self._limit_s <= 0.0 or lateness.is_open:
             return False
         try:
             found = await asyncio.wait_for(asyncio.shield(judging), self._limit_s)
         except TimeoutError:
-            self._lateness.failed()
+            lateness.failed()
             self._metrics.judged.labels(LATE).inc()
             return False
-        self._lateness.succeeded()
+        lateness.succeeded()
         return found is True
 
     async def _judge(

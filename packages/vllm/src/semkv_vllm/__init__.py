@@ -147,7 +147,7 @@ class KVSettings:
             vLLM's name, which a client may choose (``uuid``). Set it where every client may be trusted not to give one
             name to two items. All other items go by their content, whatever they are called.
         bucket: URL of a place that several machines share: ``s3://name/folder``, ``gs://...``, ``az://...``, or
-            ``file:///folder``. What is written to the disk goes there too, and what other machines put there is found.
+            ``file:///folder``. Files on the disk are copied there, and other machines' files there are read.
             Credentials come from the environment, as obstore reads them. Empty: none.
         bucket_bytes: bound on the bytes of all KV block files in the bucket; 0 for none.
         bucket_age_s: seconds after which a file goes from the bucket; 0 for never.

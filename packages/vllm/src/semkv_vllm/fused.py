@@ -14,7 +14,7 @@ from semkv_vllm.moving import Cells, Moves, Turn, UnknownLayoutError
 
 _GROUP = 64  # that one program has in its registers
 _WARPS = 8
-_ALIGNED = 16  # bytes, as the kernel is told
+_ALIGNED = 16  # bytes by which the kernel takes addresses to be divisible
 _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
