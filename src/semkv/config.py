@@ -100,11 +100,13 @@ class PolicyConfig:
             )
         if self.policy in (PolicyName.FIXED, PolicyName.JUDGE) and self.calibration is not None:
             raise ConfigError(
-                "--calibration", str(self.calibration), "given with --policy calibrated or bounded"
+                "--calibration",
+                str(self.calibration),
+                "left out, or --policy calibrated or bounded beside it",
             )
 
         if self.judge and self.policy not in (PolicyName.BOUNDED, PolicyName.JUDGE):
-            raise ConfigError("--judge", True, "given with --policy bounded or judge")
+            raise ConfigError("--judge", True, "left out, or --policy bounded or judge beside it")
 
     @property
     def judges(self) -> bool:
