@@ -1,22 +1,37 @@
-"""How soon does a near-repeat of one gateway hit at another, and what do the donors elsewhere cost a gateway?
+"""How soon does a near-repeat of one gateway hit at the others, and what do the donors elsewhere cost a gateway?
 
-    python bench/shared_donors.py --donors 1000 200000 --out bench/results/cpu/shared_donors.json
+    python bench/shared_donors.py --parts gateways --donors 1000 200000 --out bench/results/cpu/shared_donors.json
 
-Redis is filled with donors of other tenants, 50 to a partition, in the form in which a gateway writes them. Two
-gateways on it, each with a directory of its own, are then asked by new tenants: one a question, the other the same
-question in other words, again and again until that is a hit. `seconds` is the time from the first gateway's answer to
-the second one's hit, the request itself included. ``--cluster`` takes three nodes in place of one.
+Parts:
+
+- ``gateways``: Redis, or with ``--cluster`` three nodes, is filled with donors of other tenants, 50 to a partition, in
+  the form in which a gateway writes them. Three gateways on it, each with a directory of its own, are then asked by new
+  tenants: one a question, the others the same question in other words, again and again until that is a hit. `seconds`
+  is the time from the first gateway's answer to the second and third one's hit, the requests included. ``--pictures``
+  asks about a picture that the others get with another compression, half a second later, once.
+- ``large``: ``--donors`` in one partition of a Redis 8 that is searched by vector sets; the same question then.
+- ``whole``: what it costs to bring the largest partition that is read.
+- ``node``: three gateways on a cluster under load, a node of which is killed; with ``--replicas`` another one takes its
+  place, else it starts again. `recovery_s` is the time from the node's return, or with replicas from its end, until in
+  each of twelve partitions what one gateway is asked then is a near-repeat's hit at another.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import itertools
+import json
+import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +43,40 @@ from common import ROOT, machine, write_json
 from gateway_faults import Upstream, serving
 
 sys.path.insert(0, str(ROOT / "tests"))
-from redis_server import RedisCluster, RedisServer
+from redis_server import RedisCluster, RedisServer, redis_8
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
 from semkv.keys import Keyed, entry_of
 from semkv.stores.catalog import Record
-from semkv.tiers.sharing import MOST, Place, dump, tenant_name
+from semkv.tiers.sharing import MOST, Place, dump, load, tenant_name
 from semkv.types import Namespace, Request, Role, TextSegment
 from semkv_gateway.donors import RedisDonors, open_donors
 
 SECRET = b"x" * 16
 PER_PARTITION = 50
 TRIALS = 20
+SOON_S = 0.5
 QUESTION = "How do I bake sourdough bread at home?"
 REWORDED = "How can I bake sourdough bread at home?"
 DIM = 384
+PARTITIONS = 12
+PAIRS = [
+    (f"How do I {what} at home?", f"How can I {what} at home?")
+    for what in (
+        "bake sourdough bread",
+        "grow tomato plants",
+        "repair a bicycle tyre",
+        "clean a leather sofa",
+        "brew green tea",
+        "learn to play chess",
+        "paint a wooden door",
+        "sharpen a kitchen knife",
+        "store fresh basil",
+        "train a young dog",
+        "fix a dripping tap",
+        "make strawberry jam",
+    )
+]
 
 
 def question_of(group: int, number: int) -> Request:
@@ -93,52 +127,247 @@ def redis_mib(server: Any) -> float:
     return used / (1 << 20)
 
 
-def ask(url: str, text: str, tenant: str, **headers: str) -> httpx.Response:
-    body = {"model": "m", "temperature": 0, "messages": [{"role": "user", "content": text}]}
+def ask(url: str, content: Any, tenant: str, **headers: str) -> httpx.Response:
+    body = {"model": "m", "temperature": 0, "messages": [{"role": "user", "content": content}]}
     headers = {"Authorization": f"Bearer {tenant}", **headers}
     return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
 
-def until_hit(one: str, other: str, tenant: str) -> float:
-    ask(one, QUESTION, tenant)
+def picture(number: int, quality: int) -> list[dict[str, Any]]:
+    """A question about a drawn picture; of one number all show the same."""
+    from PIL import Image, ImageDraw
+
+    random = np.random.default_rng(number)
+    image = Image.new("RGB", (320, 240), tuple(random.integers(0, 255, 3).tolist()))
+    draw = ImageDraw.Draw(image)
+    for _ in range(12):
+        left, top = random.integers(0, 240, 2).tolist()
+        width, height = random.integers(20, 80, 2).tolist()
+        colour = tuple(random.integers(0, 255, 3).tolist())
+        draw.rectangle((left, top, left + width, top + height), fill=colour)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    data = base64.b64encode(file.getvalue()).decode()
+    return [
+        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}},
+        {"type": "text", "text": "What does this picture show?"},
+    ]
+
+
+def until_hits(urls: Sequence[str], contents: tuple[Any, Any], tenant: str) -> list[float]:
+    """Seconds from the first gateway's answer until each of the others has a hit; infinite after 30."""
+    first, second = contents
+    ask(urls[0], first, tenant)
     start = time.perf_counter()
-    while (
-        "hit"
-        not in ask(other, REWORDED, tenant, **{"Cache-Control": "only-if-cached"}).headers[
-            "x-semkv"
-        ]
-    ):
-        if time.perf_counter() - start > 30:
-            return float("inf")
-        time.sleep(0.02)
-    return time.perf_counter() - start
+
+    def until_hit(url: str) -> float:
+        while "hit" not in said(ask(url, second, tenant, **{"Cache-Control": "only-if-cached"})):
+            if time.perf_counter() - start > 30:
+                return float("inf")
+            time.sleep(0.02)
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor() as asking:
+        return list(asking.map(until_hit, urls[1:]))
 
 
-def measured(folder: Path, *, count: int, cluster: bool) -> dict[str, Any]:
+def hits_soon(urls: Sequence[str], contents: tuple[Any, Any], tenant: str) -> list[float]:
+    """The same of pictures, for which a gateway that may store nothing looks for no donor: each of the others is asked
+    once, after a while. Infinite for a miss."""
+    first, second = contents
+    ask(urls[0], first, tenant)
+    start = time.perf_counter()
+    time.sleep(SOON_S)
+
+    def once(url: str) -> float:
+        is_hit = "hit" in said(ask(url, second, tenant))
+        return time.perf_counter() - start if is_hit else float("inf")
+
+    with ThreadPoolExecutor() as asking:
+        return list(asking.map(once, urls[1:]))
+
+
+def said(answer: httpx.Response) -> str:
+    return answer.headers.get("x-semkv", "")
+
+
+@contextmanager
+def gateways(folder: Path, count: int, *flags: str) -> Iterator[tuple[list[str], list[int]]]:
+    """URLs and process ids of gateways with directories of their own."""
     with ExitStack() as stack:
-        server: Any = RedisCluster(folder) if cluster else RedisServer(folder)
-        stack.enter_context(server)
         up = Upstream()
         stack.enter_context(up())
-        flags = ("--encoder-timeout", "5", "--similarity-threshold", "0.8", "--store", server.url)
-        (one, _), (other, running) = (
-            stack.enter_context(serving(folder / name, up, *flags)) for name in ("one", "other")
-        )
-        until_hit(one, other, "warm up")
-        before = resident_mib(running.pid)
+        given = ("--encoder-timeout", "5", "--similarity-threshold", "0.8", *flags)
+        running = [
+            stack.enter_context(serving(folder / f"gateway {number}", up, *given))
+            for number in range(count)
+        ]
+        yield [url for url, _ in running], [process.pid for _, process in running]
+
+
+def measured(folder: Path, *, count: int, cluster: bool, pictures: bool) -> dict[str, Any]:
+    kind = RedisCluster if cluster else RedisServer
+    layer = ("--embedding-layer", "vision:512:0.9", "--embedding-hook", "vision")
+    seeing = (*layer, "--vision-encoder", "small") if pictures else ()
+    with (
+        kind(folder) as server,
+        gateways(folder, 3, "--store", server.url, *seeing) as (urls, pids),
+    ):
+        until_hits(urls, (QUESTION, REWORDED), "warm up")
+        before = resident_mib(pids[-1])
         store = open_donors(server.url, 10.0, SECRET, store_bytes=16 << 30)
         assert store is not None
         partitions = fill(store, count)
-        seconds = sorted(until_hit(one, other, f"tenant {number}") for number in range(TRIALS))
+        seconds: list[float] = []
+        for number in range(TRIALS):
+            tenant = f"tenant {number}"
+            if pictures:
+                shown = (picture(number, 95), picture(number, 75))
+                seconds += hits_soon(urls, shown, tenant)
+            else:
+                seconds += until_hits(urls, (QUESTION, REWORDED), tenant)
         return {
-            "part": "two gateways",
+            "part": "gateways",
+            "gateways": 3,
             "cluster": cluster,
+            "pictures": pictures,
             "donors": count,
             "partitions": partitions,
             "redis_mib": round(redis_mib(server), 1),
-            "seconds": [round(one, 3) for one in seconds],
+            "seconds": [round(one, 3) for one in sorted(seconds) if one < float("inf")],
+            "misses": seconds.count(float("inf")),
             "mib_before": round(before, 1),
-            "mib_after": round(resident_mib(running.pid), 1),
+            "mib_after": round(resident_mib(pids[-1]), 1),
+            "load_average": os.getloadavg()[0],
+        }
+
+
+# -- one partition that is searched -----------------------------------------------------------------------------------
+
+
+def large_partition(folder: Path, *, count: int) -> dict[str, Any]:
+    with (
+        RedisServer(folder, program=redis_8()) as server,
+        gateways(folder, 2, "--donor-search", server.url, "--store", server.url) as (urls, pids),
+    ):
+        ask(urls[0], QUESTION, "tenant")
+        store = open_donors(server.url, 60.0, SECRET, store_bytes=16 << 30, search=server.url)
+        assert store is not None
+        while not (partitions := [one for one in store._partitions() if "image:" not in one]):
+            time.sleep(0.1)
+        (partition,) = partitions
+        (row,) = store._rows(partition)
+        vectors = [key for key in keys_of(server) if ":vectors:" in key]
+        store._encoder = vectors[0].rpartition(":")[2]
+        base = load(row.data)
+        start = time.perf_counter()
+        random = np.random.default_rng(0)
+        for number in range(count):
+            drawn = random.normal(size=DIM).astype(np.float32)
+            drawn /= np.linalg.norm(drawn)
+            entry_id = f"{number:064x}"
+            store.add(partition, row.data, row.since, item=entry_id, vector=drawn)
+        filled_s = time.perf_counter() - start
+        assert base.entry.segments
+        before = resident_mib(pids[1])
+        seconds = []
+        for number, (question, reworded) in enumerate(PAIRS):
+            seconds += until_hits(urls, (question, reworded), "tenant")
+            print(number, seconds[-1], flush=True)
+        return {
+            "part": "large partition",
+            "donors": count,
+            "add_ms": round(1000 * filled_s / count, 2),
+            "redis_mib": round(redis_mib(server), 1),
+            "seconds": [round(one, 3) for one in sorted(seconds)],
+            "mib_before": round(before, 1),
+            "mib_after": round(resident_mib(pids[1]), 1),
+            "load_average": os.getloadavg()[0],
+        }
+
+
+def keys_of(server: RedisServer) -> list[str]:
+    with redis.Redis(port=server.port, socket_timeout=60.0) as client:
+        return [key.decode() for key in client.scan_iter()]
+
+
+# -- a node that is killed --------------------------------------------------------------------------------------------
+
+
+class Load:
+    """Asks pairs of questions at two of several gateways, and notes each outcome until it is stopped."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = urls
+        self.seen: Counter[str] = Counter()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(3)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, client: int) -> None:
+        random = np.random.default_rng(client)
+        number = 0
+        while not self._stop.is_set():
+            number += int(random.random() < 0.7)  # else the same again
+            pair = PAIRS[number % len(PAIRS)]
+            tenant = f"client {client} round {number // len(PAIRS)}"
+            for text in pair:
+                url = self.urls[int(random.integers(len(self.urls)))]
+                self._note(ask(url, text, tenant), pair)
+
+    def _note(self, answer: httpx.Response, pair: tuple[str, str]) -> None:
+        if answer.status_code != 200:
+            self.seen[f"status {answer.status_code}"] += 1
+            return
+        text = answer.json()["choices"][0]["message"]["content"]
+        if text not in [f"You said: {one}" for one in pair]:
+            self.seen["wrong"] += 1
+        elif "semantic" in said(answer):
+            self.seen["near-repeats"] += 1
+        else:
+            self.seen["hits" if said(answer).startswith("hit") else "misses"] += 1
+
+
+def killed_node(folder: Path, *, replicas: bool) -> dict[str, Any]:
+    with (
+        RedisCluster(folder, replicas=replicas) as cluster,
+        gateways(folder, 3, "--store", cluster.url) as (urls, _),
+        Load(urls) as load_on,
+    ):
+        time.sleep(10)
+        before = dict(load_on.seen)
+        load_on.seen.clear()
+        cluster.nodes[1].kill()
+        start = time.perf_counter()
+        if not replicas:
+            time.sleep(8)
+            cluster.nodes[1].start()
+            start = time.perf_counter()
+        for number in range(PARTITIONS):
+            name = f"after {number} {time.time()}"
+            while float("inf") in until_hits(urls, (QUESTION, REWORDED), name):
+                pass
+        recovery = time.perf_counter() - start
+        during = dict(load_on.seen)
+        load_on.seen.clear()
+        time.sleep(10)
+        return {
+            "part": "node killed under load",
+            "replicas": replicas,
+            "recovery_s": round(recovery, 2),
+            "before": before,
+            "until_recovery": during,
+            "after": dict(load_on.seen),
+            "load_average": os.getloadavg()[0],
         }
 
 
@@ -183,20 +412,30 @@ def whole_partition(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["gateways"])
     parser.add_argument("--donors", type=int, nargs="+", default=[1000])
     parser.add_argument("--cluster", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pictures", action="store_true")
+    parser.add_argument("--replicas", action="store_true")
+    parser.add_argument("--out", type=Path, help="rows that are there stay")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    parts = [whole_partition] + [
-        partial(measured, count=n, cluster=args.cluster) for n in args.donors
-    ]
-    for part in parts:
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(part(Path(folder)))
-        print(rows[-1], flush=True)
-        if args.out:
-            write_json(args.out, {"machine": machine("redis", "numpy"), "rows": rows})
+    if args.out and args.out.exists():
+        rows = json.loads(args.out.read_text())["rows"]
+    of_many = partial(measured, cluster=args.cluster, pictures=args.pictures)
+    runs: dict[str, list[Callable[[Path], dict[str, Any]]]] = {
+        "gateways": [partial(of_many, count=count) for count in args.donors],
+        "large": [partial(large_partition, count=count) for count in args.donors],
+        "whole": [whole_partition],
+        "node": [partial(killed_node, replicas=args.replicas)],
+    }
+    for part in args.parts:
+        for run in runs[part]:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(run(Path(folder)))
+            print(rows[-1], flush=True)
+            if args.out:
+                write_json(args.out, {"machine": machine("redis", "numpy"), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -78,7 +78,14 @@ _READERS = 2
 _NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
 _CHECKSUM = 32
-_KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
+_KINDS = {
+    "tag": str,
+    "entry_id": str,
+    "space": str,
+    "before": (int, float),
+    "tenants": list,
+    "wrong": str,
+}
 
 
 # -- the store ----------------------------------------------------------------------------------------------------
@@ -272,6 +279,7 @@ class Sharing:
         self._waiting: deque[_Waiting] = deque()
         self._some = threading.Event()
         self._closing = threading.Event()
+        self._followed = threading.Event()  # whether the log of removals was read, by any process
         self._known: Latest[str, _Partition] = Latest(_KNOWN)
         self._knowing = threading.Lock()
         self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
@@ -292,7 +300,11 @@ class Sharing:
     def add_wrong(self, pair: str, entry_id: str) -> None:
         """Share that an entry was found wrong for a text. Raises `sqlite3.Error`."""
         entry = self._catalog.get(entry_id)
-        if entry is not None:
+        if (
+            entry is None
+        ):  # another gateway gave the hit: nothing here says in which partitions it lies
+            self._catalog.tell_wrong(pair, entry_id)
+        else:
             self._wait(entry, dump_wrong(pair, entry), wrong=True)
 
     def removing(self, entry_id: str) -> None:
@@ -341,6 +353,8 @@ class Sharing:
         with suppress(BlockingIOError), lock(self._catalog.path.with_name(LOCK), 0.0):
             self._send_removals()
             self._follow()
+        if self._catalog.read_from():
+            self._followed.set()
         while self._waiting and (since := self._catalog.read_from()):
             row = self._waiting[0]
             # It is looked for after the place was read, so that a removal after the place concerns the row.
@@ -374,7 +388,9 @@ class Sharing:
         for number, text in self._catalog.removals():
             self._store.remove(text.encode())
             self._catalog.sent(number)
-            self._removals.append(read_criteria(text.encode()))
+            criteria = read_criteria(text.encode())
+            if "wrong" not in criteria:
+                self._removals.append(criteria)
         if self._removals:
             self._images_sent.clear()
             self._sweeper.submit(self._sweep)
@@ -403,15 +419,20 @@ class Sharing:
             self._images_sent.clear()
             with self._knowing:
                 self._known.clear()
-        for _, data in removals.rows if text else ():
+        for _, data in removals.rows:
             try:
-                self._remove(read_criteria(data))
+                criteria = read_criteria(data)
+                if text or "wrong" in criteria:  # at first there is nothing to remove
+                    self._remove(criteria)
             except CorruptValue as error:  # which must not keep this one from following
                 self._tally.fault("shared removal", error)
         if str(removals.end) != text:
             self._catalog.read_to(str(removals.end))
 
     def _remove(self, criteria: Criteria) -> None:
+        if "wrong" in criteria:
+            self._catalog.bar(str(criteria["wrong"]), str(criteria["entry_id"]))
+            return
         removed = self._catalog.apply_removal(criteria)
         self._tally.add("shared removals")
         if removed.entry_ids:
@@ -423,13 +444,20 @@ class Sharing:
         """Bring what others have in some partitions. Never raises, and waits for ``limit_s`` at most: what takes longer
         goes on, and is there for a later request."""
         now = time.monotonic()
-        if now < self._quiet_until:
+        if now < self._quiet_until or not self._is_following():
             return
         reading = [self._reading(partition, now) for partition in partitions]
         for job, began in reading:
             if job is not None:
                 left_s = began + self._limit_s - time.monotonic()
                 wait([job], max(0.0, left_s))
+
+    def _is_following(self) -> bool:
+        """Whether the log was read, so that no pair found wrong is unheard of. Waits as `bring`."""
+        found = self._followed.wait(self._limit_s)
+        if not found:
+            self._quiet_until = time.monotonic() + _PAUSE_S
+        return found
 
     def _reading(self, name: str, now: float) -> tuple[Future[None] | None, float]:
         """The job that reads a partition, and when it began; None where the partition was read a moment ago."""
@@ -483,6 +511,7 @@ class Sharing:
         """Bring the entries of a partition that are nearest to a unit vector. Never raises, and waits as `bring`."""
         if time.monotonic() < self._quiet_until or self._closing.is_set():
             return
+        # Only a partition that was brought is searched, and so the log was read.
         with suppress(RuntimeError):  # it is being closed
             job = self._readers.submit(self._read_nearest, name, vector)
             wait([job], self._limit_s)
@@ -500,7 +529,8 @@ class Sharing:
         arrivals = self._unremoved(self._arrivals(rows))
         for arrival in arrivals:  # first, so that no request gets what was found wrong for it
             if arrival.row.wrong:
-                self._catalog.bar(arrival.row.wrong, arrival.entry_id)
+                tenant = arrival.row.entry.namespace.tenant
+                self._catalog.bar(arrival.row.wrong, arrival.entry_id, tenant)
         arrivals = [arrival for arrival in arrivals if not arrival.row.wrong]
         ids = [arrival.entry_id for arrival in arrivals]
         missing = set(self._catalog.missing(ids))
@@ -713,6 +743,8 @@ def read_criteria(data: bytes) -> Criteria:
         right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
         if not right or not math.isfinite(criteria.get("before", 0.0)):  # type: ignore[arg-type]
             raise ValueError("a criterion of another type")
+        if "wrong" in criteria and criteria.keys() != {"wrong", "entry_id"}:
+            raise ValueError("no pair")
         return criteria
 
 
@@ -725,6 +757,8 @@ def _criteria_or_none(data: bytes) -> Criteria | None:
 
 def _concerns(criteria: Criteria, entry: Entry) -> bool:
     """Whether a removal is one of an entry."""
+    if "wrong" in criteria:
+        return False
     own = {"entry_id": entry.entry_id, "space": namespace_key(entry.namespace)}
     tests: dict[str, Callable[[Any], bool]] = {
         "tag": lambda tag: tag in entry.tags,
