@@ -63,7 +63,6 @@ from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
-from semkv_gateway.tenancy import parse_tag_rule
 from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.worth import Worth
 
@@ -93,8 +92,8 @@ class App:
         self.gateway = gateway
         self._operations = Operations(gateway, key).application()
         settings = gateway.settings
-        self._limit = settings.max_body_mib << 20
-        self._room = http.Room(_BODIES * self._limit)
+        limit = settings.max_body_mib << 20
+        self._bodies = http.Bodies(limit, most=_BODIES * limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
         self._open_paths: set[str] = (
             set()
@@ -177,7 +176,7 @@ class App:
                 raise Refused(
                     http.error_answer(415, "a content encoding is not read: send the body as it is")
                 )
-            body = await http.read_body(scope, receive, self._limit, self._room)
+            body = await self._bodies.read(scope, receive)
             answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
@@ -271,7 +270,6 @@ def gateway_of(
     """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
     config = settings.cache_config()
-    tag_rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     rules = Rules.of(settings)
     sampling = Sampling.of(settings)
     prices = Prices([parse_price(price) for price in settings.prices])
@@ -325,8 +323,7 @@ def gateway_of(
         semantic,
         metrics,
         store_s=settings.store_timeout,
-        tag_rules=tag_rules,
-        least_cosine=rules.least_cosine,
+        rules=rules,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
     servers = Upstreams(upstreams, metrics, salt=settings.salt)
@@ -349,7 +346,6 @@ def gateway_of(
         metrics,
         sampling=sampling,
         worth=worth,
-        rules=rules,
         judge=judge,
     )
     metrics.read_sizes(gateway.sizes)

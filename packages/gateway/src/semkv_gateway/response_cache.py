@@ -90,11 +90,8 @@ def _as_read(text: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", "".join(seen)).casefold())
 
 
-@dataclass(frozen=True, slots=True)
-class LifetimeRule(Pattern):
-    """A lifetime for the answers that a pattern picks."""
-
-    lifetime: Lifetime
+LifetimeRule = tuple[Pattern, Lifetime]
+"""Picks answers, and how long they may be served."""
 
 
 def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
@@ -102,7 +99,8 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
 
     Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
 
-    >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
+    >>> pattern, lifetime = parse_rule("prompt:*weather*=5m,stale=60")
+    >>> lifetime
     Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
 
     Raises:
@@ -125,7 +123,7 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
                 lifetime = replace(lifetime, stale_s=_seconds(value))
             else:
                 lifetime = replace(lifetime, jitter=float(value))
-        return LifetimeRule(form["name"], form["pattern"], lifetime)
+        return Pattern(form["name"], form["pattern"]), lifetime
     except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
@@ -334,10 +332,10 @@ class ResponseCache:
         return not request.sampled and bool(self._lifetime_of(request, tags).ttl_s)
 
     def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
-        picked = (
-            rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags)
-        )
-        return next(picked, self._lifetime)
+        for pattern, lifetime in self._rules:
+            if pattern.fits(request.prompt, request.model, tags):
+                return lifetime
+        return self._lifetime
 
     def _stored(
         self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]
