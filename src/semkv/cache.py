@@ -464,7 +464,8 @@ class SemanticCache:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
-        with self._tally.boundary("catalog"):  # what it cannot be asked of is found out of step
+        # Where the catalog cannot be read now, the indexes are found out of step with it later.
+        with self._tally.boundary("catalog"):
             self._similar.remove(removed.entry_ids)
         with self._tally.boundary("media"):
             for media_id in removed.media:

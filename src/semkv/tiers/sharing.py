@@ -353,7 +353,7 @@ class Sharing:
         for _, data in removals.rows if text else ():
             try:
                 self._remove(read_criteria(data))
-            except CorruptValue as error:  # which must not keep this one from following
+            except CorruptValue as error:  # later removals are followed all the same
                 self._tally.fault("shared removal", error)
         if str(removals.end) != text:
             self._catalog.read_to(str(removals.end))

@@ -95,9 +95,8 @@ class App:
         limit = settings.max_body_mib << 20
         self._bodies = http.Bodies(limit, most=_BODIES * limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
-        self._open_paths: set[str] = (
-            set()
-        )  # where the upstream's latest answer to a browser was open to all
+        # Paths for which the upstream's latest answer to a browser was open to all.
+        self._open_paths: set[str] = set()
         self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
         self._otherwise = self._proxy  # answers what the gateway has no route for
 

@@ -38,8 +38,10 @@ _T = TypeVar("_T")
 _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
 _RARE = 0.05
-_LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
-_UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
+_LOOKUPS = 256  # lookups that may wait for a thread; a further request goes on without one, and waits no seconds
+_UNLIKELY = (
+    16  # the same while few lookups find anything: more of them would take the cores from hits
+)
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = (
@@ -139,9 +141,9 @@ class CacheClient:
             queued=_LOOKUPS,
             nice=_NICE,
         )  # no lookup waits behind a record
-        self._running: dict[str, Running] = {}  # that may be shared
+        self._running: dict[str, Running] = {}  # lookups that later requests may share
         self._waited_for: set[Running] = set()
-        self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
+        self.found_share = 1.0  # share of recent lookups that found something; 1 before the first
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -236,7 +238,7 @@ class CacheClient:
         self._metrics.lookup_seconds.observe(time.perf_counter() - start)
         if looked.score is not None and looked.score < least and looked.report is not None:
             looked = replace(looked, report=looked.report.unchanged())
-        if least:  # what is on its way may be less near
+        if least:  # a request on its way may be less near than the rule asks for
             looked = replace(looked, entry=None)
         if looked.report is not None:
             self._count(found=looked.report.rewritten)

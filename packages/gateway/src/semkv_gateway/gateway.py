@@ -567,7 +567,7 @@ class Gateway:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
-            # The answer has no such form. One request asks for this form, for all clients that want it.
+            # The answer cannot be given in this form. One request asks for the form, for all clients that want it.
             request.leave()
             form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
             request.reader = self.flights.join(form)
@@ -608,7 +608,7 @@ class Gateway:
         return answer
 
     async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
-        """The same; None where it is to be had only by a request of one's own."""
+        """The upstream answer in that form; None where the client needs an upstream request of its own."""
         reader = request.reader
         assert reader is not None
         flight = reader.flight

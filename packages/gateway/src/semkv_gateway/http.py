@@ -41,15 +41,14 @@ _HOP_BY_HOP = frozenset(
 _OURS = frozenset(
     (b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass")
 )
-# They say of the client's own body, or for it, what is not so of one that the gateway wrote.
+# They describe the client's body, and are wrong for the body that the gateway writes in its place.
 _OF_BODY = frozenset(
     b"accept-encoding cache-control content-digest content-encoding content-md5 content-type digest"
     b" repr-digest".split()
 )
 _UTF_8 = frozenset(("", "charset=utf-8", 'charset="utf-8"'))
-_THEIRS = frozenset(
-    (b"content-length", b"x-semkv", b"x-semkv-hit")
-)  # an upstream that is a semkv names its own cache there
+# An upstream may be a semkv too: then it speaks of its own cache in the last two.
+_THEIRS = frozenset((b"content-length", b"x-semkv", b"x-semkv-hit"))
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _FIELD_BYTES = 64 << 10  # of one header of an answer

@@ -21,9 +21,9 @@ from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, 
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
-_AWAY = 5  # looks for invalidations that fail until a store is called away
-_CLOSING_S = 5.0  # for what memory alone has to reach the store at the end
-_UNWRITTEN = 100_000  # answers that memory alone has, and that are brought to the store later
+_AWAY = 5  # after so many failed looks for invalidations a store is called away
+_CLOSING_S = 5.0  # at the end, to write the answers that only memory has into the store
+_UNWRITTEN = 100_000  # answers that only memory has, and that are written into the store later
 FOREVER = float("inf")
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -452,9 +452,8 @@ class ResponseCache:
             news = self._ask("news", lambda store: store.news(cursor), None)
             if news is None:
                 return
-            if (
-                news.selectors is None or not cursor
-            ):  # what memory holds may have been invalidated unheard
+            # Without a cursor, an invalidation of something in memory may have been missed.
+            if news.selectors is None or not cursor:
                 self._memory.invalidate(Selector())
             for selector in news.selectors or ():
                 self._memory.invalidate(selector)
