@@ -752,7 +752,7 @@ class Route:
             answer = read_answer(payload)
         except (ValueError, RecursionError):
             return "no JSON"
-        if isinstance(answer, dict) and answers.is_error(answer.get("error")):
+        if isinstance(answer, dict) and answers.has_error(answer):
             return answers.ERROR
         return self.fault(answer, body)
 
