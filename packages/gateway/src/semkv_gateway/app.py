@@ -305,6 +305,7 @@ def gateway_of(
             settings.store_timeout,
             secret,
             store_bytes=settings.store_mib << 20,
+            search=settings.donor_search,
         )
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
