@@ -47,8 +47,8 @@ def run_on_ray(
     """
     with _cluster(address) as ray:
         needs = _needs(ray, address, left, cpus)
-        # A worker keeps the GPU and the imports of its first task, so each task has its own.
-        task = ray.remote(max_calls=1, max_retries=_TRIES, **needs)(run_away)
+        # A worker is kept for more experiments; by Ray's default one that has a GPU is not.
+        task = ray.remote(max_retries=_TRIES, **needs)(run_away)
         waiting = deque(left)
         running = dict[Any, Experiment]()
         while waiting or running:
@@ -65,15 +65,18 @@ def run_on_ray(
 def _cluster(address: str) -> Iterator[Any]:
     """Ray, connected."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to Ray's makers
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # of a busy machine 30 are too few
     try:
         import ray
     except ImportError:
-        allowed = "given with Ray installed: in a checkout of semkv, pip install './packages/lab[ray]'"
+        allowed = (
+            "given with Ray installed: in a checkout of semkv, pip install './packages/lab[ray]'"
+        )
         raise ConfigError("--ray", address, allowed) from None
     own = {"include_dashboard": False} if address == LOCAL else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # what Ray raises where it does not start has no type of its own
         allowed = f"{LOCAL}, or the address of a Ray cluster that answers ({error})"
         raise ConfigError("--ray", address, allowed) from None
     try:
