@@ -30,7 +30,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
-from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.policies import CLOSE, Decider, Decision
 from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -48,7 +48,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import Guard, misspelled, spelling, unread, veto, wording
+from semkv_guards import Guard, misspelled, same_words, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -105,6 +105,7 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
+        self._guarded = config.guards
         self.guard: Guard = veto if config.guards else unread
         self._judges = config.judges
         self._compare_images = config.guards and config.scope is Scope.MEDIA
@@ -170,11 +171,13 @@ class Planner:
                     _turn_down(found, match, donor, f"{VETO}length")
                     return None
                 words = wording(request.chunk_text, donor.chunk_text)
+                score = min(match.score, cosine)
                 match = replace(
                     match,
-                    score=min(match.score, cosine),
+                    score=score,
                     wording=words,
                     judged=self._verdict(request, donor),
+                    same_words=self._has_same_words(request, donor, score),
                 )
             found.decision = self._decide(request, donor, match)
             if not found.decision.accept:
@@ -239,6 +242,14 @@ class Planner:
         return min(
             (cosine_of(self._encoder, *spelling.alike(*place)) for place in places), default=1.0
         )
+
+    def _has_same_words(self, request: Request, donor: Entry, score: float) -> bool:
+        """Whether texts closely below the threshold ask for the same in the same words."""
+        is_close = self._certain - CLOSE <= score < self._certain
+        if not is_close or not self._guarded:
+            return False
+        texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
+        return all(same_words(mine, theirs) for mine, theirs in texts)
 
     def _can_judge(self, request: Request) -> bool:
         """Whether a judge may be asked about a request: it sees no images."""
