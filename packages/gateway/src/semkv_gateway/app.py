@@ -326,7 +326,7 @@ def gateway_of(
         rules=rules,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
-    servers = Upstreams(upstreams, metrics, salt=settings.salt)
+    servers = Upstreams(upstreams, metrics, salt=settings.salt, peers=settings.peers)
     judge = None
     if config is not None and config.judges:
         judge = Judge(
