@@ -48,7 +48,7 @@ class Costs:
         trip: of a request to Redis and back, without Redis's own time.
         command: of Redis, for one command; ``script`` for one that changes several keys; ``row`` for a donor read.
         step: of a replica, for a prefill of any length; ``token`` for each token computed.
-        host, disk, bucket: for each token loaded from there.
+        from_host, from_disk, from_bucket: for each token loaded from there.
         first: of a bucket, until the first byte.
         decode: for each token of an answer.
         token_bytes: KV of a token, in bytes.
@@ -66,9 +66,9 @@ class Costs:
     row: float = 0.000002
     step: float = 0.016
     token: float = 0.0000214
-    host: float = 0.0000042
-    disk: float = 0.0000425
-    bucket: float = 0.00019
+    from_host: float = 0.0000042
+    from_disk: float = 0.0000425
+    from_bucket: float = 0.00019
     first: float = 0.03
     decode: float = 0.0004
     token_bytes: int = 57_344
@@ -196,9 +196,9 @@ class Replica:
         found = self._found(names, now)
         computed = max(1, len(prompt) // 4 - sum(found.values()))
         costs = self._costs
-        load = found["host"] * costs.host + found["disk"] * costs.disk
+        load = found["host"] * costs.from_host + found["disk"] * costs.from_disk
         if found["bucket"]:
-            load += costs.first + found["bucket"] * costs.bucket
+            load += costs.first + found["bucket"] * costs.from_bucket
         self.tokens.update(found)
         self.tokens["computed"] += computed
         self._keep(names, now)
@@ -246,8 +246,8 @@ def _gate(costs: Costs) -> BreakEven:
     tokens = 8192
     for _ in range(_MEASURED):
         gate.prefill.measured(tokens, costs.step + tokens * costs.token)
-        gate.disk.measured(tokens * costs.token_bytes, tokens * costs.disk)
-        gate.bucket.measured(tokens * costs.token_bytes, costs.first + tokens * costs.bucket)
+        gate.disk.measured(tokens * costs.token_bytes, tokens * costs.from_disk)
+        gate.bucket.measured(tokens * costs.token_bytes, costs.first + tokens * costs.from_bucket)
     return gate
 
 
@@ -319,7 +319,7 @@ class Redis:
         await self.nodes[node].take(seconds, more=self._costs.trip)
 
     def node_of(self, partition: Any) -> int:
-        return xxhash.xxh3_64_intdigest(repr(partition)) % len(self.nodes)
+        return xxhash.xxh3_64_intdigest(repr(partition).encode()) % len(self.nodes)
 
     async def get(self, key: str) -> StoredResponse | None:
         found = self.answers.get(key)
@@ -397,7 +397,8 @@ class Gateway:
         self._flights: dict[str, _Flight] = {}
         self._pending: dict[Any, list[_Flight]] = defaultdict(list)
         self._donors: Latest[tuple[Any, str], bool] = Latest(sizes.max_entries)
-        self._read: dict[Any, tuple[float, int]] = {}  # by partition when, and up to where
+        self._has: Latest[Any, bool] = Latest(sharing._KNOWN)  # partitions with donors
+        self._read: Latest[Any, tuple[float, int]] = Latest(sharing._KNOWN)  # when, and up to where
         self.loop_time = Queue()
         self.lookups = Queue(costs.lookups)
         self.counts: Counter[str] = Counter()
@@ -443,7 +444,7 @@ class Gateway:
         """How a donor answers it; empty where none does."""
         partition = asked.partition
         await self._bring(partition)
-        known = self._read[partition][1] > 0 or partition in self._pending
+        known = partition in self._has or partition in self._pending
         await self.lookups.take(self._costs.lookup if known else self._costs.unencoded)
         self.counts["lookups" if known else "lookups of nothing"] += 1
         for text in self._judgement.donors(asked.text):
@@ -466,6 +467,7 @@ class Gateway:
         self._read[partition] = (self._clock(), place)
         for number, text in await self._redis.read(partition, place):
             self._donors[partition, text] = True
+            self._has[partition] = True
             place = max(place, number)
         self._read[partition] = (self._clock(), place)
 
@@ -493,8 +495,7 @@ class Gateway:
         flight.stored.set()
         self._donors[asked.partition, asked.text] = True
         self._pending[asked.partition].remove(flight)
-        looked, place = self._read.get(asked.partition, (float("-inf"), 0))
-        self._read[asked.partition] = (looked, max(place, 1))
+        self._has[asked.partition] = True
         if not self._pending[asked.partition]:
             del self._pending[asked.partition]
         await self._redis.add(asked.partition, asked.text)
@@ -513,7 +514,7 @@ class Gateway:
 
 
 def _key(asked: Asked) -> str:
-    return xxhash.xxh3_128_hexdigest(repr((asked.tenant, asked.messages)))
+    return xxhash.xxh3_128_hexdigest(repr((asked.tenant, asked.messages)).encode())
 
 
 _payloads: dict[int, bytes] = {}

@@ -167,6 +167,11 @@ class Judgement:
         for donor in self._donors[self._numbers[plain]]:
             yield f"{case}{donor}"
 
+    def pairs(self) -> list[tuple[str, str]]:
+        """Texts with the nearest donor that each has."""
+        found = zip(self._numbers, self._donors, strict=True)
+        return [(donors[0], text) for text, donors in found if donors]
+
 
 def _case(text: str) -> str:
     return text[: len(text) - len(_plain(text))]

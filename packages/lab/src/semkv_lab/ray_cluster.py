@@ -65,7 +65,6 @@ def run_on_ray(
 def _cluster(address: str) -> Iterator[Any]:
     """Ray, connected."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to Ray's makers
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # of a busy machine 30 are too few
     try:
         import ray
     except ImportError:
