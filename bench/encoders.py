@@ -3,10 +3,10 @@
     .venv/bin/python -m pip install --no-deps --target /tmp/onnx onnxruntime onnx ml_dtypes flatbuffers
     PYTHONPATH=/tmp/onnx python bench/encoders.py --out bench/results/cpu/encoders.json
 
-``sentence-transformers`` is the library's own way. ``short`` is `semkv.encoders.text.ShortBert`, by default. ``compiled``
-is the same BERT through torch.compile, ``onnx`` the same BERT in float32 through ONNX Runtime. A way that is not
-installed is left out. All have one thread and the same tokens; they take turns. Times are of the process's processor,
-in milliseconds a pass, the least and the median of the rounds.
+``sentence-transformers`` is the library's own way. ``short`` is `semkv.encoders.text.ShortBert`, by default.
+``compiled`` is the same BERT through torch.compile, ``onnx`` the same BERT in float32 through ONNX Runtime. A way
+that is not installed is left out. All have one thread and the same tokens; they take turns. Times are of the
+process's processor, in milliseconds a pass, the least and the median of the rounds.
 """
 
 from __future__ import annotations
