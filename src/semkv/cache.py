@@ -240,10 +240,13 @@ class SemanticCache:
                 add=self._add_shared,
                 removed=self._forget,
                 media=self.media if VISION in self._similar.layers else None,
+                encoder=self._similar.text_key,
+                reads_all=bool(config.embedding_layers),
                 tally=self._tally,
                 limit_s=shared_limit_s,
             )
             self._planner.bring_images = self._sharing.bring_images
+            self._matching.sharing = self._sharing
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -299,8 +302,7 @@ class SemanticCache:
             return ReuseReport(request, own, self._matching.statuses())
         with self._tally.boundary("decider"):
             self._decider.arrived()
-        bring = None if self._sharing is None else self._sharing.bring
-        found = self._matching.look_up(request, embeddings, bring)
+        found = self._matching.look_up(request, embeddings)
         plan = found.plan
         proposed = None
         answer = None

@@ -268,14 +268,23 @@ class SimilarTier:
         }
         return {named[layer.partition] for layer in self.layers.values()} - {""}
 
+    @property
+    def text_key(self) -> str:
+        """The catalog's name of L1's layer; empty where it is off."""
+        return self.layers[SEMANTIC].key if SEMANTIC in self.layers else ""
+
+    def text_slot(self, keyed: Keyed) -> str:
+        """The partition in which L1 compares a prompt; empty where it has no question."""
+        return keyed.question_slot(with_media=self._within_media)
+
     def has_texts(self, keyed: Keyed) -> bool:
         """Whether L1 has anything to compare a request with."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         return bool(slot) and (slot in self.layers[SEMANTIC].members or slot in self._unencoded)
 
     def few_texts(self, keyed: Keyed) -> Iterator[str]:
         """The texts that L1 has to compare a request with, where they are few; none where they are many."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         with self._refreshing:
             known = [*self.layers[SEMANTIC].members.get(slot, ())]
             waiting = self._unencoded.of(slot, _FEW + 1)
@@ -292,7 +301,7 @@ class SimilarTier:
         none yet get theirs in the same pass. None where its vector would not stand for all of it."""
         if not self.stands_for(text):
             return None
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         with self._refreshing:
             waiting = self._unencoded.of(slot, _ENCODED)
         texts = self._texts_of(waiting)
@@ -353,7 +362,7 @@ class SimilarTier:
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         layers = [self.layers[SEMANTIC]]
         yield from self._similar(
             keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS
@@ -366,7 +375,7 @@ class SimilarTier:
         once more where a policy looks below it. Those that stay below are proposed to be turned down, so that operators
         see them.
         """
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         layer = self.layers[SEMANTIC]
         left = _RESPELLED
         for neighbour in layer.search(slot, vector, _QUESTIONS, _MISSPELLED):

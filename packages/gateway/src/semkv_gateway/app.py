@@ -305,6 +305,7 @@ def gateway_of(
             settings.store_timeout,
             secret,
             store_bytes=settings.store_mib << 20,
+            search=settings.donor_search,
         )
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
@@ -325,7 +326,7 @@ def gateway_of(
         rules=rules,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
-    servers = Upstreams(upstreams, metrics, salt=settings.salt)
+    servers = Upstreams(upstreams, metrics, salt=settings.salt, peers=settings.peers)
     judge = None
     if config is not None and config.judges:
         judge = Judge(

@@ -34,6 +34,7 @@ from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
+from semkv_gateway.kv_hints import HINTED, PARAMS, conversation_of
 from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
@@ -120,8 +121,17 @@ class Asking:
         if self.gateway.stopping.is_set():
             raise _stopped()
         self.gateway.documents.sent(self.canonical)
+        tenant = self.request.client.tenant
+        conversation = None
+        hints = self.gateway.hints(self.canonical.endpoint)
+        if hints:
+            conversation = conversation_of(self.canonical.given, tenant, self.gateway.secret)
         return await self.gateway.upstreams.send(
-            self._call, tenant=self.request.client.tenant, model=self.canonical.model
+            self._call,
+            tenant=tenant,
+            model=self.canonical.model,
+            conversation=conversation,
+            hints=hints,
         )
 
     def _call(self, salted: bool) -> Call:
@@ -192,7 +202,7 @@ class Gateway:
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
         self._sampling = sampling
         self.rules = cache.rules
-        self._secret = secret
+        self.secret = secret
         self._checks = 0
         self._separation = Separation(settings.ignored_headers)
         self._tenants = Tenants(
@@ -771,10 +781,24 @@ class Gateway:
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
-        body = await asyncio.to_thread(salted, call.body, tenant, self._secret)
-        return await self.upstreams.send(
-            lambda salts: replace(call, body=body) if salts else call, tenant=tenant
+        hints = self.hints(scope["path"])
+        body, conversation = await asyncio.to_thread(
+            salted,
+            call.body,
+            tenant,
+            self.secret,
+            hints=hints,
         )
+        return await self.upstreams.send(
+            lambda salts: replace(call, body=body) if salts else call,
+            tenant=tenant,
+            conversation=conversation,
+            hints=hints and PARAMS.encode() not in body,
+        )
+
+    def hints(self, path: str) -> bool:
+        """Whether requests to a path tell vLLM's KV connector of their conversation."""
+        return self.settings.kv_hints and path in HINTED
 
     def _settled(
         self, call: Call, client: Client, controls: Controls
@@ -797,7 +821,7 @@ class Gateway:
         deployment = Deployment(
             endpoint=scope["path"],
             tenant=client.tenant,
-            secret=self._secret,
+            secret=self.secret,
             version=settings.data_version,
             tags=tags,
             headers=client.headers,

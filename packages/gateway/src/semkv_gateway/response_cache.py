@@ -17,6 +17,7 @@ from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
 from semkv_gateway.responses.listing import listed
+from semkv_gateway.responses.spread import AWAY
 from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, StoredResponse
 
 _T = TypeVar("_T")
@@ -475,10 +476,12 @@ class ResponseCache:
             self._tally.fault("corrupt", error)
             result = otherwise
         except (StoreError, OSError, ValueError) as error:
-            self._quiet_until[writes] = time.monotonic() + self._pause_s
             self._tally.fault(f"store {kind}", error)
+            reason = getattr(error, "reason", "failed")
+            if reason != AWAY:  # a part is left alone by itself
+                self._quiet_until[writes] = time.monotonic() + self._pause_s
             if writes:
-                self._write_fault = getattr(error, "reason", "failed")
+                self._write_fault = reason
             return otherwise
         self._quiet_until[writes] = 0.0
         if writes:

@@ -42,18 +42,22 @@ def missing() -> list[str]:
 # ---------------------------------------------------------------------- host memory
 
 
+def chunk_of(primary: Any, key: bytes) -> Any | None:
+    """The place of a block in host memory, or None. vLLM's lookup says that there is one, not who uses it."""
+    return primary._policy.get(key)
+
+
 def remove_unused(primary: Any, key: bytes) -> bool | None:
     """Take a block out of host memory: whether it was there. None: a transfer uses it, and it stays.
 
     vLLM removes what it has no room for, and nothing else.
     """
-    policy = primary._policy
-    chunk = policy.get(key)
+    chunk = chunk_of(primary, key)
     if chunk is None:
         return False
     if chunk.ref_cnt != 0:
         return None
-    policy.remove(key)
+    primary._policy.remove(key)
     primary._num_evictable_cache_chunks -= 1
     primary._free_chunk(chunk)
     return True
