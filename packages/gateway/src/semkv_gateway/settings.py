@@ -102,6 +102,8 @@ class ServerSettings(LookupConfig):
             A conversation that moves takes its KV along. Needs --kv-hints.
         store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
             default: in the cache directory.
+        donor_search: A Redis 8 (redis://HOST:PORT/N) that keeps donors and searches those behind one history; default:
+            the gateway searches the latest 4,096.
         ttl: Seconds a response may be served; 0 for ever.
         ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
@@ -152,6 +154,7 @@ class ServerSettings(LookupConfig):
     kv_hints: bool = False
     peers: Annotated[tuple[str, ...], Parameter(name="--peer"), PEER] = ()
     store: str = ""
+    donor_search: Annotated[str, NEAR] = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
@@ -214,7 +217,8 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
     if given := _given("SEMKV_SECRET", environment):
         return given.encode()
-    if is_redis(settings.store) or plug.is_path(settings.store):
+    shares = is_redis(settings.store) or is_redis(settings.donor_search)
+    if shares or plug.is_path(settings.store):
         raise ConfigError(
             "SEMKV_SECRET", "", "a secret that is the same for every gateway on this store"
         )

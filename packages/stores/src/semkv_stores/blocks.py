@@ -143,7 +143,7 @@ class BlockStore:
                 lazy=True,
                 replace=not self._read_only,
             )
-            self.ask(lambda db: None, None)  # which logs why it cannot be opened
+            self.ask(lambda db: None, None)  # logs why the index cannot be opened
             if self.on and self._read_only:
                 log.warning(
                     "semkv: %s cannot be written (%s); stored blocks are still read",
@@ -431,7 +431,7 @@ class BlockStore:
         gone = self.ask(
             lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
         )
-        self.sweep()  # what a writer that died, or an index that was lost, has left
+        self.sweep()  # deletes the files of writers that died and of an index that was lost
         return gone
 
     def purges_after(self, purge_id: int) -> list[Purge]:

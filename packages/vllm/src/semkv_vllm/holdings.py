@@ -66,7 +66,7 @@ class Holdings:
     ) -> None:
         """``primary``: vLLM's host memory, with rows of ``row_bytes``."""
         settings = shared.settings
-        rows = private.capacity(primary)
+        rows, _ = primary.get_kv_memoryview().shape or (0, 0)
         self.shared = shared
         self._primary = primary
         self._clock = clock
@@ -112,11 +112,10 @@ class Holdings:
         for key in self._loose.get(owner, ()):
             if len(gone) >= count:
                 break
-            chunk = private.chunk_of(primary, key)
-            if any(key in keys for keys in spared) or (chunk is not None and chunk.ref_cnt != 0):
+            if any(key in keys for keys in spared):
                 continue
-            if chunk is not None:
-                private.remove(primary, key, chunk)
+            if private.remove_unused(primary, key) is None:
+                continue
             gone.append(key)
         self.gone(gone)
         self.shared.counters["tenant_evicted_blocks"] += len(gone)

@@ -107,7 +107,16 @@ class SemKVManager(TieringOffloadingManager):
         below, there as here."""
         if self._doomed or self.shared.settings.max_age_s or not self.shared.loading:
             return 0, False
-        count, pending = private.held(self, keys)
+        private.finish_transfers(self)
+        look_up = self.primary_tier.lookup
+        count = 0
+        pending = False
+        for key in keys:
+            found = look_up(key, req_context)
+            if found is LookupResult.MISS:
+                break
+            count += 1
+            pending |= found is LookupResult.HIT_PENDING
         if count and not pending:
             private.count_hits(self, req_context.req_id, keys[:count])
         return count, pending
@@ -260,9 +269,15 @@ class SemKVManager(TieringOffloadingManager):
     def _forget_records(self) -> None:
         """Keep the records of what is in host memory."""
         records = self.shared.records
-        if len(records) > 2 * private.capacity(self.primary_tier) + 64:
-            there = (key for key in records if private.chunk_of(self.primary_tier, key) is not None)
-            self.shared.records = {key: records[key] for key in there}
+        primary = self.primary_tier
+        rows, _ = primary.get_kv_memoryview().shape or (0, 0)
+        if len(records) > 2 * rows + 64:
+            nobody = ReqContext("")
+            self.shared.records = {
+                key: record
+                for key, record in records.items()
+                if primary.lookup(key, nobody) is not LookupResult.MISS
+            }
 
     @ours("forgetting")
     def _forget_doomed(self) -> None:
@@ -272,11 +287,10 @@ class SemKVManager(TieringOffloadingManager):
         for key in list(self._doomed):
             if self._holdings is not None:
                 self._holdings.drop(key)
-            chunk = private.chunk_of(primary, key)
-            if chunk is not None and chunk.ref_cnt != 0:
+            was_there = private.remove_unused(primary, key)
+            if was_there is None:
                 continue
-            if chunk is not None:
-                private.remove(primary, key, chunk)
+            if was_there:
                 gone.append(key)
             self._doomed.discard(key)
             self.shared.records.pop(key, None)
