@@ -8,7 +8,6 @@ is what things take: each request of a store, each lookup, each prefill.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import selectors
 import time
@@ -45,6 +44,7 @@ class Costs:
         miss: the same for one that is sent upstream.
         lookup: of a lookup among donors: encoder, guards, search. A gateway does ``lookups`` at once.
         unencoded: of one that finds its partition empty.
+        known: until an answer that is stored can be found by others.
         trip: of a request to Redis and back, without Redis's own time.
         command: of Redis, for one command; ``script`` for one that changes several keys; ``row`` for a donor read.
         step: of a replica, for a prefill of any length; ``token`` for each token computed.
@@ -60,6 +60,7 @@ class Costs:
     lookup: float = 0.012
     lookups: int = 2
     unencoded: float = 0.001
+    known: float = 0.1
     trip: float = 0.0003
     command: float = 0.00001
     script: float = 0.00006
@@ -163,14 +164,19 @@ class Bucket:
     def __init__(self, blocks: int) -> None:
         self.there: Latest[bytes, float] = Latest(blocks)
         self.requests: Counter[str] = Counter()
+        self._batches: set[tuple[int, int]] = set()
 
     def has(self, name: bytes, now: float) -> bool:
         return self.there.get(name, float("inf")) <= now
 
-    def put(self, names: Sequence[bytes], now: float) -> None:
+    def put(self, names: Sequence[bytes], now: float, replica: int) -> None:
+        """A file, and a record of all files that a replica has put since its last look at the log."""
         new = [name for name in names if name not in self.there]
-        if new:  # a file, and a record with a list before and after it
-            self.requests += Counter(put=2, get=1, list=1)
+        self.requests["put file"] += bool(new)
+        batch = (replica, int(now / POLL_S))
+        if new and batch not in self._batches:
+            self._batches.add(batch)
+            self.requests["put record"] += 1
         for name in new:
             self.there[name] = now + POLL_S
 
@@ -233,7 +239,7 @@ class Replica:
             for name in reversed(names):
                 held[name] = True
         if self._bucket is not None:
-            self._bucket.put(names, now)
+            self._bucket.put(names, now, id(self))
 
     @property
     def busy(self) -> float:
@@ -493,6 +499,7 @@ class Gateway:
         await self._redis.put(response)
         del self._flights[key]
         flight.stored.set()
+        await asyncio.sleep(self._costs.known)
         self._donors[asked.partition, asked.text] = True
         self._pending[asked.partition].remove(flight)
         self._has[asked.partition] = True
@@ -581,6 +588,7 @@ async def _play(
     replicas = [server.replica for server in servers]
     if bucket is not None:
         bucket.requests["list"] += int(length / POLL_S) * sizes.replicas
+        bucket.requests["get record"] = bucket.requests["put record"] * (sizes.replicas - 1)
     return {
         **summary(rows),
         "seconds": round(length, 3),
@@ -629,8 +637,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": round(ordered[round(last * q / 100)], 5) for q in (50, 95)}
 
 
-def prompt_in(body: bytes) -> tuple[str, bytes, int]:
+def prompt_in(found: dict[str, Any]) -> tuple[str, bytes, int]:
     """Of a request as a replica gets it: whose it is, the prompt, and how many tokens it wants."""
-    found = json.loads(body)
     messages = [(one["role"], one["content"]) for one in found["messages"]]
     return str(found.get("cache_salt", "")), prompt_of(messages), int(found["max_tokens"])
