@@ -217,6 +217,8 @@ class Match:
         wording: how the words differ (`semkv_guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
         judged: whether a judge said that one answer serves both; None where none has.
+        same_words: whether the texts ask for the same in the same words (`semkv_guards.same_words`), where the score is
+            a little below the threshold.
     """
 
     tier: str
@@ -227,6 +229,7 @@ class Match:
     wording: tuple[float, float, float] | None = None
     others: tuple[Score, ...] = ()
     judged: bool | None = None
+    same_words: bool = False
 
     @property
     def scores(self) -> tuple[Score, ...]:
