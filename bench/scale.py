@@ -393,7 +393,10 @@ def _parts(found: Found, sizes: Sizes, costs: Costs, total: int) -> list[Found]:
         / (by_default / donors._SHARE),
         "a gateway's --max-entries, of all donors": total / sizes.max_entries,
         f"memory of {sizes.nodes} Redis nodes, donors": total * DONOR_BYTES / (node * sizes.nodes),
-        "memory of the node with a day's answers": misses * DAY_S * each / node,
+        f"memory of {sizes.nodes} Redis nodes, a day's answers": misses
+        * DAY_S
+        * each
+        / (node * sizes.nodes),
         "a day's answers in --store-mib, by default": misses * DAY_S * each / by_default,
         "a replica's prefill": busy["replica"],
         "processor of the busiest Redis node": busy["redis"],
@@ -427,8 +430,9 @@ LARGE = {
     "replicas": 100,
     "nodes": 3,
     "bucket": 100_000_000,
+    "peers": 1,
     "block_tokens": 256,
-    "seconds": 40.0,
+    "seconds": 30.0,
     "rate": 300.0,
     "tenants": 500,
     "classes": 20_000,
