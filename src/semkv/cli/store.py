@@ -391,10 +391,8 @@ def _import(
         ) as folder:  # it may be a disk of its own
             made = Path(folder)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
-            with (
-                reading as source,
-                tarfile.open(fileobj=source, mode="r:") as archive,
-            ):  # which unpacks to its own size
+            # An archive without compression unpacks to its own size.
+            with reading as source, tarfile.open(fileobj=source, mode="r:") as archive:
                 archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")

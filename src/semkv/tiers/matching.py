@@ -31,7 +31,7 @@ from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
 from semkv.tiers.policies import CLOSE, Decider, Decision
-from semkv.tiers.sharing import tenant_name
+from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
@@ -312,7 +312,7 @@ class Matching:
     """The tiers that the settings name, over one catalog. Any thread may call any method.
 
     Without an ``encoder`` there is no semantic text tier. ``tiers`` are the user's own. The ``account`` says which
-    tiers pay.
+    tiers pay. ``sharing`` brings what other directories have; None where there are none.
 
     Raises:
         ConfigError: a tier is none, or has the name of another.
@@ -331,6 +331,7 @@ class Matching:
         *,
         account: Account,
     ) -> None:
+        self.sharing: Sharing | None = None
         self._config = config
         self._account = account
         self._catalog = catalog
@@ -365,14 +366,8 @@ class Matching:
         """``skip`` for every tier, as before it was asked."""
         return dict.fromkeys(self._names, Status.SKIP)
 
-    def look_up(
-        self,
-        request: Request,
-        given: Mapping[str, Vector] | None,
-        bring: Callable[[Iterable[str]], None] | None = None,
-    ) -> Lookup:
-        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's. ``bring`` brings what other directories
-        have in some partitions.
+    def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
+        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
 
         Raises:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
@@ -382,10 +377,10 @@ class Matching:
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
             spent: dict[str, float] = {}
-            if bring is not None and self._accounted - found.left_out:
+            if self.sharing is not None and self._accounted - found.left_out:
                 start = time.perf_counter()
                 with self._tally.boundary("shared entries"):
-                    bring(self._partitions(request.namespace, keyed))
+                    self.sharing.bring(self._partitions(request.namespace, keyed))
                 spent[self._brings] = time.perf_counter() - start
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
@@ -467,14 +462,32 @@ class Matching:
         text = found.request.chunk_text
         if not text.strip() or not is_read(text):
             found.statuses[SEMANTIC] = Status.SKIP
-        elif self._similar.has_texts(keyed) and not self._told_apart(keyed, text):
+        elif self._may_match(found.request, keyed, text):
             vector = self._similar.encoded(keyed, text)
             if vector is not None:
                 found.vectors[SEMANTIC] = vector
+                self._bring_nearest(found.request, keyed, vector)
                 yield from self._similar.by_chunk_text(keyed, vector)
                 yield from self._similar.by_spelling(keyed, text, vector)
             else:
                 found.statuses[SEMANTIC] = Status.SKIP
+
+    def _may_match(self, request: Request, keyed: Keyed, text: str) -> bool:
+        """Whether a text has to be encoded: there is something to compare it with, here or with others."""
+        if self._is_searched(request, keyed):
+            return True
+        return self._similar.has_texts(keyed) and not self._told_apart(keyed, text)
+
+    def _is_searched(self, request: Request, keyed: Keyed) -> bool:
+        """Whether others have more in L1's partition of a request than was brought."""
+        name = self._partition(request.namespace, self._similar.text_slot(keyed))
+        return self.sharing is not None and self.sharing.is_searched(name)
+
+    def _bring_nearest(self, request: Request, keyed: Keyed, vector: Vector) -> None:
+        """Bring what is nearest there, where it is searched."""
+        if self.sharing is not None and self._is_searched(request, keyed):
+            name = self._partition(request.namespace, self._similar.text_slot(keyed))
+            self.sharing.bring_nearest(name, vector)
 
     def _told_apart(self, keyed: Keyed, text: str) -> bool:
         """Whether the guards turn down all that a text has to be compared with, where that is little: nothing is
@@ -570,7 +583,10 @@ class Matching:
         slots = self._similar.slots(keyed)
         # Without a question a prompt matches only as a whole.
         slots = slots or {keyed.folded_key(len(keyed.segments), with_media=False)}
-        return tuple(f"{tenant_name(namespace.tenant)}:{slot}" for slot in sorted(slots))
+        return tuple(self._partition(namespace, slot) for slot in sorted(slots))
+
+    def _partition(self, namespace: Namespace, slot: str) -> str:
+        return f"{tenant_name(namespace.tenant)}:{slot}"
 
     def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
         """The record of an entry that another cache has made. All by which it is found is computed anew, but for its

@@ -366,8 +366,14 @@ def _with_data(source: object, data: str, more: str) -> dict[str, Any]:
 
 
 def _saying(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a message or part the fields that say more than their absence does."""
-    return {name: value for name, value in fields.items() if not _says_nothing(name, value)}
+    """Of a message or part the fields that say more than their absence does, in one order."""
+    said = {name: value for name, value in fields.items() if not _says_nothing(name, value)}
+    return by_name(said)
+
+
+def by_name(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields in one order, whatever order they came in; what is below them keeps its own."""
+    return dict(sorted(fields.items()))
 
 
 def _says_nothing(name: str, value: object) -> bool:
@@ -746,7 +752,7 @@ class Route:
             answer = read_answer(payload)
         except (ValueError, RecursionError):
             return "no JSON"
-        if isinstance(answer, dict) and answers.is_error(answer.get("error")):
+        if isinstance(answer, dict) and answers.has_error(answer):
             return answers.ERROR
         return self.fault(answer, body)
 

@@ -202,23 +202,20 @@ _ALLOWED = "1 to 64 letters, digits or _.:/@+-"
 _FORM = f"FIELD:PATTERN=TAG, FIELD being prompt or model and TAG {_ALLOWED}, such as prompt:*weather*=weather"
 
 
-@dataclass(frozen=True, slots=True)
-class TagRule(Pattern):
-    """A label for the answers that a pattern picks."""
-
-    tag: str
+TagRule = tuple[Pattern, str]
+"""Picks answers, and the label that they get."""
 
 
 def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     """Read ``FIELD:PATTERN=TAG``.
 
-    >>> parse_tag_rule("model:*-news=news").tag
-    'news'
+    >>> parse_tag_rule("model:*-news=news")
+    (Pattern(name='model', pattern='*-news'), 'news')
     """
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
-    return TagRule(form[1], form[2], form[3])
+    return Pattern(form[1], form[2]), form[3]
 
 
 def read_tags(given: str) -> tuple[str, ...]:

@@ -305,6 +305,8 @@ class SweepFlags:
         resume: Go on with this log: skip what it has, and try again what failed.
         purge_cache_between_runs: Empty the cache even where the spec names one.
         only: Run only this experiment; may be repeated.
+        ray: Run experiments at once on a Ray cluster: its address, or local for one on this machine.
+        ray_cpus: CPU cores of each experiment there; one GPU besides, where the cluster has any.
     """
 
     specs: Path
@@ -313,3 +315,8 @@ class SweepFlags:
     resume: Annotated[bool, SWITCH] = False
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
+    ray: str = ""
+    ray_cpus: Annotated[int, POSITIVE] = 1
+
+    def __post_init__(self) -> None:
+        check(self)
