@@ -335,6 +335,7 @@ class SemanticCache:
             near=found.near,
             doubt=found.doubt if self.config.mode is CacheMode.LIVE else None,
             left_out=found.left_out,
+            keyed=found.keyed,
         )
 
     def keep_verdict(self, report: ReuseReport, *, same: bool) -> None:
@@ -466,7 +467,8 @@ class SemanticCache:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
-        with self._tally.boundary("catalog"):  # what it cannot be asked of is found out of step
+        # Where the catalog cannot be read now, the indexes are found out of step with it later.
+        with self._tally.boundary("catalog"):
             self._similar.remove(removed.entry_ids)
         with self._tally.boundary("media"):
             for media_id in removed.media:

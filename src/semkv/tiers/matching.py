@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
-from semkv.tiers.policies import Decider, Decision
+from semkv.tiers.policies import CLOSE, Decider, Decision
 from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -48,7 +47,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import Guard, misspelled, spelling, unread, veto, wording
+from semkv_guards import Guard, misspelled, same_words, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -75,6 +74,7 @@ class Lookup:
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
     near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
+    keyed: Keyed | None = None  # see `ReuseReport.keyed`
 
 
 class Planner:
@@ -105,6 +105,7 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
+        self._guarded = config.guards
         self.guard: Guard = veto if config.guards else unread
         self._judges = config.judges
         self._compare_images = config.guards and config.scope is Scope.MEDIA
@@ -170,11 +171,13 @@ class Planner:
                     _turn_down(found, match, donor, f"{VETO}length")
                     return None
                 words = wording(request.chunk_text, donor.chunk_text)
+                score = min(match.score, cosine)
                 match = replace(
                     match,
-                    score=min(match.score, cosine),
+                    score=score,
                     wording=words,
                     judged=self._verdict(request, donor),
+                    same_words=self._has_same_words(request, donor, score),
                 )
             found.decision = self._decide(request, donor, match)
             if not found.decision.accept:
@@ -239,6 +242,14 @@ class Planner:
         return min(
             (cosine_of(self._encoder, *spelling.alike(*place)) for place in places), default=1.0
         )
+
+    def _has_same_words(self, request: Request, donor: Entry, score: float) -> bool:
+        """Whether texts closely below the threshold ask for the same in the same words."""
+        is_close = self._certain - CLOSE <= score < self._certain
+        if not is_close or not self._guarded:
+            return False
+        texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
+        return all(same_words(mine, theirs) for mine, theirs in texts)
 
     def _can_judge(self, request: Request) -> bool:
         """Whether a judge may be asked about a request: it sees no images."""
@@ -365,6 +376,7 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            found.keyed = keyed
             spent: dict[str, float] = {}
             if self.sharing is not None and self._accounted - found.left_out:
                 start = time.perf_counter()
@@ -416,8 +428,9 @@ class Matching:
         with_media = self._config.scope is Scope.MEDIA
         most = _DONORS if self._config.normalised or with_media else _SPELLINGS
         for depth in depths if self._config.exact else ():
-            for key in (keyed.exact_key, partial(keyed.folded_key, with_media=with_media)):
-                for donor in self._catalog.find(key(depth), most):
+            keys = (keyed.exact_key(depth), keyed.folded_key(depth, with_media=with_media))
+            for key in keys if self._catalog.has(*keys) else ():  # mostly there is none
+                for donor in self._catalog.find(key, most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _by_layers(
@@ -532,7 +545,9 @@ class Matching:
         now: float,
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        keyed = Keyed(report.request.namespace, report.plan.segments)
+        keyed = report.keyed
+        if keyed is None or keyed.segments != report.plan.segments:
+            keyed = Keyed(report.request.namespace, report.plan.segments)
         entry = entry_of(report.request, keyed)
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
@@ -665,8 +680,7 @@ class PendingTier:
         self._checking = checking
         self._tally = tally
 
-    def _entry(self, request: Request) -> PendingEntry:
-        keyed = Keyed(request.namespace, request.segments)
+    def _entry(self, request: Request, keyed: Keyed) -> PendingEntry:
         with_media = self._config.scope is Scope.MEDIA
         prompt_key = (
             keyed.folded_key(len(keyed.segments), with_media=with_media)
@@ -693,7 +707,8 @@ class PendingTier:
         ):
             return None
         with self._tally.boundary("request"):
-            return self._entry(request)
+            keyed = report.keyed or Keyed(request.namespace, request.segments)
+            return self._entry(request, keyed)
         return None
 
     def similar(

@@ -424,7 +424,7 @@ class Sharing:
                 criteria = read_criteria(data)
                 if text or "wrong" in criteria:  # at first there is nothing to remove
                     self._remove(criteria)
-            except CorruptValue as error:  # which must not keep this one from following
+            except CorruptValue as error:  # later removals are followed all the same
                 self._tally.fault("shared removal", error)
         if str(removals.end) != text:
             self._catalog.read_to(str(removals.end))

@@ -227,7 +227,8 @@ class SimilarTier:
             purge = self._catalog.purge()
             if purge == self._purge:
                 return
-            with self._refreshing:  # what was read before that purge is in the indexes by now
+            # A refresh that read rows from before the purge has put them into the indexes by now.
+            with self._refreshing:
                 known = self._unencoded.entries() | self._item_of.keys()
                 for layer in self._texts:
                     known |= layer.items.keys()
@@ -316,7 +317,7 @@ class SimilarTier:
             entry = None
             try:
                 entry = self._catalog.get(entry_id)
-            except CorruptValue as error:  # which the catalog has deleted
+            except CorruptValue as error:  # the catalog has deleted the row
                 self._tally.fault("catalog", error)
             if entry is not None:
                 found[entry_id] = entry.chunk_text
@@ -388,7 +389,7 @@ class SimilarTier:
                 left -= 1
                 score = cosine_of(self._encoder, *pair)
             elif score >= layer.threshold:
-                continue  # as it is, it was a candidate before
+                continue  # unchanged it was a candidate before
             run = len(donor.segments)
             agreed = (SEMANTIC,)
             yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)

@@ -2,7 +2,7 @@
 
 A fault of ours ends no engine. What cannot be put right is computed whole; where that fails too, its blocks are told to
 vLLM as lost, which computes them in later steps. All ranks must do the same, since a forward pass waits for all of
-them. So before each pass they agree that all of them are ready for it.
+them. So before each pass they agree that all of them are ready for it, and after it that it went well on all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 
+from semkv_vllm.exchanges import UnknownExchangeError
 from semkv_vllm.gate import Layers, RefusedError, check, refusal
 from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
 from semkv_vllm.repair import Gap, Pass, Repair
@@ -142,7 +143,7 @@ class Placement:
         assert self._repair is not None
         try:
             check(self._layers, self._repair, runner, self._block)
-        except RefusedError as refused:
+        except (RefusedError, UnknownExchangeError) as refused:
             return str(refused)
         return ""
 
@@ -248,19 +249,15 @@ class Placement:
         return bool(held.item())
 
     def _run(self, passes: list[Pass]) -> bool:
-        """Run passes for which all ranks are ready; whether that went well.
-
-        What fails within a pass leaves other ranks waiting in it. So it must end this one, as in vLLM's own pass.
-        """
+        """Run passes for which all ranks are ready; whether that went well on all of them."""
         assert self._repair is not None
+        went_well = True
         try:
             self._repair.run(passes)
         except Exception:
-            if self._ranks > 1:
-                raise
             self._shared.fault("the documents of a step")
-            return False
-        return True
+            went_well = False
+        return self._all(went_well)
 
     def _passes(self, loads: Sequence[Load]) -> list[Pass]:
         assert self._repair is not None

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from semkv_vllm.exchanges import Exchanges
 from semkv_vllm.moving import on_device
 
 _MOST_GAPS = 256  # of a pass: each has a row in its block table
@@ -52,6 +54,9 @@ class Repair:
     In every layer all rows write their KV before attention reads, so a later gap of a request sees the earlier ones.
     The builders of attention metadata are this object's own: the runner's hold what the step that is about to run
     needs, and have buffers for its CUDA graphs, with so many rows as the engine has sequences.
+
+    With several ranks the model is not run as it was compiled: vLLM may have fused what ranks exchange into other
+    operations, where nobody sees it (`semkv_vllm.exchanges`).
     """
 
     def __init__(self, runner: Any, block: int) -> None:
@@ -65,6 +70,8 @@ class Repair:
         config = _without_graphs(self._config)
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
         self._builders = [self._builder(group, config) for group in self._groups]
+        ranks = get_tp_group()
+        self._exchanges = Exchanges(ranks.device_communicator) if ranks.world_size > 1 else None
 
     def _builder(self, group: Any, config: Any) -> Any:
         kind = group.backend.get_builder_cls()
@@ -80,10 +87,20 @@ class Repair:
             found.append(self._pass(part))
         return found
 
-    def run(self, passes: Iterable[Pass]) -> None:
+    def run(self, passes: Sequence[Pass]) -> None:
+        """Run passes in their order.
+
+        Raises:
+            Exception: whatever one of them raises. No other rank waits for this one then.
+            UnknownExchangeError: as `Exchanges.run`.
+        """
         with torch.inference_mode():
-            for each in passes:
-                self._forward(each)
+            if self._exchanges is None:
+                for each in passes:
+                    self._forward(each)
+            else:
+                tokens = [len(each.ids) for each in passes]
+                self._exchanges.run(tokens, lambda number: self._forward(passes[number]))
 
     def _parts(self, gaps: list[Gap]) -> Iterator[list[Gap]]:
         """In the order of places; a gap that is too long for one pass goes on in the next."""
@@ -164,6 +181,7 @@ class Repair:
             num_tokens=len(one.ids),
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=mapping,
+            skip_compiled=self._exchanges is not None,
         )
         model = self._runner.get_model()
         with context:
