@@ -11,9 +11,11 @@ Parts:
   asks about a picture that the others get with another compression, half a second later, once.
 - ``large``: ``--donors`` in one partition of a Redis 8 that is searched by vector sets; the same question then.
 - ``whole``: what it costs to bring the largest partition that is read.
-- ``node``: three gateways on a cluster under load, a node of which is killed; with ``--replicas`` another one takes its
-  place, else it starts again. `recovery_s` is the time from the node's return, or with replicas from its end, until in
-  each of twelve partitions what one gateway is asked then is a near-repeat's hit at another.
+- ``node``: what three gateways have of donors and answers on a cluster, with an encoder that takes no time, under load
+  while a node is killed; with ``--replicas`` another one takes its place after two seconds, else it starts again after
+  eight. `whole_s` is the time from the node's start, or with replicas from its end, until the cluster takes writes to
+  all slots; `recovery_s` until in each of twelve partitions what one computes then is a near-repeat and an answer's
+  hit at another.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from common import ROOT, machine, write_json
 from gateway_faults import Upstream, serving
 
 sys.path.insert(0, str(ROOT / "tests"))
+from redis.crc import key_slot
+
 from redis_server import RedisCluster, RedisServer, redis_8
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
@@ -51,10 +55,16 @@ from semkv.stores.catalog import Record
 from semkv.tiers.sharing import MOST, Place, dump, load, tenant_name
 from semkv.types import Namespace, Request, Role, TextSegment
 from semkv_gateway.donors import RedisDonors, open_donors
+from semkv_gateway.response_cache import ResponseCache
+from semkv_gateway.responses.redis import connect
+from semkv_gateway.responses.spread import SpreadStore
+from semkv_gateway.responses.store import StoredResponse
+from sharing_helpers import Cache
 
 SECRET = b"x" * 16
 PER_PARTITION = 50
 TRIALS = 20
+TIMEOUT_S = 0.5  # of the stores, where a node is killed
 SOON_S = 0.5
 QUESTION = "How do I bake sourdough bread at home?"
 REWORDED = "How can I bake sourdough bread at home?"
@@ -294,11 +304,48 @@ def keys_of(server: RedisServer) -> list[str]:
 # -- a node that is killed --------------------------------------------------------------------------------------------
 
 
-class Load:
-    """Asks pairs of questions at two of several gateways, and notes each outcome until it is stopped."""
+class Member:
+    """What a gateway has of donors and answers on a cluster, with an encoder that takes no time."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = urls
+    def __init__(self, folder: Path, url: str) -> None:
+        donors_store = open_donors(url, TIMEOUT_S, SECRET, store_bytes=1 << 30)
+        self.semantic = Cache(folder, donors_store, limit_s=TIMEOUT_S)
+        self.answers = ResponseCache(SpreadStore(url, timeout_s=TIMEOUT_S))
+
+    def compute(self, topic: str, history: str) -> None:
+        """Record a prompt with its answer."""
+        report = self.semantic.look(topic, history=history)
+        self.semantic.cache.add_observation(report, f"of {topic}")
+        key = f"{history} {topic}"
+        payload = key.encode()
+        answer = StoredResponse(key, "ours", "model", payload, created=time.time())
+        self.answers._write(answer, self.answers.begin())
+
+    def near(self, topic: str, history: str) -> str:
+        """``hit``, ``miss`` or ``wrong`` for a near-repeat of a topic."""
+        donor = self.semantic.look(f"{topic}~0.95", history=history).donor_response
+        if donor is None:
+            return "miss"
+        return "hit" if donor == f"of {topic}" else "wrong"
+
+    def exact(self, topic: str, history: str) -> str:
+        """The same for the answer, from the store or from memory."""
+        key = f"{history} {topic}"
+        found = self.answers.lookup(key)
+        if found is None:
+            return "miss"
+        return "hit" if found.response.payload == key.encode() else "wrong"
+
+    def close(self) -> None:
+        self.answers.close()
+        self.semantic.cache.close()
+
+
+class Load:
+    """Lets one of several gateways compute and another look, and notes each outcome until it is stopped."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
         self.seen: Counter[str] = Counter()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(3)]
@@ -313,60 +360,97 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self, client: int) -> None:
-        random = np.random.default_rng(client)
-        number = 0
-        while not self._stop.is_set():
-            number += int(random.random() < 0.7)  # else the same again
-            pair = PAIRS[number % len(PAIRS)]
-            tenant = f"client {client} round {number // len(PAIRS)}"
-            for text in pair:
-                url = self.urls[int(random.integers(len(self.urls)))]
-                self._note(ask(url, text, tenant), pair)
+    def taken(self) -> dict[str, int]:
+        """What was seen since the last time."""
+        seen = dict(self.seen)
+        self.seen.clear()
+        return seen
 
-    def _note(self, answer: httpx.Response, pair: tuple[str, str]) -> None:
-        if answer.status_code != 200:
-            self.seen[f"status {answer.status_code}"] += 1
-            return
-        text = answer.json()["choices"][0]["message"]["content"]
-        if text not in [f"You said: {one}" for one in pair]:
-            self.seen["wrong"] += 1
-        elif "semantic" in said(answer):
-            self.seen["near-repeats"] += 1
-        else:
-            self.seen["hits" if said(answer).startswith("hit") else "misses"] += 1
+    def _ask(self, number: int) -> None:
+        for count in itertools.count():
+            if self._stop.is_set():
+                return
+            topic = f"load{number}x{count}"
+            history = f"History {count % PARTITIONS}."
+            self.members[number].compute(topic, history)
+            time.sleep(0.05)
+            other = self.members[(number + 1) % len(self.members)]
+            self.seen[f"near {other.near(topic, history)}"] += 1
+            self.seen[f"exact {other.exact(topic, history)}"] += 1
 
 
-def killed_node(folder: Path, *, replicas: bool) -> dict[str, Any]:
-    with (
-        RedisCluster(folder, replicas=replicas) as cluster,
-        gateways(folder, 3, "--store", cluster.url) as (urls, _),
-        Load(urls) as load_on,
-    ):
-        time.sleep(10)
-        before = dict(load_on.seen)
-        load_on.seen.clear()
-        cluster.nodes[1].kill()
+def node_of_removals() -> int:
+    """Which of the three nodes has the log of removals."""
+    store = open_donors("redis+cluster://unused:1", 1.0, SECRET, store_bytes=1 << 30)
+    assert store is not None
+    return int(key_slot(store._removals.encode()) * 3 // 16384)
+
+
+def until_whole(url: str, slot_range: int) -> float:
+    """Seconds until the cluster takes a write to a third of its slots."""
+    start = time.perf_counter()
+    key = next(
+        k for k in map(str, itertools.count()) if key_slot(k.encode()) * 3 // 16384 == slot_range
+    )
+    while True:
+        try:
+            client = connect(url, 1.0)
+            client.set(key, "x")
+            client.close()
+            return time.perf_counter() - start
+        except (redis.RedisError, redis.exceptions.RedisClusterException):
+            time.sleep(0.05)
+
+
+def until_all_recover(members: Sequence[Member]) -> float:
+    """Seconds until in each partition what one computes then is a near-repeat and a hit at another."""
+    start = time.perf_counter()
+
+    def one(number: int) -> None:
+        history = f"History {number}."
+        for count in itertools.count():
+            topic = f"after{number}x{start:.0f}x{count}"
+            members[0].compute(topic, history)
+            time.sleep(0.1)
+            hits = [members[1].near(topic, history), members[1].exact(topic, history)]
+            if hits == ["hit", "hit"]:
+                return
+
+    with ThreadPoolExecutor(PARTITIONS) as asking:
+        list(asking.map(one, range(PARTITIONS)))
+    return time.perf_counter() - start
+
+
+def killed_node(folder: Path, *, number: int, replicas: bool) -> dict[str, Any]:
+    with ExitStack() as stack:
+        cluster = stack.enter_context(RedisCluster(folder, replicas=replicas))
+        members = [Member(folder / f"member {name}", cluster.url) for name in "abc"]
+        for member in members:
+            stack.callback(member.close)
+        until_all_recover(members)
+        load_on = stack.enter_context(Load(members))
+        time.sleep(5)
+        before = load_on.taken()
+        cluster.nodes[number].kill()
         start = time.perf_counter()
         if not replicas:
             time.sleep(8)
-            cluster.nodes[1].start()
+            cluster.nodes[number].start()
             start = time.perf_counter()
-        for number in range(PARTITIONS):
-            name = f"after {number} {time.time()}"
-            while float("inf") in until_hits(urls, (QUESTION, REWORDED), name):
-                pass
+        whole = until_whole(cluster.url, number)
+        until_all_recover(members)
         recovery = time.perf_counter() - start
-        during = dict(load_on.seen)
-        load_on.seen.clear()
-        time.sleep(10)
+        during = load_on.taken()
+        time.sleep(5)
         return {
             "part": "node killed under load",
             "replicas": replicas,
+            "has_removals": number == node_of_removals(),
+            "whole_s": round(whole, 2),
             "recovery_s": round(recovery, 2),
             "before": before,
             "until_recovery": during,
-            "after": dict(load_on.seen),
+            "after": load_on.taken(),
             "load_average": os.getloadavg()[0],
         }
 
@@ -427,7 +511,7 @@ def main() -> None:
         "gateways": [partial(of_many, count=count) for count in args.donors],
         "large": [partial(large_partition, count=count) for count in args.donors],
         "whole": [whole_partition],
-        "node": [partial(killed_node, replicas=args.replicas)],
+        "node": [partial(killed_node, number=n, replicas=args.replicas) for n in (0, 1)],
     }
     for part in args.parts:
         for run in runs[part]:

@@ -226,6 +226,7 @@ def test_a_node_that_fails_costs_its_own_partitions_for_a_while(
             ("killed", node.kill, node.start),
         ):
             with caches.cache(name, limit_s=0.5) as third:
+                wait_until(third.cache._sharing._followed.is_set)
                 third.cache._sharing._store._db = connect(cluster.url, 0.5)
                 fail()
                 found = [third.finds("bread~0.95", history=history) for history in histories]

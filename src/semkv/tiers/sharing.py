@@ -39,7 +39,7 @@ import numpy as np
 import xxhash
 
 from semkv.counting import Tally
-from semkv.errors import CorruptValue
+from semkv.errors import CorruptValue, StoreError
 from semkv.keys import media_id as digest_of
 from semkv.keys import namespace_key
 from semkv.latest import Latest
@@ -75,6 +75,7 @@ _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
 _IMAGE_S = 3600.0  # for which they are not
 _READERS = 2
+_FAILURES = 3  # one after the other, at which a store is left alone
 _NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
 _CHECKSUM = 32
@@ -282,7 +283,8 @@ class Sharing:
         self._followed = threading.Event()  # whether the log of removals was read, by any process
         self._known: Latest[str, _Partition] = Latest(_KNOWN)
         self._knowing = threading.Lock()
-        self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
+        self._quiet_until = 0.0  # no partition is read after several faults, by the monotonic clock
+        self._failures = 0  # of reads, one after the other
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
         self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
         self._images_sent: Latest[str, float] = Latest(_IMAGES_SENT)  # when
@@ -355,17 +357,39 @@ class Sharing:
             self._follow()
         if self._catalog.read_from():
             self._followed.set()
-        while self._waiting and (since := self._catalog.read_from()):
-            row = self._waiting[0]
-            # It is looked for after the place was read, so that a removal after the place concerns the row.
-            if not self._catalog.missing([row.entry.entry_id]):
-                self._send_images(row.entry, since)  # first: who finds the row looks for them
-                for partition in row.partitions:
-                    self._send(partition, row, since)
-                self._tally.add("shared out")
-            self._waiting.popleft()
+        self._send_rows()
 
-    def _send(self, partition: str, row: _Waiting, since: str) -> None:
+    def _send_rows(self) -> None:
+        """Send what waits. A row that fails is sent again later, behind the others: its node of a cluster may be away.
+        Where several fail one after the other, the rest waits, too. Raises the last `StoreError`."""
+        failed: StoreError | None = None
+        failures = 0
+        for _ in range(len(self._waiting)):
+            since = self._catalog.read_from()
+            if not since or failures == _FAILURES:
+                break
+            row = self._waiting[0]
+            try:
+                self._send(row, since)
+                failures = 0
+            except StoreError as error:
+                failed = error
+                failures += 1
+                self._waiting.append(row)
+            self._waiting.popleft()
+        if failed is not None:
+            raise failed
+
+    def _send(self, row: _Waiting, since: str) -> None:
+        # It is looked for after the place was read, so that a removal after the place concerns the row.
+        if self._catalog.missing([row.entry.entry_id]):
+            return
+        self._send_images(row.entry, since)  # first: who finds the row looks for them
+        for partition in row.partitions:
+            self._send_to(partition, row, since)
+        self._tally.add("shared out")
+
+    def _send_to(self, partition: str, row: _Waiting, since: str) -> None:
         if row.wrong:
             self._store.add(partition, row.data, since, wrong=True)
             return
@@ -484,8 +508,20 @@ class Sharing:
             if self._reads_all or not known.is_large:
                 known.cursor = self._read_rows(name, known.cursor, wrong=False)
             done = True
-        if not done:
-            self._quiet_until = time.monotonic() + _PAUSE_S
+        self._note_read(known, done=done)
+
+    def _note_read(self, known: _Partition, *, done: bool) -> None:
+        """Leave a partition that could not be read alone for a while: its node of a cluster may be away. Where several
+        fail one after the other, all are left alone."""
+        if done:
+            self._failures = 0
+            return
+        self._failures += 1
+        later = time.monotonic() + _PAUSE_S
+        known.looked = later
+        if self._failures >= _FAILURES:
+            self._failures = 0
+            self._quiet_until = later
 
     def _read_rows(self, name: str, after: str, *, wrong: bool) -> str:
         """Bring rows after a place; the last place."""
@@ -509,21 +545,23 @@ class Sharing:
 
     def bring_nearest(self, name: str, vector: Vector) -> None:
         """Bring the entries of a partition that are nearest to a unit vector. Never raises, and waits as `bring`."""
-        if time.monotonic() < self._quiet_until or self._closing.is_set():
-            return
+        now = time.monotonic()
+        with self._knowing:
+            known = self._known.get(name, _Partition())
         # Only a partition that was brought is searched, and so the log was read.
+        if now < max(self._quiet_until, known.looked) or self._closing.is_set():
+            return
         with suppress(RuntimeError):  # it is being closed
-            job = self._readers.submit(self._read_nearest, name, vector)
+            job = self._readers.submit(self._read_nearest, name, known, vector)
             wait([job], self._limit_s)
 
-    def _read_nearest(self, name: str, vector: Vector) -> None:
+    def _read_nearest(self, name: str, known: _Partition, vector: Vector) -> None:
         done = False
         with self._tally.boundary("shared entries"):
             near = self._store.nearest(name, vector, _NEAREST)
             self._take(self._store.rows_of(name, self._catalog.missing(near)))
             done = True
-        if not done:
-            self._quiet_until = time.monotonic() + _PAUSE_S
+        self._note_read(known, done=done)
 
     def _take(self, rows: Sequence[SharedRow]) -> None:
         arrivals = self._unremoved(self._arrivals(rows))
