@@ -47,8 +47,8 @@ LONGEST = (
     "test_connectors", "test_matrix", "test_kv_load", "test_docs", "test_semantic", "test_server_vllm", "test_sweep",
     "test_families", "test_store_safety", "test_server_attacks", "test_near_repeats", "test_kv_kinds",
     "test_gateway_redis", "test_positions", "test_engine_vllm", "test_contamination", "test_frameworks",
-    "test_notebook", "test_lora", "test_server_hard", "test_demo", "test_serve", "test_html_report",
-    "test_shared_directory",
+    "test_configuration", "test_server_browser", "test_notebook", "test_lora", "test_server_hard", "test_demo",
+    "test_serve", "test_html_report", "test_shared_directory",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
