@@ -2,6 +2,7 @@
 
     python bench/kv_stress.py --out bench/results/cpu/kv-stress.json      (2,000 answers, ten minutes on two cores)
     python bench/kv_stress.py --answers 200 --only tenants,drafts --seed 7
+    python bench/kv_stress.py --minutes 20                                (as many answers as come)
 
 Greedy answers of tiny random models, compared with those of an engine without the connector; see tests/random_load.py
 for what a load is. Each load runs in a process of its own, whose log lies beside the result. Ends with status 1 if an
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,15 +62,24 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model = tiny_models.make(family, Path(folder) / family)
         load = RandomLoad(
-            str(model), f"{folder}/cache", answers=spec["answers"], seed=spec["seed"], **fields
-        )
-        answer(load.run())
+            str(model), f"{folder}/cache", answers=spec["answers"], seconds=spec["seconds"],
+            seed=spec["seed"], **fields,
+        )  # fmt: skip
+        begun = time.monotonic()
+        found = load.run()
+        answer({**found, "seconds": round(time.monotonic() - begun)})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--answers", type=int, default=2000, help="how many answers are compared, over all loads"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="how long all loads go on at least, starts of engines not counted",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default=",".join(LOADS), help=f"loads, of {', '.join(LOADS)}")
@@ -82,7 +93,8 @@ def main() -> None:
     for name in names:
         spec = {
             "name": name,
-            "answers": -(-options.answers * LOADS[name][0] // shares),
+            "answers": 1 if options.minutes else -(-options.answers * LOADS[name][0] // shares),
+            "seconds": options.minutes * 60 * LOADS[name][0] / shares,
             "seed": options.seed,
         }
         log = options.logs / f"kv-stress-{name}.log"

@@ -384,6 +384,15 @@ def test_what_is_no_json_is_not_cached(cache: SemanticCache) -> None:
     assert chat_request([{"role": "user", "content": [{"type": "text"}]}], {}) is None
 
 
+def test_names_that_a_model_is_shown_count_in_their_order() -> None:
+    asked = [{"role": "user", "content": ONE}]
+    turned = [{"content": ONE, "role": "user"}]
+    first, second = {"a": {}, "b": {}}, {"b": {}, "a": {}}
+    plain = chat_request(asked, {"model": "m", "tools": [first]})
+    assert chat_request(turned, {"tools": [first], "model": "m"}) == plain
+    assert chat_request(asked, {"model": "m", "tools": [second]}) != plain
+
+
 def test_a_closed_cache_is_a_miss(tmp_path: Path) -> None:
     closed = SemanticCache(CacheConfig(tmp_path, semantic=False))
     closed.close()

@@ -38,6 +38,7 @@ class RandomLoad:
     Args:
         model, cache: the checkpoint's folder and the connector's.
         answers: after how many it ends, but not before a request was preempted where ``preempts`` is set.
+        seconds: nor before it has gone on for so long.
         blocks: of the engine's own cache.
         prompts, longest: how many different ones, and the tokens of the longest.
         purges: whether the store is purged now and then.
@@ -52,6 +53,7 @@ class RandomLoad:
         cache: str,
         *,
         answers: int = 24,
+        seconds: float = 0.0,
         blocks: int = 40,
         prompts: int = 24,
         longest: int = 400,
@@ -64,6 +66,7 @@ class RandomLoad:
     ) -> None:
         self.beside = model, cache, args or {}, settings or {}
         self.answers, self.preempts, self.purges, self.kills = answers, preempts, purges, kills
+        self.seconds = seconds
         self.cache = Path(cache)
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
@@ -108,7 +111,12 @@ class RandomLoad:
 
     def run(self) -> dict[str, Any]:
         """What happened, by kind; wrong answers come with the reason."""
-        while self.counts["answers"] < self.answers or (self.preempts and not self.preempted):
+        until = time.monotonic() + self.seconds
+        while (
+            self.counts["answers"] < self.answers
+            or time.monotonic() < until
+            or (self.preempts and not self.preempted)
+        ):
             self.one_round()
         if self.other is not None:
             self.end_other()

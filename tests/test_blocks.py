@@ -155,6 +155,23 @@ def test_two_blocks_of_one_key_or_rows_that_do_not_fit(tmp_path: Path) -> None:
             store.write("ns", LAYOUT, keys(2, 2), rows)
     with pytest.raises(ConfigError, match="max_blocks"):
         Bounds(max_blocks=-1)
+
+
+def test_a_tenant_at_his_bound_gives_up_his_own(tmp_path: Path) -> None:
+    store = open_store(tmp_path, Bounds(max_bytes=0, tenant_bytes=8 * 1024))
+    assert save(store, 0, 4, owner="b")
+    for first in range(10, 60, 2):
+        assert save(store, first, 2, owner="a")
+        assert store.ask(lambda db: block_index.held(db, {"owner": "a"}), 0) <= 8 * 1024
+    assert right(store, 0, 4) == 4, "nobody else pays for it"
+    assert right(store, 58, 2) == 2
+    assert right(store, 10, 2) == 0
+    assert save(store, 100, 30, owner="a") is None, "one file is larger than the bound"
+    assert store.counters["rejected"] == 1
+    both = open_store(tmp_path, Bounds(max_bytes=12 * 1024, tenant_bytes=8 * 1024))
+    for first in range(200, 240, 2):
+        assert save(both, first, 2, owner="ab"[first // 2 % 2])
+        assert totals(both)[2] <= 12 * 1024
     with pytest.raises(ConfigError, match="max_age_s"):
         Bounds(max_age_s=10**400)
 

@@ -281,6 +281,46 @@ def test_a_hint_is_one_only_where_it_stands_as_one() -> None:
     ways += [{"tools": [{**plain, "cache_control": EPHEMERAL}]}, {"cache_control": "none"}]
     assert len({said(ROBIN, **way).key for way in ways}) == len(ways)
     assert said(ROBIN, cache_control=EPHEMERAL).key == said(ROBIN).key
+    with pytest.raises(Unkeyable):
+        said({"role": "user", "content": "x", "cache_control": {**EPHEMERAL, "key": "handbook"}})
+
+
+def in_order(value: Any, *, reverse: bool) -> Any:
+    """The same JSON with the names of every object sorted."""
+    if isinstance(value, list):
+        return [in_order(item, reverse=reverse) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: in_order(value[name], reverse=reverse) for name in sorted(value, reverse=reverse)}
+
+
+SCHEMA = {"type": "object", "properties": {"reason": {}, "verdict": {}}}
+SHOWN: list[dict[str, Any]] = [
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"chat_template_kwargs": {"persona": {"name": "Ann", "age": 7}}},
+    {"documents": [{"title": "a", "text": "b"}]},
+]
+
+
+@pytest.mark.parametrize("fields", SHOWN)
+def test_an_order_of_names_that_a_model_is_shown_counts(fields: dict[str, Any]) -> None:
+    one = canonical(chat(**in_order(fields, reverse=False)))
+    other = canonical(chat(**in_order(fields, reverse=True)))
+    assert one.key != other.key
+    assert one.request is not None
+    assert other.request is not None
+    assert one.request.namespace != other.request.namespace
+
+
+def test_an_order_of_names_that_says_nothing_does_not_count() -> None:
+    body = chat(*TURNS, logit_bias={"7": 1, "5": -1, "10": 2}, seed=1, n=1)
+    one, other = (canonical(in_order(body, reverse=reverse)) for reverse in (False, True))
+    assert one.key == other.key == canonical(body).key
+    assert one.request is not None
+    assert other.request is not None
+    assert one.request.namespace == other.request.namespace
 
 
 def test_what_a_body_says_by_null_or_by_a_default() -> None:

@@ -39,13 +39,18 @@ def uv(*arguments: object, cwd: Path = TOP) -> str:
 
 
 class Environment:
-    """A fresh environment with some requirements."""
+    """A fresh environment with one requirement: as pip installs it, or as uv adds it to a project."""
 
-    def __init__(self, folder: Path, *requirements: str) -> None:
-        self.python = folder / "bin" / "python"
-        uv("venv", "--quiet", "--python", sys.executable, folder)
-        flags = ("--quiet", "--python", self.python, "--constraint", TOP / "constraints-cpu.txt")
-        uv("pip", "install", *flags, *requirements)
+    def __init__(self, folder: Path, requirement: str, *, project: bool = False) -> None:
+        environment = folder / ".venv"
+        self.python = environment / "bin" / "python"
+        if project:
+            uv("init", "--quiet", "--bare", "--python", sys.executable, "--name", "project", folder)
+            uv("add", "--quiet", requirement, cwd=folder)
+        else:
+            uv("venv", "--quiet", "--python", sys.executable, environment)
+            flags = ("--python", self.python, "--constraint", TOP / "constraints-cpu.txt")
+            uv("pip", "install", "--quiet", *flags, requirement)
 
     def names(self) -> set[str]:
         listed = json.loads(uv("pip", "list", "--python", self.python, "--format", "json"))
@@ -65,15 +70,16 @@ class Environment:
         return set(printed.splitlines()[-1].split())
 
 
-def test_guards_need_nothing(tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "env", str(TOP / "packages/guards"))
+@pytest.mark.parametrize("project", [False, True])
+def test_guards_need_nothing(tmp_path: Path, project: bool) -> None:
+    alone = Environment(tmp_path, str(TOP / "packages/guards"), project=project)
     assert alone.names() == {"semkv-guards"}
     printed = alone.run("from semkv_guards import veto; print(veto('Is it on?', 'Is it off?'))")
     assert printed.strip() not in ("", "None")
 
 
 def test_connectors_bring_four_packages(tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "env", str(TOP / "packages/vllm"))
+    alone = Environment(tmp_path, str(TOP / "packages/vllm"), project=True)
     assert alone.names() == {"semkv-vllm", "semkv-stores"} | LIGHT | OF_PYDANTIC
     loaded = alone.loaded_by(
         "import semkv_vllm, semkv_stores.blocks, semkv_stores.fusion; semkv_vllm.KVSettings()"
@@ -86,7 +92,7 @@ def test_connectors_bring_four_packages(tmp_path: Path) -> None:
 
 
 def test_the_gateway_without_encoders_loads_neither_torch_nor_faiss(tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "env", str(TOP / "packages/gateway"))
+    alone = Environment(tmp_path, str(TOP / "packages/gateway"), project=True)
     assert not alone.names() & {"torch", "sentence-transformers", "vllm", "datasets"}
     loaded = alone.loaded_by("import semkv_gateway.serve, semkv_gateway.app")
     assert not loaded & {"torch", "faiss", "semkv_vllm"}
@@ -98,7 +104,7 @@ def test_the_gateway_without_encoders_loads_neither_torch_nor_faiss(tmp_path: Pa
 
 
 def test_the_library_alone_says_how_to_get_the_gateway(tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "env", str(TOP))
+    alone = Environment(tmp_path, str(TOP), project=True)
     assert "semkv-gateway" not in alone.names()
     command = alone.python.with_name("semkv")
     refused = subprocess.run(
@@ -109,26 +115,8 @@ def test_the_library_alone_says_how_to_get_the_gateway(tmp_path: Path) -> None:
 
 
 def test_old_names_bring_the_same(tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "env", f"{TOP}[server]")
+    alone = Environment(tmp_path, f"{TOP}[server]")
     assert {"semkv-gateway", "semkv-vllm"} <= alone.names()
     alone.run(
         "from semkv_gateway import Middleware, ResponseStore; from semkv import SemanticCache, Engine"
     )
-
-
-@pytest.mark.parametrize("part", ["packages/guards", "packages/vllm", "packages/gateway", "."])
-def test_uv_adds_a_part_to_a_project(part: str, tmp_path: Path) -> None:
-    uv(
-        "init",
-        "--quiet",
-        "--bare",
-        "--python",
-        sys.executable,
-        "--name",
-        "project",
-        ".",
-        cwd=tmp_path,
-    )
-    uv("add", "--quiet", TOP / part, cwd=tmp_path)
-    name = "semkv" if part == "." else f"semkv-{part.removeprefix('packages/')}"
-    assert name in uv("pip", "list", cwd=tmp_path).split()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_helpers import Bench
 from semkv.errors import ConfigError
 from semkv.tiers.bounded import Bounded
-from semkv.tiers.policies import Calibrated, Calibration, chance
+from semkv.tiers.policies import Calibrated, Calibration, FixedThreshold, chance
 from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, Score, TextSegment
 
 TIER = "semantic_text"
@@ -271,3 +271,16 @@ def test_each_start_draws_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Bounded(0.01).restore({**Bounded(0.01).state(), **damage})
+
+
+@pytest.mark.parametrize(
+    ("score", "same_words", "accepted"),
+    [(0.92, False, True), (0.9, True, True), (0.9, False, False)],
+)
+def test_below_the_threshold_the_words_must_be_the_same(
+    score: float, same_words: bool, accepted: bool
+) -> None:
+    policy = FixedThreshold(0.92)
+    found = replace(match(score), same_words=same_words)
+    assert policy.accept(asking(), DONOR, found).accept is accepted
+    assert policy.floor == pytest.approx(0.88)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any, get_args
 
 import pytest
@@ -78,6 +79,29 @@ def test_the_billed_block_is_not_shown_to_anthropics_route_either() -> None:
     assert shown(messages=[{"role": "user", "content": [part]}]) == shown()
     tool = {"name": "f", "input_schema": {"type": "object"}}
     assert shown(tools=[{**tool, "cache_control": {"type": "ephemeral"}}]) == shown(tools=[tool])
+
+
+def test_names_in_a_schema_are_shown_in_their_order() -> None:
+    """So this order is in the key; that of a `logit_bias` is not."""
+
+    def shown(*names: str) -> list[str]:
+        schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+        asked = ChatCompletionRequest(
+            model="m",
+            messages=[{"role": "user", "content": "a"}],
+            logit_bias={str(len(name)): 1.0 for name in names},
+            tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+        )
+        params = asked.to_sampling_params(5, {})
+        assert params.structured_outputs is not None
+        assert asked.tools
+        assert params.logit_bias == {1: 1.0, 2: 1.0}
+        return [json.dumps(params.structured_outputs.json), asked.tools[0].model_dump_json()]
+
+    one, other = shown("a", "bb"), shown("bb", "a")
+    assert one[0] != other[0]
+    assert one[1] != other[1]
 
 
 BODIES: list[tuple[type[Any], dict[str, Any]]] = [

@@ -178,9 +178,9 @@ def test_rules_decide_before_the_default() -> None:
     )
     assert default.keep(Asked(), GOOD)
     assert default.peek("a").response.expires == 1e9 + 1.0  # type: ignore[union-attr]
-    assert parse_rule("prompt:a=b=inf").pattern == "a=b"
-    assert parse_rule("prompt:*=0").lifetime.ttl_s == 0
-    assert parse_rule("model:/models/*=5").fits("x", "/models/llama")
+    assert parse_rule("prompt:a=b=inf")[0].pattern == "a=b"
+    assert parse_rule("prompt:*=0")[1].ttl_s == 0
+    assert parse_rule("model:/models/*=5")[0].fits("x", "/models/llama")
 
 
 @pytest.mark.parametrize(

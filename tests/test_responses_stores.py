@@ -16,11 +16,13 @@ from typing import cast
 
 import pytest
 
-from redis_server import RedisCluster, RedisServer
+from gateway_helpers import wait_until
+from redis_server import RedisCluster, RedisServer, valkey
 from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.redis import RedisStore
+from semkv_gateway.responses.spread import AWAY, PARTS, SpreadStore, part_of
 from semkv_gateway.responses.sqlite import SqliteStore
 from semkv_gateway.responses.store import (
     CHECKSUM,
@@ -50,6 +52,11 @@ def answer(key: str, **changes: object) -> StoredResponse:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
+def keys_beside(key: str) -> Iterator[str]:
+    """Keys of answers that lie in the same part of a cluster."""
+    return (other for other in map(str, itertools.count()) if part_of(other) == part_of(key))
+
+
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis"))
@@ -59,7 +66,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture(scope="module")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
-    with RedisCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), program=valkey()) as cluster:
         yield cluster
 
 
@@ -73,9 +80,14 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
             store: ResponseStore = opened[0] if opened else MemoryStore(**limits)  # type: ignore[arg-type]
         elif request.param == "sqlite":
             store = SqliteStore(tmp_path / "answers.sqlite", **limits)  # type: ignore[arg-type]
-        else:
+        elif request.param == "redis_server":
             server = request.getfixturevalue(request.param)
             store = RedisStore(server.url, timeout_s=60.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
+        else:
+            cluster = request.getfixturevalue(request.param)
+            if "max_bytes" in limits:  # of all parts
+                limits["max_bytes"] = cast("int", limits["max_bytes"]) * PARTS
+            store = SpreadStore(cluster.url, timeout_s=60.0, name=tmp_path.name, **limits)  # type: ignore[arg-type]
         opened.append(store)
         return store
 
@@ -150,20 +162,23 @@ def test_refused_credentials_are_held_within_bounds_until_they_are_accepted(
 ) -> None:
     now = time.time()
     store = make(clock=lambda: now)
-    store.refuse("b", refused=False)
-    for name in "abca":
+    a, b, c, d, e = itertools.islice(keys_beside("0"), 5)
+    store.refuse(b, refused=False)
+    for name in (a, b, c, a):
         store.refuse(name, refused=True)
-    assert [make(clock=lambda: now).refused(name) for name in "abcd"] == [True, True, True, False]
-    store.refuse("b", refused=False)
-    assert [store.refused(name) for name in "abc"] == [True, False, True]
+    replica = make(clock=lambda: now)
+    assert [replica.refused(name) for name in (a, b, c, d)] == [True, True, True, False]
+    store.refuse(b, refused=False)
+    assert [store.refused(name) for name in (a, b, c)] == [True, False, True]
     assert store.usage()[0] == 0
-    monkeypatch.setattr(f"{type(store).__module__}.REFUSALS", 2)
-    for name in "de":
+    kind = RedisStore if isinstance(store, SpreadStore) else type(store)
+    monkeypatch.setattr(f"{kind.__module__}.REFUSALS", 2)
+    for name in (d, e):
         now += 1
         store.refuse(name, refused=True)
-    assert [store.refused(name) for name in "acde"] == [False, False, True, True]
+    assert [store.refused(name) for name in (a, c, d, e)] == [False, False, True, True]
     now += 90 * 86_400 - 0.5
-    assert [store.refused(name) for name in "de"] == [False, True]
+    assert [store.refused(name) for name in (d, e)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -211,21 +226,23 @@ def test_news_reaches_who_was_away_and_what_was_begun_before_is_not_kept(make: M
     assert store.put(answer("a"), since=news.cursor)
     for _ in range(1001):
         store.invalidate(Selector(key="x"))
-    assert store.news(cursor).selectors is None, "the log does not reach back"
-    assert not store.put(answer("a"), since=cursor)
+    unknown = next(key for key in keys_beside("x") if key not in ("a", "b"))
+    assert store.news(cursor).hit(answer(unknown)), "the log does not reach back"
+    assert not store.put(answer(unknown), since=cursor)
 
 
 def test_the_bound_on_bytes_holds_and_the_least_recently_used_goes_first(make: Make) -> None:
     size = weight(answer("00", payload=b"x" * 2000))
     store = make(max_bytes=size * 10)
-    for number in range(8):
-        store.put(answer(f"{number:02}", payload=b"x" * 2000))
-    for number in range(8, 40):
-        assert store.get("00") is not None
-        store.put(answer(f"{number:02}", payload=b"x" * 2000))
+    keys = list(itertools.islice(keys_beside("0"), 40))
+    for key in keys[:8]:
+        store.put(answer(key, payload=b"x" * 2000))
+    for key in keys[8:]:
+        assert store.get(keys[0]) is not None
+        store.put(answer(key, payload=b"x" * 2000))
         assert store.usage()[1] <= size * 10
-    assert store.get("01") is None
-    assert store.get("39") is not None
+    assert store.get(keys[1]) is None
+    assert store.get(keys[39]) is not None
     assert not store.put(answer("huge", payload=b"x" * size * 11))
 
 
@@ -364,6 +381,69 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreError):
         store.get("a")
+
+
+# -- a cluster --------------------------------------------------------------------------------------------------------
+
+
+def test_answers_lie_on_all_nodes_of_a_cluster(redis_cluster: RedisCluster) -> None:
+    import redis
+
+    with closing(SpreadStore(redis_cluster.url, timeout_s=60.0, name="spread")) as store:
+        for number in range(120):
+            tags = ("even",) if number % 2 == 0 else ("odd",)
+            assert store.put(answer(str(number), tags=tags))
+        for node in redis_cluster.nodes:
+            with redis.Redis(port=node.port, socket_timeout=60.0) as client:
+                assert len(list(client.scan_iter(match="{semkv:spread:*}:a:*"))) > 20
+        assert store.usage()[0] == 120
+        assert store.invalidate(Selector(tag="even"), dry_run=True) == 60
+        assert store.invalidate(Selector(tag="even")) == 60
+        assert store.usage()[0] == 60
+        assert store.invalidate(Selector()) == 60
+        assert store.usage() == (0, 0)
+
+
+def fault_of(store: ResponseStore, key: str) -> str:
+    """Why an answer could not be read; empty where it was, or is not there."""
+    try:
+        store.get(key)
+    except StoreError as error:
+        return error.reason
+    return ""
+
+
+def test_a_node_that_is_away_takes_its_own_answers_with_it(tmp_path: Path) -> None:
+    with (
+        RedisCluster(tmp_path, program=valkey()) as cluster,
+        closing(SpreadStore(cluster.url, timeout_s=0.5)) as store,
+    ):
+        keys = [
+            next(k for k in map(str, itertools.count()) if part_of(k) == p) for p in range(PARTS)
+        ]
+        for key in keys:
+            assert store.put(answer(key))
+        cursor = store.news("").cursor
+        cluster.nodes[1].kill()
+        reasons = {key: fault_of(store, key) for key in keys}
+        lost = [key for key, reason in reasons.items() if reason]
+        assert 3 <= len(lost) <= 8
+        assert {reasons[key] for key in lost} == {AWAY}
+        news = store.news(cursor)
+        assert news.selectors == (), "it may be back in a moment"
+        store._heard = [0.0] * PARTS
+        news = store.news(news.cursor)
+        assert {key for key in keys if news.hit(answer(key))} == set(lost)
+        with pytest.raises(StoreError):
+            store.invalidate(Selector())
+        left = [key for key in keys if key not in lost]
+        assert all(store.get(key) is None for key in left), "as far as it can be done"
+        cluster.nodes[1].start()
+        wait_until(lambda: not any(fault_of(store, key) for key in lost))
+        for key in lost:
+            assert not store.put(answer(key), since=news.cursor), "unheard of in between"
+        news = store.news(news.cursor)
+        assert all(store.put(answer(key), since=news.cursor) for key in keys)
 
 
 # -- redis ------------------------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ TORN_STREAMS = {
     "an error": ([HELLO[0], chunk("x", error={"message": "x"}), *HELLO[1:]], "with an error"),
     "an error in an old form": ([HELLO[0], b'data: {"object": "error", "message": "x"}\n\n', DONE], "with an error"),
     "an error in a field": ([chunk("x", x_groq={"error": "x"}), *HELLO], "with an error"),
+    "an error in other letters": ([HELLO[0], chunk("x", Errors=[{"message": "x"}]), *HELLO[1:]], "with an error"),
     "an error by name": ([HELLO[0], b"event: error\n" + HELLO[1], *HELLO[2:]], "with an error"),
     "an error without a name": ([HELLO[0], b'data: {"detail": "x"}\n\n', *HELLO[1:]], "of unknown form"),
     "nothing": ([], "without end"),
@@ -211,6 +212,9 @@ NOT_COMPLETE = {
     "empty": [chunk(""), chunk(finish="stop"), USAGE, DONE],
     "empty, for streams": [chunk("", odd=1), chunk(finish="stop"), USAGE, DONE],
     "blank": [chunk(" "), chunk("\n"), chunk(finish="stop"), USAGE, DONE],
+    "nothing that one sees": [chunk("\u200b\U000e0041"), chunk(finish="stop"), USAGE, DONE],
+    "a call without a name, for streams": [
+        piece(call("a", "read", "{}", index=0)), piece(call("b", None, "{}", index=1)), *CALLED],
     "blank, for streams": [chunk(" ", odd=1), chunk(finish="stop"), USAGE, DONE],
     "speech alone": [piece(audio={"id": "a", "data": "AAAA"}), chunk(finish="stop"), USAGE, DONE],
     "a call of the old form": [piece(function_call={"name": "read", "arguments": "{}"}),
@@ -381,9 +385,9 @@ def test_an_answer_that_does_not_name_its_kind_is_streamed_as_what_it_is(odd: Od
 
 
 def test_an_answer_with_half_a_character_is_shown(odd: Odd) -> None:
-    odd.says(json.dumps(WHOLE).replace("Hello", "\\ud800").encode(), kind=b"application/json")
+    odd.says(json.dumps(WHOLE).replace("Hello", "x\\ud800").encode(), kind=b"application/json")
     assert kind(odd.ask(False, False)[1]) == "hit"
-    assert odd.admin("recent", None).json()["hits"][0]["answer"] == "\ud800"
+    assert odd.admin("recent", None).json()["hits"][0]["answer"] == "x\ud800"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

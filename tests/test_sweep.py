@@ -410,6 +410,19 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
     assert [hits(folder, name) for name in "ab"] == [250, 250]
 
 
+def test_a_sweep_on_ray_says_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec(folder, [{"name": "a", "cache-dir": str(folder / "mine")}])
+    said = sweep(folder, "--ray", "local")
+    assert said.exit_code == 2
+    assert "experiment a: cache-dir" in said.stderr
+    spec(folder, [{"name": "a"}])
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = sweep(folder, "--ray", "local")
+    assert said.exit_code == 2
+    assert "packages/lab[ray]" in said.stderr
+    assert "--ray-cpus" in sweep(folder, "--ray", "local", "--ray-cpus", "0").stderr
+
+
 def test_only_what_was_chosen_and_failed_is_tried_again(folder: Path) -> None:
     gone = {"dataset": str(folder / "gone.jsonl")}
     chosen = [{"name": "fine", "max-samples": 5}, {"name": "f1", **gone}, {"name": "f2", **gone}]

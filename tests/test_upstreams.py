@@ -21,6 +21,7 @@ from ports import free_port
 from scripted_upstream import Scripted
 from semkv_gateway import http, upstreams
 from semkv_gateway.gateway import Gateway
+from semkv_gateway.kv_hints import conversation_of
 from semkv_gateway.upstreams import Member, _beginnings
 from test_server_tenants import Strict
 
@@ -247,6 +248,71 @@ def test_each_upstream_takes_salts_or_not_and_has_its_models(tmp_path: Path) -> 
         assert other.total == before + 1, "whoever has it says so"
 
 
+PEERS = ("10.0.0.1:5710", "10.0.0.2:5711")
+
+
+def hints(body: dict[str, Any]) -> dict[str, Any]:
+    """What an upstream was told of a request's conversation, whatever stands around it."""
+    params = body.get("kv_transfer_params")
+    said = params.get("semkv") if isinstance(params, dict) else None
+    found = said.get("hints") if isinstance(said, dict) else None
+    return dict(found or {})
+
+
+def test_an_upstream_hears_of_a_conversation_and_of_who_had_it(tmp_path: Path) -> None:
+    other = Scripted()
+    with (
+        Served(other) as away,
+        Several(tmp_path, away.url, kv_hints=True, peers=PEERS) as several,
+    ):
+        several.say("Where is the first stamp?", prompt_cache_key="tour")
+        home, there = sorted((several.upstream, other), key=lambda upstream: -upstream.total)
+        several.say("Where is the first stamp?", "Here.", "And then?", prompt_cache_key="tour")
+        one, two = map(hints, home.calls)
+        assert one == two
+        assert one["keep_s"] == 300
+        assert "tour" not in one["session"]
+        key = {"Authorization": "Bearer another"}
+        several.post("tour", prompt_cache_key="tour", headers=key)
+        several.post("tour", prompt_cache_key="another", prompt_cache_retention="24h")
+        several.post("nothing of a conversation, but long enough to have a beginning", seed=1)
+        told = [hints(body) for body in (*home.calls, *there.calls)]
+        names = {said.get("session") for said in told}
+        assert len(names) == 4, "the tour, the stranger's tour, another one, and none"
+        assert 86_400 in [said.get("keep_s") for said in told]
+        assert not any("peer" in said for said in told)
+        # One that moves is told of the server that has its beginning.
+        number = 0 if several.upstream is home else 1
+        several.member(number).running += 100
+        several.say("Where is the first stamp?", "Here.", "At last?", prompt_cache_key="tour")
+        moved = hints(there.calls[-1])
+        assert moved == {**one, "peer": PEERS[number]}
+        assert several.metric("semkv_upstream_moved_total") == 1
+        several.member(number).running -= 100
+        # Not of one that is down, and of none by a client.
+        several.member(1 - number).down = True
+        hostile = {"semkv": {"hints": {"peer": PEERS[0], "keep_s": 1e9}, "skip": True}}
+        for said in (hostile, {"remote_kv_source": 5, **hostile}, 5, [hostile], {"semkv": 5}):
+            before = len(home.calls)
+            several.say("Where is it?", kv_transfer_params=said, prompt_cache_key="tour")
+            assert hints(home.calls[before]) == {}
+        assert home.calls[-5]["kv_transfer_params"] == {"semkv": {"skip": True}}
+        # A client may have its own conversation brought back, or let go of.
+        for wish, hint in (("prefetch", {"prefetch": True}), ("let go", {"keep_s": 0})):
+            said = {"semkv": {"conversation": wish, "hints": {"keep_s": 5}}}
+            several.post("hello", kv_transfer_params=said, prompt_cache_key="tour")
+            assert hints(home.calls[-1]) == {**one, **hint}
+
+
+def test_an_upstream_that_refuses_hints_gets_none(tmp_path: Path) -> None:
+    other = Strict()
+    with Served(other) as strict, Several(tmp_path, strict.url, kv_hints=True) as several:
+        several.member(0).down = True
+        answer = several.post("hello", prompt_cache_key="tour")
+        assert answer.status_code == 200
+        assert "kv_transfer_params" not in other.calls[-1]
+
+
 class Ill(Scripted):
     """A server whose engine has died: it takes requests, and says that it is not well."""
 
@@ -318,3 +384,30 @@ def test_beginnings_of_tenants_are_apart_and_few() -> None:
     assert not set(_beginnings("one", body)) & set(_beginnings("two", body))
     assert list(_beginnings("one", body[:300])) == list(_beginnings("one", body))[:1]
     assert not list(_beginnings("one", b"short"))
+
+
+def test_a_conversation_is_what_a_client_calls_one() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    hour = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    user = {"role": "user", "content": "Where is it?"}
+    later = [user, {"role": "assistant", "content": "Here."}, {"role": "user", "content": "And?"}]
+    part = {"type": "text", "text": "Here."}
+
+    def of(body: dict[str, Any], tenant: str = "one") -> Any:
+        return conversation_of({"model": "m", "messages": [user], **body}, tenant, b"secret")
+
+    assert of({}) is None
+    assert of({"prompt_cache_key": 5}) is None
+    assert of({"prompt_cache_key": ""}) is None
+    assert of({"cache_control": {"type": "forever"}}) is None
+    named = of({"prompt_cache_key": "tour \ud800"})
+    assert named.keep_s == 300
+    assert of({"prompt_cache_key": "tour \ud800"}, "two").name != named.name
+    marked = of(mark)
+    assert of({"messages": later, **mark}) == marked
+    assert of({"messages": [later[0], {**later[1], "content": [{**part, **hour}]}]}).keep_s == 3600
+    assert of({"tools": [{"name": "t", **mark}]}) == marked
+    assert of({"messages": [{**user, "content": "Who?"}], **mark}).name != marked.name
+    assert of({"prompt_cache_key": "tour", **hour}).keep_s == 3600
+    odd = {"messages": [5, {"content": 5}, {"content": [5]}], "system": 5, "tools": "x", **mark}
+    assert of(odd).keep_s == 300

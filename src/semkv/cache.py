@@ -240,10 +240,13 @@ class SemanticCache:
                 add=self._add_shared,
                 removed=self._forget,
                 media=self.media if VISION in self._similar.layers else None,
+                encoder=self._similar.text_key,
+                reads_all=bool(config.embedding_layers),
                 tally=self._tally,
                 limit_s=shared_limit_s,
             )
             self._planner.bring_images = self._sharing.bring_images
+            self._matching.sharing = self._sharing
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -299,8 +302,7 @@ class SemanticCache:
             return ReuseReport(request, own, self._matching.statuses())
         with self._tally.boundary("decider"):
             self._decider.arrived()
-        bring = None if self._sharing is None else self._sharing.bring
-        found = self._matching.look_up(request, embeddings, bring)
+        found = self._matching.look_up(request, embeddings)
         plan = found.plan
         proposed = None
         answer = None
@@ -333,6 +335,7 @@ class SemanticCache:
             near=found.near,
             doubt=found.doubt if self.config.mode is CacheMode.LIVE else None,
             left_out=found.left_out,
+            keyed=found.keyed,
         )
 
     def keep_verdict(self, report: ReuseReport, *, same: bool) -> None:
@@ -464,7 +467,8 @@ class SemanticCache:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def _forget(self, removed: Removed) -> None:
-        with self._tally.boundary("catalog"):  # what it cannot be asked of is found out of step
+        # Where the catalog cannot be read now, the indexes are found out of step with it later.
+        with self._tally.boundary("catalog"):
             self._similar.remove(removed.entry_ids)
         with self._tally.boundary("media"):
             for media_id in removed.media:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from semkv.keys import Keyed
+
     Vector = npt.NDArray[np.float32]
 
 
@@ -217,6 +219,8 @@ class Match:
         wording: how the words differ (`semkv_guards.Wording`); None where nobody asked.
         others: what the other layers scored that this match rests on.
         judged: whether a judge said that one answer serves both; None where none has.
+        same_words: whether the texts ask for the same in the same words (`semkv_guards.same_words`), where the score is
+            a little below the threshold.
     """
 
     tier: str
@@ -227,6 +231,7 @@ class Match:
     wording: tuple[float, float, float] | None = None
     others: tuple[Score, ...] = ()
     judged: bool | None = None
+    same_words: bool = False
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -275,6 +280,7 @@ class ReuseReport:
             answer tells whether it would have been right.
         doubt: the best match that a judge's yes would make a hit, with its donor: see `SemanticCache.keep_verdict`.
         left_out: tiers that ``--tiers auto`` did not ask; with ``all`` those that it would not have asked.
+        keyed: the request's keys, which the record of its answer needs again; None where nothing was looked up.
     """
 
     request: Request
@@ -288,6 +294,7 @@ class ReuseReport:
     near: tuple[Match, Entry, str] | None = None
     doubt: tuple[Match, Entry] | None = None
     left_out: frozenset[str] = frozenset()
+    keyed: Keyed | None = field(default=None, repr=False, compare=False)
 
     @property
     def hit(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +85,11 @@ class CudaBert(ShortBert):
                 self._graphs[longest] = self._recorded(longest, pool)
                 length *= 2
 
-    def states(self, ids: Any, kinds: Any, there: Any = None) -> Any:
-        if ids.device.type == DEVICE:
-            return super().states(ids, kinds, there)
+    def states_of(self, read: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return [self._recalled(one["input_ids"], one["token_type_ids"]) for one in read]
+
+    def _recalled(self, ids: Any, kinds: Any) -> Any:
+        """The states of a text's tokens, by the graph that was recorded for its length."""
         graph = next(one for length, one in self._graphs.items() if length >= ids.shape[1])
         return graph.run(ids, kinds)
 

@@ -137,11 +137,13 @@ def chat_request(
     """
     if not messages or not all(_is_self_contained(message.get("content")) for message in messages):
         return None
-    history = [dict(message) for message in messages]
-    question = _take_question(history[-1])
-    asked = {"messages": history, "settings": dict(settings), "compared": question is not None}
     try:
-        rest = json.dumps(asked, sort_keys=True, allow_nan=False)
+        history = [dict(sorted(message.items())) for message in messages]
+        question = _take_question(history[-1])
+        given = dict(sorted(settings.items()))
+        asked = {"messages": history, "settings": given, "compared": question is not None}
+        # Below these the order of names counts: a model is shown a tool's parameters in it.
+        rest = json.dumps(asked, allow_nan=False)
     except (TypeError, ValueError):
         return None
     scope = hashlib.sha256(rest.encode()).hexdigest()

@@ -36,7 +36,7 @@ HARMLESS = frozenset(
         "litellm_logging_obj",  # of this process
         "litellm_params",  # made from the other arguments
         "messages",  # compared apart
-        "num_retries",  # what happens before there is an answer
+        "num_retries",  # says what happens before there is an answer
         "parent_otel_span",  # of this process
     }
 )

@@ -96,9 +96,9 @@ _KEEP_VECTOR = (
 )
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
-_REMOVALS = 1000  # that wait for others; one of everything stands for more
-_BARRED = 65_536  # pairs found wrong that are kept, the latest
-_JUDGED = 65_536  # pairs that were judged, those used last
+_REMOVALS = 1000  # that other processes have not seen yet; beyond it one removal of everything takes their place
+_BARRED = 65_536  # the latest pairs found wrong
+_JUDGED = 65_536  # the judged pairs that were used last
 _USE_VERDICT = "UPDATE judged SET rowid=(SELECT MAX(rowid) FROM judged)+1 WHERE pair=?"
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
@@ -485,9 +485,11 @@ class Catalog:
             "entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit
         )
 
-    def has(self, key: str) -> bool:
-        """Whether any entry is registered under a key."""
-        return bool(self.database.rows("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", key))
+    def has(self, *keys: str) -> bool:
+        """Whether any entry is registered under one of some keys."""
+        marks = ",".join("?" * len(keys))
+        statement = f"SELECT 1 FROM entry_keys WHERE key IN ({marks}) LIMIT 1"  # noqa: S608
+        return bool(self.database.rows(statement, *keys))
 
     def _entries(self, where: str, *values: object) -> list[Entry]:
         found = []

@@ -34,7 +34,7 @@ from semkv_stores.ledger import Ledger, Saved, TierFigures
 
 _STORES = ("kv", "fusion")
 _DAY_S = 86_400.0
-WORTH_DAYS = 30  # that `inspect` shows of what was saved
+WORTH_DAYS = 30  # `inspect` shows what was saved on the latest of them
 _STRAY_S = 3600.0  # age at which a temporary file is a dead writer's
 _WAIT_S = 5.0  # for other processes that use the database
 _REMEDY = (
@@ -610,7 +610,7 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
         found.counts["entries"] = len(catalog)
         for other in beside:
             found.counts[other.name] = sum(use.items for use in other.usage())
-            if other.name != "answers" and not dry_run:  # which go with the catalog's file
+            if other.name != "answers" and not dry_run:  # answers lie in the catalog's file
                 other.purge()
         schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else SCHEMA
     if database.is_ours(file) is False:
@@ -638,7 +638,7 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.counts["answers"] = 0
         for store in stores:
             found.unread += _begin_anew(store / INDEX, block_index.EMPTIED)
-        files |= listed()  # what came meanwhile
+        files |= listed()  # others may have written new ones meanwhile
     found.counts["files"] = len(files) if dry_run else _delete(sorted(files), found)
 
 

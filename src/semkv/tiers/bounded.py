@@ -58,13 +58,14 @@ _SAVED = 4 * _RESERVE  # requests whose unused budget is kept at most
 _LEAST_RISK = 0.002
 _YES = 20.0  # odds of a right answer are so many times those before a judge said yes, until checks tell
 _MOST_RISK = 0.3  # no match more likely wrong than this is served, whatever the budget
-_HORIZON = 0.3  # what is left is spent over so large a share of the requests so far
-_EASE = 0.5  # of that, what the open cells should need: what is safe is served longer
+# The budget that is left is planned for as many further requests as this share of all so far.
+_HORIZON = 0.3
+_EASE = 0.5  # the open cells should need this share of it, so that what is safe is served longer
 _WINDOW = 20_000.0  # requests after which those of the past count half
 _MEMORY = 4000.0  # observations of a band after which its past counts half
 _RECENT = 100.0  # the same for its recent past
 _RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
-_TEXTS = 65_536  # that are remembered
+_TEXTS = 65_536  # the latest ones that a hit has answered
 _REVIEW = 50  # requests between two reviews of what is open
 
 ArmKey = tuple[str, str, bool]
@@ -191,10 +192,9 @@ class Bounded(Decider):
         self._steepness = -math.log(_DOUBT) / (max_error_rate * _RESERVE)
         self._share = min(1.0, 2.0 * -math.expm1(-self._steepness))  # of hits that are checked then
         self._until_review = 0
-        self._latest: Request | None = (
-            None  # whose first match was counted; with several threads some count twice
-        )
-        self._texts: Latest[str, None] = Latest(_TEXTS)  # that a hit has answered
+        # Its first match was counted. With several threads some requests count twice.
+        self._latest: Request | None = None
+        self._texts: Latest[str, None] = Latest(_TEXTS)
         self._random = SystemRandom()  # of no fixed seed: after a restart, too, each draw is new
         self._lock = threading.Lock()
 

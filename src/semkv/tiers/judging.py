@@ -14,6 +14,6 @@ def shown(report: ReuseReport) -> list[dict[str, str]] | None:
         return None
     texts = [part.text for part in report.request.segments if isinstance(part, TextSegment)]
     question = report.request.question
-    if texts[-1:] != [question]:  # what comes behind a question belongs to it
+    if texts[-1:] != [question]:  # a text behind the question may change what it asks
         return None
     return messages(texts[:-1], question, report.doubt[1].question)

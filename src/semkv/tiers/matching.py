@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
-from semkv.tiers.policies import Decider, Decision
-from semkv.tiers.sharing import tenant_name
+from semkv.tiers.policies import CLOSE, Decider, Decision
+from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
 from semkv.types import (
@@ -48,7 +47,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import Guard, misspelled, spelling, unread, veto, wording
+from semkv_guards import Guard, misspelled, same_words, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -75,6 +74,7 @@ class Lookup:
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
     near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
+    keyed: Keyed | None = None  # see `ReuseReport.keyed`
 
 
 class Planner:
@@ -105,6 +105,7 @@ class Planner:
         self._tally = tally
         self._encoder = encoder
         self._normalised = config.normalised
+        self._guarded = config.guards
         self.guard: Guard = veto if config.guards else unread
         self._judges = config.judges
         self._compare_images = config.guards and config.scope is Scope.MEDIA
@@ -170,11 +171,13 @@ class Planner:
                     _turn_down(found, match, donor, f"{VETO}length")
                     return None
                 words = wording(request.chunk_text, donor.chunk_text)
+                score = min(match.score, cosine)
                 match = replace(
                     match,
-                    score=min(match.score, cosine),
+                    score=score,
                     wording=words,
                     judged=self._verdict(request, donor),
+                    same_words=self._has_same_words(request, donor, score),
                 )
             found.decision = self._decide(request, donor, match)
             if not found.decision.accept:
@@ -240,6 +243,14 @@ class Planner:
             (cosine_of(self._encoder, *spelling.alike(*place)) for place in places), default=1.0
         )
 
+    def _has_same_words(self, request: Request, donor: Entry, score: float) -> bool:
+        """Whether texts closely below the threshold ask for the same in the same words."""
+        is_close = self._certain - CLOSE <= score < self._certain
+        if not is_close or not self._guarded:
+            return False
+        texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
+        return all(same_words(mine, theirs) for mine, theirs in texts)
+
     def _can_judge(self, request: Request) -> bool:
         """Whether a judge may be asked about a request: it sees no images."""
         return self._judges and not request.media
@@ -301,7 +312,7 @@ class Matching:
     """The tiers that the settings name, over one catalog. Any thread may call any method.
 
     Without an ``encoder`` there is no semantic text tier. ``tiers`` are the user's own. The ``account`` says which
-    tiers pay.
+    tiers pay. ``sharing`` brings what other directories have; None where there are none.
 
     Raises:
         ConfigError: a tier is none, or has the name of another.
@@ -320,6 +331,7 @@ class Matching:
         *,
         account: Account,
     ) -> None:
+        self.sharing: Sharing | None = None
         self._config = config
         self._account = account
         self._catalog = catalog
@@ -354,14 +366,8 @@ class Matching:
         """``skip`` for every tier, as before it was asked."""
         return dict.fromkeys(self._names, Status.SKIP)
 
-    def look_up(
-        self,
-        request: Request,
-        given: Mapping[str, Vector] | None,
-        bring: Callable[[Iterable[str]], None] | None = None,
-    ) -> Lookup:
-        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's. ``bring`` brings what other directories
-        have in some partitions.
+    def look_up(self, request: Request, given: Mapping[str, Vector] | None) -> Lookup:
+        """Ask the tiers; ``given`` are vectors by layer, instead of the hook's.
 
         Raises:
             ConfigError: the hook returns vectors of another dimension than a layer was given.
@@ -370,11 +376,12 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            found.keyed = keyed
             spent: dict[str, float] = {}
-            if bring is not None and self._accounted - found.left_out:
+            if self.sharing is not None and self._accounted - found.left_out:
                 start = time.perf_counter()
                 with self._tally.boundary("shared entries"):
-                    bring(self._partitions(request.namespace, keyed))
+                    self.sharing.bring(self._partitions(request.namespace, keyed))
                 spent[self._brings] = time.perf_counter() - start
             with self._tally.boundary("catalog"):
                 if self._catalog.changed():
@@ -421,8 +428,9 @@ class Matching:
         with_media = self._config.scope is Scope.MEDIA
         most = _DONORS if self._config.normalised or with_media else _SPELLINGS
         for depth in depths if self._config.exact else ():
-            for key in (keyed.exact_key, partial(keyed.folded_key, with_media=with_media)):
-                for donor in self._catalog.find(key(depth), most):
+            keys = (keyed.exact_key(depth), keyed.folded_key(depth, with_media=with_media))
+            for key in keys if self._catalog.has(*keys) else ():  # mostly there is none
+                for donor in self._catalog.find(key, most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _by_layers(
@@ -456,14 +464,32 @@ class Matching:
         text = found.request.chunk_text
         if not text.strip() or not is_read(text):
             found.statuses[SEMANTIC] = Status.SKIP
-        elif self._similar.has_texts(keyed) and not self._told_apart(keyed, text):
+        elif self._may_match(found.request, keyed, text):
             vector = self._similar.encoded(keyed, text)
             if vector is not None:
                 found.vectors[SEMANTIC] = vector
+                self._bring_nearest(found.request, keyed, vector)
                 yield from self._similar.by_chunk_text(keyed, vector)
                 yield from self._similar.by_spelling(keyed, text, vector)
             else:
                 found.statuses[SEMANTIC] = Status.SKIP
+
+    def _may_match(self, request: Request, keyed: Keyed, text: str) -> bool:
+        """Whether a text has to be encoded: there is something to compare it with, here or with others."""
+        if self._is_searched(request, keyed):
+            return True
+        return self._similar.has_texts(keyed) and not self._told_apart(keyed, text)
+
+    def _is_searched(self, request: Request, keyed: Keyed) -> bool:
+        """Whether others have more in L1's partition of a request than was brought."""
+        name = self._partition(request.namespace, self._similar.text_slot(keyed))
+        return self.sharing is not None and self.sharing.is_searched(name)
+
+    def _bring_nearest(self, request: Request, keyed: Keyed, vector: Vector) -> None:
+        """Bring what is nearest there, where it is searched."""
+        if self.sharing is not None and self._is_searched(request, keyed):
+            name = self._partition(request.namespace, self._similar.text_slot(keyed))
+            self.sharing.bring_nearest(name, vector)
 
     def _told_apart(self, keyed: Keyed, text: str) -> bool:
         """Whether the guards turn down all that a text has to be compared with, where that is little: nothing is
@@ -519,7 +545,9 @@ class Matching:
         now: float,
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        keyed = Keyed(report.request.namespace, report.plan.segments)
+        keyed = report.keyed
+        if keyed is None or keyed.segments != report.plan.segments:
+            keyed = Keyed(report.request.namespace, report.plan.segments)
         entry = entry_of(report.request, keyed)
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
@@ -559,7 +587,10 @@ class Matching:
         slots = self._similar.slots(keyed)
         # Without a question a prompt matches only as a whole.
         slots = slots or {keyed.folded_key(len(keyed.segments), with_media=False)}
-        return tuple(f"{tenant_name(namespace.tenant)}:{slot}" for slot in sorted(slots))
+        return tuple(self._partition(namespace, slot) for slot in sorted(slots))
+
+    def _partition(self, namespace: Namespace, slot: str) -> str:
+        return f"{tenant_name(namespace.tenant)}:{slot}"
 
     def shared_record(self, entry: Entry, packed: Mapping[str, bytes]) -> Record:
         """The record of an entry that another cache has made. All by which it is found is computed anew, but for its
@@ -649,8 +680,7 @@ class PendingTier:
         self._checking = checking
         self._tally = tally
 
-    def _entry(self, request: Request) -> PendingEntry:
-        keyed = Keyed(request.namespace, request.segments)
+    def _entry(self, request: Request, keyed: Keyed) -> PendingEntry:
         with_media = self._config.scope is Scope.MEDIA
         prompt_key = (
             keyed.folded_key(len(keyed.segments), with_media=with_media)
@@ -677,7 +707,8 @@ class PendingTier:
         ):
             return None
         with self._tally.boundary("request"):
-            return self._entry(request)
+            keyed = report.keyed or Keyed(request.namespace, request.segments)
+            return self._entry(request, keyed)
         return None
 
     def similar(

@@ -4,6 +4,9 @@ A near-repeat matches only behind the same history, so a partition holds all tha
 this directory's new entries, and pairs found wrong, to their partitions in a `DonorStore`. A lookup brings the rows of
 its partitions that are not here yet into the catalog, where every process of the directory finds them.
 
+A store may search: then a partition with more rows than are read is asked for those nearest to a request's vector. They
+are brought, and compared like all others.
+
 The bytes of a donor's image, where images are compared, are a partition of their own. They are brought when the donor
 is to stand in for another one.
 
@@ -30,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -55,11 +58,15 @@ from semkv.types import Entry, MediaSegment, Namespace
 from semkv_stores.digests import digest
 from semkv_stores.files import lock
 
+if TYPE_CHECKING:
+    from semkv.types import Vector
+
 FORMAT = 1
 LOCK = "entry-log.lock"
 LARGEST = 32 * 1024  # bytes of an entry that is shared
 _LARGEST_IMAGE = 1 << 20
 MOST = 4096  # rows of a partition that are read and kept, the latest
+_NEAREST = 8  # entries that a search brings: more than a lookup compares
 _WAITING = 1024  # rows that wait for the store
 _POLL_S = 0.25
 _PAUSE_S = 1.0
@@ -129,14 +136,40 @@ class Removals:
 
 class DonorStore(Protocol):
     """Rows of any form, by partition, and a log of removals. Every method blocks and may raise `StoreError`
-    (unreachable, full). A partition's name has its tenant's (`tenant_name`) before a colon."""
+    (unreachable, full). A partition's name has its tenant's (`tenant_name`) before a colon. Its pairs found wrong are
+    rows of their own (``wrong``), and go with it."""
 
-    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
-        """Append a row. Where the partition has more than ``most``, or the store too many, the oldest go."""
+    def search_by(self, encoder: str) -> bool:
+        """Let searches be by vectors of this encoder, from now on; whether the store searches at all."""
 
-    def read(self, partition: str, after: str, before: str) -> Sequence[SharedRow]:
+    def add(
+        self,
+        partition: str,
+        data: bytes,
+        since: str,
+        *,
+        most: int = MOST,
+        wrong: bool = False,
+        item: str = "",
+        vector: Vector | None = None,
+    ) -> None:
+        """Append a row. Where the partition has more than ``most``, or the store too many, the oldest go. An ``item``
+        with a unit vector, float32 [dim], is found by `nearest`; a store that searches keeps more than ``most``."""
+
+    def read(
+        self, partition: str, after: str, before: str, *, wrong: bool = False
+    ) -> Sequence[SharedRow]:
         """The latest rows between two places, both excluded, the latest first; empty places for no bound. None are left
         where it returns none."""
+
+    def is_large(self, partition: str) -> bool:
+        """Whether a partition is to be searched, since it has more than `MOST` rows."""
+
+    def nearest(self, partition: str, vector: Vector, most: int) -> Sequence[str]:
+        """Items of a partition whose vectors are about the nearest to a unit vector, best first."""
+
+    def rows_of(self, partition: str, items: Sequence[str]) -> Sequence[SharedRow]:
+        """The latest rows of items, of those that have one."""
 
     def remove(self, removal: bytes) -> None:
         """Append to the log of removals."""
@@ -168,6 +201,8 @@ class _Waiting:
     entry: Entry
     partitions: Sequence[str]
     data: bytes
+    wrong: bool
+    vector: Vector | None
 
 
 @dataclass(slots=True)
@@ -175,6 +210,8 @@ class _Partition:
     """How far a partition was read."""
 
     cursor: str = ""
+    cursor_wrong: str = ""
+    is_large: bool = False
     looked: float = -math.inf  # when, by the monotonic clock
     job: Future[None] | None = None
 
@@ -200,6 +237,8 @@ class Sharing:
         add: brings records into the catalog and the indexes.
         removed: forgets what was removed from the catalog.
         media: the images of this directory; None where none is compared.
+        encoder: the layer by whose vectors the store may search; empty where none is compared.
+        reads_all: whether partitions that are searched are read, too: other layers compare what is here.
         limit_s: longest wait of a lookup.
     """
 
@@ -213,10 +252,15 @@ class Sharing:
         add: Callable[[Sequence[Record]], None],
         removed: Callable[[Removed], None],
         media: MediaStore | None,
+        encoder: str,
+        reads_all: bool,
         tally: Tally,
         limit_s: float,
     ) -> None:
         self._store = store
+        self._encoder = encoder
+        self._searches = bool(encoder) and store.search_by(encoder)
+        self._reads_all = reads_all
         self._catalog = catalog
         self._tally = tally
         self._partitions_of = partitions
@@ -242,13 +286,14 @@ class Sharing:
 
     def add(self, record: Record) -> None:
         """Share what was recorded. Never waits."""
-        self._wait(record.entry, dump(record))
+        vector = record.vectors.get(self._encoder)
+        self._wait(record.entry, dump(record), vector=vector)
 
     def add_wrong(self, pair: str, entry_id: str) -> None:
         """Share that an entry was found wrong for a text. Raises `sqlite3.Error`."""
         entry = self._catalog.get(entry_id)
         if entry is not None:
-            self._wait(entry, dump_wrong(pair, entry))
+            self._wait(entry, dump_wrong(pair, entry), wrong=True)
 
     def removing(self, entry_id: str) -> None:
         """An entry is about to be removed by its id. Raises `sqlite3.Error`."""
@@ -256,7 +301,9 @@ class Sharing:
         if entry is not None:
             self._sought[entry_id] = self._partitions_of(entry)
 
-    def _wait(self, entry: Entry, data: bytes) -> None:
+    def _wait(
+        self, entry: Entry, data: bytes, *, wrong: bool = False, vector: Vector | None = None
+    ) -> None:
         if len(data) > LARGEST:
             self._tally.add("not shared: too large")
             return
@@ -264,7 +311,7 @@ class Sharing:
             self._tally.add("not shared: too many wait")
             return
         partitions = self._partitions_of(entry)
-        self._waiting.append(_Waiting(entry, partitions, data))
+        self._waiting.append(_Waiting(entry, partitions, data, wrong=wrong, vector=vector))
         self._some.set()
 
     def close(self) -> None:
@@ -300,9 +347,15 @@ class Sharing:
             if not self._catalog.missing([row.entry.entry_id]):
                 self._send_images(row.entry, since)  # first: who finds the row looks for them
                 for partition in row.partitions:
-                    self._store.add(partition, row.data, since)
+                    self._send(partition, row, since)
                 self._tally.add("shared out")
             self._waiting.popleft()
+
+    def _send(self, partition: str, row: _Waiting, since: str) -> None:
+        if row.wrong:
+            self._store.add(partition, row.data, since, wrong=True)
+            return
+        self._store.add(partition, row.data, since, item=row.entry.entry_id, vector=row.vector)
 
     def _send_images(self, entry: Entry, since: str) -> None:
         if self._media is None:
@@ -353,7 +406,7 @@ class Sharing:
         for _, data in removals.rows if text else ():
             try:
                 self._remove(read_criteria(data))
-            except CorruptValue as error:  # which must not keep this one from following
+            except CorruptValue as error:  # later removals are followed all the same
                 self._tally.fault("shared removal", error)
         if str(removals.end) != text:
             self._catalog.read_to(str(removals.end))
@@ -393,21 +446,52 @@ class Sharing:
             return known.job, now
 
     def _read(self, name: str, known: _Partition) -> None:
-        """Bring a partition's rows that are not known yet into the catalog, the latest first."""
+        """Bring a partition's rows that are not known yet into the catalog, the latest first; of one that is searched
+        only the pairs found wrong."""
         done = False
         with self._tally.boundary("shared entries"):
-            first = ""
-            before = ""
-            count = 0
-            while not self._closing.is_set() and count < MOST:
-                rows = self._store.read(name, known.cursor, before)
-                if not rows:
-                    break
-                first = first or rows[0].at
-                before = rows[-1].at
-                count += len(rows)
-                self._take(rows)
-            known.cursor = first or known.cursor
+            # First, so that no request gets what was found wrong for it.
+            known.cursor_wrong = self._read_rows(name, known.cursor_wrong, wrong=True)
+            known.is_large = self._searches and self._store.is_large(name)
+            if self._reads_all or not known.is_large:
+                known.cursor = self._read_rows(name, known.cursor, wrong=False)
+            done = True
+        if not done:
+            self._quiet_until = time.monotonic() + _PAUSE_S
+
+    def _read_rows(self, name: str, after: str, *, wrong: bool) -> str:
+        """Bring rows after a place; the last place."""
+        first = ""
+        before = ""
+        count = 0
+        while not self._closing.is_set() and count < MOST:
+            rows = self._store.read(name, after, before, wrong=wrong)
+            if not rows:
+                break
+            first = first or rows[0].at
+            before = rows[-1].at
+            count += len(rows)
+            self._take(rows)
+        return first or after
+
+    def is_searched(self, name: str) -> bool:
+        """Whether a partition that was brought has more rows than are read, so that `bring_nearest` is to be asked."""
+        with self._knowing:
+            return self._known.get(name, _Partition()).is_large
+
+    def bring_nearest(self, name: str, vector: Vector) -> None:
+        """Bring the entries of a partition that are nearest to a unit vector. Never raises, and waits as `bring`."""
+        if time.monotonic() < self._quiet_until or self._closing.is_set():
+            return
+        with suppress(RuntimeError):  # it is being closed
+            job = self._readers.submit(self._read_nearest, name, vector)
+            wait([job], self._limit_s)
+
+    def _read_nearest(self, name: str, vector: Vector) -> None:
+        done = False
+        with self._tally.boundary("shared entries"):
+            near = self._store.nearest(name, vector, _NEAREST)
+            self._take(self._store.rows_of(name, self._catalog.missing(near)))
             done = True
         if not done:
             self._quiet_until = time.monotonic() + _PAUSE_S

@@ -227,7 +227,8 @@ class SimilarTier:
             purge = self._catalog.purge()
             if purge == self._purge:
                 return
-            with self._refreshing:  # what was read before that purge is in the indexes by now
+            # A refresh that read rows from before the purge has put them into the indexes by now.
+            with self._refreshing:
                 known = self._unencoded.entries() | self._item_of.keys()
                 for layer in self._texts:
                     known |= layer.items.keys()
@@ -267,14 +268,23 @@ class SimilarTier:
         }
         return {named[layer.partition] for layer in self.layers.values()} - {""}
 
+    @property
+    def text_key(self) -> str:
+        """The catalog's name of L1's layer; empty where it is off."""
+        return self.layers[SEMANTIC].key if SEMANTIC in self.layers else ""
+
+    def text_slot(self, keyed: Keyed) -> str:
+        """The partition in which L1 compares a prompt; empty where it has no question."""
+        return keyed.question_slot(with_media=self._within_media)
+
     def has_texts(self, keyed: Keyed) -> bool:
         """Whether L1 has anything to compare a request with."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         return bool(slot) and (slot in self.layers[SEMANTIC].members or slot in self._unencoded)
 
     def few_texts(self, keyed: Keyed) -> Iterator[str]:
         """The texts that L1 has to compare a request with, where they are few; none where they are many."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         with self._refreshing:
             known = [*self.layers[SEMANTIC].members.get(slot, ())]
             waiting = self._unencoded.of(slot, _FEW + 1)
@@ -291,7 +301,7 @@ class SimilarTier:
         none yet get theirs in the same pass. None where its vector would not stand for all of it."""
         if not self.stands_for(text):
             return None
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         with self._refreshing:
             waiting = self._unencoded.of(slot, _ENCODED)
         texts = self._texts_of(waiting)
@@ -307,7 +317,7 @@ class SimilarTier:
             entry = None
             try:
                 entry = self._catalog.get(entry_id)
-            except CorruptValue as error:  # which the catalog has deleted
+            except CorruptValue as error:  # the catalog has deleted the row
                 self._tally.fault("catalog", error)
             if entry is not None:
                 found[entry_id] = entry.chunk_text
@@ -352,7 +362,7 @@ class SimilarTier:
 
     def by_chunk_text(self, keyed: Keyed, vector: Vector) -> Iterator[Candidate]:
         """L1: entries whose chunk text is similar, best first; the whole prompt would be the donor's."""
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         layers = [self.layers[SEMANTIC]]
         yield from self._similar(
             keyed, slot, layers, {SEMANTIC: vector}, (SEMANTIC,), most=_QUESTIONS
@@ -365,7 +375,7 @@ class SimilarTier:
         once more where a policy looks below it. Those that stay below are proposed to be turned down, so that operators
         see them.
         """
-        slot = keyed.question_slot(with_media=self._within_media)
+        slot = self.text_slot(keyed)
         layer = self.layers[SEMANTIC]
         left = _RESPELLED
         for neighbour in layer.search(slot, vector, _QUESTIONS, _MISSPELLED):
@@ -379,7 +389,7 @@ class SimilarTier:
                 left -= 1
                 score = cosine_of(self._encoder, *pair)
             elif score >= layer.threshold:
-                continue  # as it is, it was a candidate before
+                continue  # unchanged it was a candidate before
             run = len(donor.segments)
             agreed = (SEMANTIC,)
             yield Candidate(donor, run, SEMANTIC, score, agreed, similar=keyed.question)

@@ -27,9 +27,12 @@ _ENDED = frozenset(("end_turn", "stop_sequence", "tool_use"))
 _SCORE_INPUTS = ("text_1", "data_1", "queries", "text_2", "data_2", "items", "documents")
 
 
-def is_error(value: object) -> bool:
-    """Whether the value of a field ``error`` says that something went wrong."""
-    return value not in (None, False, "")
+def has_error(fields: Mapping[str, Any]) -> bool:
+    """Whether a field ``error`` or ``errors``, in whatever case, says that something went wrong."""
+    return any(
+        name.lower() in ("error", "errors") and value not in (None, False, "", [])
+        for name, value in fields.items()
+    )
 
 
 def is_json_object(text: object) -> bool:
@@ -55,8 +58,8 @@ def _is_number(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a text with more in it than blanks."""
-    return isinstance(value, str) and not value.isspace() and value != ""
+    """Whether a value is a text with more in it than blanks and characters that nobody sees."""
+    return isinstance(value, str) and any(sign.isprintable() and sign != " " for sign in value)
 
 
 # -- chats and completions ---------------------------------------------------------------------------------------------
@@ -110,7 +113,7 @@ def _choices_fault(answer: Any, body: Body, fault: Callable[[Body], str]) -> str
         or not all(isinstance(choice, dict) for choice in choices)
     ):
         return UNFINISHED
-    if any(is_error(choice.get("error")) for choice in choices):
+    if any(map(has_error, choices)):
         return ERROR
     if not all(is_finished(choice.get("finish_reason")) for choice in choices):
         return UNFINISHED

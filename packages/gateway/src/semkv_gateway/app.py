@@ -63,13 +63,13 @@ from semkv_gateway.rules import Rules
 from semkv_gateway.salts import SALTED
 from semkv_gateway.sampling import Sampling
 from semkv_gateway.settings import ServerSettings, admin_key, secret_of
-from semkv_gateway.tenancy import parse_tag_rule
 from semkv_gateway.upstreams import Upstreams
 from semkv_gateway.worth import Worth
 
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
+_PATHS = frozenset((*SALTED, FEEDBACK))  # of requests that the gateway reads
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _CONNECT_S = 10.0
@@ -93,12 +93,11 @@ class App:
         self.gateway = gateway
         self._operations = Operations(gateway, key).application()
         settings = gateway.settings
-        self._limit = settings.max_body_mib << 20
-        self._room = http.Room(_BODIES * self._limit)
+        limit = settings.max_body_mib << 20
+        self._bodies = http.Bodies(limit, most=_BODIES * limit)
         self._tracing = Tracing(gateway.metrics.fault) if settings.otel else None
-        self._open_paths: set[str] = (
-            set()
-        )  # where the upstream's latest answer to a browser was open to all
+        # Paths for which the upstream's latest answer to a browser was open to all.
+        self._open_paths: set[str] = set()
         self._proxy, self._busy = self._opened(self._respond), self._opened(self._turn_away)
         self._otherwise = self._proxy  # answers what the gateway has no route for
 
@@ -110,7 +109,7 @@ class App:
             await self._operations(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             await self._busy(scope, receive, send)
-        elif path and scope["method"] in ("POST", "OPTIONS") and path in (*SALTED, FEEDBACK):
+        elif path in _PATHS and scope["method"] in ("POST", "OPTIONS"):
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
             await self._otherwise(scope, receive, send)
@@ -177,7 +176,7 @@ class App:
                 raise Refused(
                     http.error_answer(415, "a content encoding is not read: send the body as it is")
                 )
-            body = await http.read_body(scope, receive, self._limit, self._room)
+            body = await self._bodies.read(scope, receive)
             answer = await self._answer(Call(scope, body), receive)
         except Refused as refused:
             answer = refused.answer
@@ -271,7 +270,6 @@ def gateway_of(
     """The gateway with its stores open and its encoder loaded; one of ``workers`` processes."""
     secret = secret_of(settings, environment)
     config = settings.cache_config()
-    tag_rules = [parse_tag_rule(rule) for rule in settings.tag_rules]
     rules = Rules.of(settings)
     sampling = Sampling.of(settings)
     prices = Prices([parse_price(price) for price in settings.prices])
@@ -308,6 +306,7 @@ def gateway_of(
             settings.store_timeout,
             secret,
             store_bytes=settings.store_mib << 20,
+            search=settings.donor_search,
         )
         start = time.perf_counter()
         log.info("loading the encoder %s", settings.index_encoder)
@@ -325,11 +324,10 @@ def gateway_of(
         semantic,
         metrics,
         store_s=settings.store_timeout,
-        tag_rules=tag_rules,
-        least_cosine=rules.least_cosine,
+        rules=rules,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
-    servers = Upstreams(upstreams, metrics, salt=settings.salt)
+    servers = Upstreams(upstreams, metrics, salt=settings.salt, peers=settings.peers)
     judge = None
     if config is not None and config.judges:
         judge = Judge(
@@ -349,7 +347,6 @@ def gateway_of(
         metrics,
         sampling=sampling,
         worth=worth,
-        rules=rules,
         judge=judge,
     )
     metrics.read_sizes(gateway.sizes)

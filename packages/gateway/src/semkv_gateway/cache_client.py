@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,8 @@ from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Found, ResponseCache
 from semkv_gateway.responses.store import Selector
+from semkv_gateway.rules import Rules
 from semkv_gateway.sse import text_of
-from semkv_gateway.tenancy import TagRule
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,10 @@ _T = TypeVar("_T")
 _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
 _RARE = 0.05
-_LOOKUPS = 256  # that may wait for a thread; beyond it a request goes on without one, so that none waits for seconds
-_UNLIKELY = 16  # that may wait where few find anything: more of them take the cores from hits
+_LOOKUPS = 256  # lookups that may wait for a thread; a further request goes on without one, and waits no seconds
+_UNLIKELY = (
+    16  # the same while few lookups find anything: more of them would take the cores from hits
+)
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = (
@@ -119,16 +121,14 @@ class CacheClient:
         metrics: Metrics,
         *,
         store_s: float,
-        tag_rules: Sequence[TagRule] = (),
-        least_cosine: Callable[[CanonicalRequest], float] = lambda _: 0.0,
+        rules: Rules,
     ) -> None:
         self.responses = responses
         self.semantic = semantic
         self.account = Account() if semantic is None else semantic.account
         self._metrics = metrics
         self._store_s = store_s
-        self._tag_rules = tag_rules
-        self._least_cosine = least_cosine
+        self.rules = rules
         self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool(
             "semkv-lookup",
@@ -142,9 +142,10 @@ class CacheClient:
             queued=_LOOKUPS,
             nice=_NICE,
         )  # no lookup waits behind a record
-        self._running: dict[str, Running] = {}  # that may be shared
+        self._running: dict[str, Running] = {}  # lookups that later requests may share
         self._waited_for: set[Running] = set()
-        self.found_share = 1.0  # of recent lookups; taken to be all until shown otherwise
+        self._crowded_out = 0  # lookups left out since many waited and few find anything
+        self.found_share = 1.0  # share of recent lookups that found something; 1 before the first
 
     # -- looking up ---------------------------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class CacheClient:
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
         # After an invalidation no lookup that began before it. Rules look at fields that are in no key.
-        running = f"{canonical.key} {self.responses.begin()} {self._least_cosine(canonical)}"
+        running = f"{canonical.key} {self.responses.begin()} {self.rules.least_cosine(canonical)}"
         found = await self._shared(running, canonical)
         # The lookup may be another request's: from here on it has this request's own fields, such as ``request_id``.
         report = found.report
@@ -192,7 +193,7 @@ class CacheClient:
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)
-        if found.score is not None and found.score < self._least_cosine(other):
+        if found.score is not None and found.score < self.rules.least_cosine(other):
             return replace(found, canonical=canonical, report=report.unchanged())
         return Lookup(other, await self.stored(other.key), report)
 
@@ -228,10 +229,11 @@ class CacheClient:
         if found is not None or self.semantic is None or canonical.request is None:
             self._count(found=found is not None)
             return Lookup(canonical, found)
-        least = self._least_cosine(canonical)
+        least = self.rules.least_cosine(canonical)
         if least > 1.0:  # no near-repeats, neither of others nor for others
             return Lookup(canonical)
         if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
+            self._crowded_out += 1
             return Lookup(canonical)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
@@ -239,7 +241,7 @@ class CacheClient:
         self._metrics.lookup_seconds.observe(time.perf_counter() - start)
         if looked.score is not None and looked.score < least and looked.report is not None:
             looked = replace(looked, report=looked.report.unchanged())
-        if least:  # what is on its way may be less near
+        if least:  # a request on its way may be less near than the rule asks for
             looked = replace(looked, entry=None)
         if looked.report is not None:
             self._count(found=looked.report.rewritten)
@@ -250,7 +252,7 @@ class CacheClient:
         if request is None:
             return Lookup(canonical)
         report = semantic.try_reuse(request)
-        stored = self.responses.keeps(canonical, tags=self._tags(canonical))
+        stored = self.responses.keeps(canonical, tags=self.rules.tags(canonical))
         return Lookup(canonical, None, report, semantic.pending.entry(report) if stored else None)
 
     def leaves_out_similar(self, lookup: Lookup) -> bool:
@@ -295,7 +297,7 @@ class CacheClient:
         other = await self._guarded("semantic", _in_thread(own.with_plan, plan))
         if other is None or other.key == own.key:
             return None
-        least = max(self._least_cosine(own), self._least_cosine(other))
+        least = max(self.rules.least_cosine(own), self.rules.least_cosine(other))
         found = await self.stored(other.key) if match.score >= least else None
         return None if found is None else Lookup(other, found, report)
 
@@ -321,17 +323,11 @@ class CacheClient:
 
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
-        tags = self._tags(canonical)
+        tags = self.rules.tags(canonical)
         keep = self._store.complete(
             self._store_s, self.responses.keep, canonical, payload, since=since, tags=tags
         )
         return await self._guarded("store", keep) is True
-
-    def _tags(self, canonical: CanonicalRequest) -> list[str]:
-        by_rule = {
-            rule.tag for rule in self._tag_rules if rule.fits(canonical.prompt, canonical.model)
-        }
-        return sorted(by_rule.union(canonical.tags))
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
@@ -420,6 +416,7 @@ class CacheClient:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         gauges = {name: float(n) for name, n in self.responses.sizes().items()}
         events = {f"response {name}": float(n) for name, n in self.responses.counts().items()}
+        events["semantic crowded out"] = float(self._crowded_out)
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
             gauges.update(more)

@@ -1,31 +1,45 @@
 """Donors in Redis, by which gateways of several directories share them.
 
     {semkv:donors:<name>:<partition>}   stream: the rows of a partition, the latest of a day
+    ...}:wrong                          stream: its pairs found wrong
+    ...}:vectors:<encoder>              vector set: its entries by their vectors, each with the place of its row
     {semkv:<name>:1}:removals           stream: the latest 1,000 removals
     {semkv:<name>:1}:begun              a name of that log: who finds another name knows that it was emptied
     {semkv:<name>:1}:partitions         sorted set: partitions by when they were written last
     {semkv:<name>:1}:sizes              hash: bytes by partition;  {semkv:<name>:1}:bytes: their sum
 
-A partition is a key with a hash tag of its own, so the nodes of a cluster share them out, and one command reads it.
-Sizes and removals of all partitions have one tag in common, so one script changes them.
+A partition has a hash tag of its own, so the nodes of a cluster share them out, and one script changes it. Sizes and
+removals of all partitions have one tag in common, so one script changes them.
+
+Vector sets are those of Redis 8, and are there only where a deployment asks for them. Then a partition may have more
+rows than a gateway reads: it asks for the nearest. These are candidates only: an entry's row has the vector that is
+compared with a request's.
 """
 
 from __future__ import annotations
 
 import hmac
+import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from semkv.errors import ConfigError, StoreError
 from semkv.tiers.sharing import MOST, DonorStore, Place, Removals, SharedRow, numbers
 from semkv_gateway.responses.opening import is_redis
 from semkv_gateway.responses.redis import asking, connect, root_of
+from semkv_stores.digests import digest
+
+if TYPE_CHECKING:
+    from semkv.types import Vector
 
 _KEPT_S = 86_400
 _REMOVALS = 1000
 _PAGE = 256
 _SHARE = 4  # bytes of answers to one of donors
+_LARGEST_SHARE = 2  # bytes of all partitions to those of the largest one that is searched
 _NEVER = (1 << 63, 0)  # a place that no log reaches
+_SEARCHING = "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets"
 
 # KEYS: removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has written
 # before: so make room first.
@@ -37,17 +51,71 @@ return redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
 _NOW = "local time = redis.call('TIME'); local now = time[1] + time[2] / 1000000\n"
 # KEYS: partitions. ARGV: a partition.
 _WRITTEN = _NOW + "return redis.call('ZADD', KEYS[1], now, ARGV[1])"
-# KEYS: a partition. ARGV: a row, its writer's place in the log, most rows, seconds that they are kept. Returns the
+# KEYS of a partition: rows, pairs found wrong, vectors. `bytes_taken` are those of all three.
+_BYTES = """
+local function bytes_taken()
+  local bytes = 0
+  for _, key in ipairs(KEYS) do bytes = bytes + (redis.call('MEMORY', 'USAGE', key) or 0) end
+  return bytes
+end
+"""
+# ARGV: which of these keys, a row, its writer's place in the log, most rows, seconds that they are kept. Returns the
 # bytes that the partition takes.
 _ADD = (
     _NOW
+    + _BYTES
     + """
-redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[3], '*', 'row', ARGV[1], 'since', ARGV[2])
-redis.call('XTRIM', KEYS[1], 'MINID', '~', string.format('%d000', now - ARGV[4]))
-redis.call('EXPIRE', KEYS[1], ARGV[4])
-return redis.call('MEMORY', 'USAGE', KEYS[1])
+local key = KEYS[tonumber(ARGV[1])]
+redis.call('XADD', key, 'MAXLEN', ARGV[4], '*', 'row', ARGV[2], 'since', ARGV[3])
+redis.call('XTRIM', key, 'MINID', '~', string.format('%d000', now - ARGV[5]))
+redis.call('EXPIRE', key, ARGV[5])
+return bytes_taken()
 """
 )
+# `take_out` removes rows. The vector of an entry stays where another gateway has added the entry, too.
+_TAKE_OUT = """
+local function take_out(rows)
+  for _, row in ipairs(rows) do
+    local item = row[2][6]
+    if item and redis.call('VGETATTR', KEYS[3], item) == row[1] then
+      redis.call('VREM', KEYS[3], item)
+    end
+    redis.call('XDEL', KEYS[1], row[1])
+  end
+end
+"""
+# ARGV: a row, its writer's place in the log, the entry's id, its vector or '', seconds that rows are kept, most bytes.
+# A row takes the place of a few old ones, where there are too many bytes or they are too old. Returns as _ADD.
+_ADD_SEARCHED = (
+    _NOW
+    + _BYTES
+    + _TAKE_OUT
+    + """
+-- The first write must be one that a full Redis refuses: after any other it lets the rest of the script pass.
+if ARGV[4] ~= '' then redis.call('VADD', KEYS[3], 'FP32', ARGV[4], ARGV[3]) end
+local at = redis.call('XADD', KEYS[1], '*', 'row', ARGV[1], 'since', ARGV[2], 'item', ARGV[3])
+if ARGV[4] ~= '' then redis.call('VSETATTR', KEYS[3], ARGV[3], at) end
+for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[5]) end
+local oldest = string.format('%d000', now - ARGV[5])
+take_out(redis.call('XRANGE', KEYS[1], '-', oldest, 'COUNT', 4))
+if bytes_taken() > tonumber(ARGV[6]) then
+  take_out(redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 4))
+end
+return bytes_taken()
+"""
+)
+# ARGV: ids of entries. Returns their rows, and forgets the vectors of those that have none.
+_ROWS_OF = """
+local found = {}
+for _, item in ipairs(ARGV) do
+  local at = redis.call('VGETATTR', KEYS[3], item)
+  local rows = at and redis.call('XRANGE', KEYS[1], at, at) or {}
+  if rows[1] then found[#found + 1] = rows[1] elseif at then redis.call('VREM', KEYS[3], item) end
+end
+return found
+"""
+# ARGV: the place of a row, which goes.
+_SWEEP = _TAKE_OUT + "take_out(redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]))"
 # KEYS: partitions, sizes, bytes. ARGV: a partition, its bytes, most bytes, seconds that one is kept. Returns the
 # partitions that are to go: those written longest ago, as long as there are too many bytes or they are too old.
 _SIZED = (
@@ -80,17 +148,27 @@ class RedisDonors(DonorStore):
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
         max_bytes: bound on what all partitions take in Redis.
+        vector_sets: whether partitions are searched, by the vectors of an encoder. Each then has as many rows as half
+            of these bytes hold.
 
     Raises:
         ConfigError: as `RedisStore`.
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 0.25, name: str = "log", max_bytes: int = 1 << 30
+        self,
+        url: str,
+        *,
+        timeout_s: float = 0.25,
+        name: str = "log",
+        max_bytes: int = 1 << 30,
+        vector_sets: bool = False,
     ) -> None:
         self._db: Any = connect(url, timeout_s)
         self._name = name
         self._max_bytes = max_bytes
+        self._vector_sets = vector_sets
+        self._encoder = ""  # whose vectors are searched
         root = root_of(name)
         self._removals = f"{root}:removals"
         self._begun = f"{root}:begun"
@@ -99,26 +177,86 @@ class RedisDonors(DonorStore):
     def _key(self, partition: str) -> str:
         return f"{{semkv:donors:{self._name}:{partition}}}"
 
-    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
+    def _keys(self, partition: str) -> list[str]:
+        """Of the rows, of the pairs found wrong, and of the vectors, which may not be there."""
         key = self._key(partition)
+        return [key, f"{key}:wrong", f"{key}:vectors:{self._encoder}"]
+
+    def search_by(self, encoder: str) -> bool:
+        if self._vector_sets:
+            self._encoder = digest(encoder)[:16]
+        return self._vector_sets
+
+    def add(
+        self,
+        partition: str,
+        data: bytes,
+        since: str,
+        *,
+        most: int = MOST,
+        wrong: bool = False,
+        item: str = "",
+        vector: Vector | None = None,
+    ) -> None:
+        keys = self._keys(partition)
         with asking():
             self._run(_WRITTEN, self._about[:1], partition)  # first: all that is there is known
-            size = self._run(_ADD, [key], data, since, most, _KEPT_S)
+            if item and self._encoder:
+                packed = b"" if vector is None else vector.astype("<f4").tobytes()
+                largest = self._max_bytes // _LARGEST_SHARE
+                size = self._run(_ADD_SEARCHED, keys, data, since, item, packed, _KEPT_S, largest)
+            else:
+                place = 2 if wrong else 1
+                size = self._run(_ADD, keys, place, data, since, most, _KEPT_S)
             for gone in self._run(_SIZED, self._about, partition, size, self._max_bytes, _KEPT_S):
-                self._db.unlink(self._key(gone.decode()))
+                self._db.unlink(*self._keys(gone.decode()))
 
     def _run(self, script: str, keys: Sequence[str], *values: object) -> Any:
         return self._db.eval(script, len(keys), *keys, *values)
 
-    def read(self, partition: str, after: str, before: str) -> Sequence[SharedRow]:
+    def read(
+        self, partition: str, after: str, before: str, *, wrong: bool = False
+    ) -> Sequence[SharedRow]:
         end = f"({before}" if before else "+"
         start = f"({after}" if after else "-"
+        key = self._keys(partition)[1 if wrong else 0]
         with asking():
-            rows = self._db.xrevrange(self._key(partition), max=end, min=start, count=_PAGE)
+            rows = self._db.xrevrange(key, max=end, min=start, count=_PAGE)
         return [
             SharedRow(at.decode(), fields.get(b"since", b"").decode(), fields.get(b"row", b""))
             for at, fields in rows
         ]
+
+    # -- searching ----------------------------------------------------------------------------------------------
+
+    def has_vector_sets(self) -> bool:
+        """Whether this Redis has vector sets; True where it does not answer."""
+        try:
+            with asking():
+                self._db.execute_command("VCARD", self._keys("")[2])
+        except StoreError as error:
+            return "unknown command" not in str(error).lower()
+        return True
+
+    def is_large(self, partition: str) -> bool:
+        with asking():
+            return bool(self._encoder) and int(self._db.xlen(self._key(partition))) > MOST
+
+    def nearest(self, partition: str, vector: Vector, most: int) -> Sequence[str]:
+        vectors = self._keys(partition)[2]
+        packed = vector.astype("<f4").tobytes()
+        with asking():
+            found = self._db.execute_command("VSIM", vectors, "FP32", packed, "COUNT", most)
+        return [item.decode() for item in found]
+
+    def rows_of(self, partition: str, items: Sequence[str]) -> Sequence[SharedRow]:
+        if not items:
+            return []
+        with asking():
+            found = self._run(_ROWS_OF, self._keys(partition), *items)
+        return [SharedRow(at.decode(), row[3].decode(), row[1]) for at, row in found]
+
+    # -- removals -----------------------------------------------------------------------------------------------
 
     def remove(self, removal: bytes) -> None:
         with asking():
@@ -161,8 +299,19 @@ class RedisDonors(DonorStore):
         for partition in chosen:
             for row in self._rows(partition):
                 if concerns(row.data):
+                    self._take_out(partition, row)
+            for row in self._rows(partition, wrong=True):
+                if concerns(row.data):
                     with asking():
-                        self._db.xdel(self._key(partition), row.at)
+                        self._db.xdel(self._keys(partition)[1], row.at)
+
+    def _take_out(self, partition: str, row: SharedRow) -> None:
+        keys = self._keys(partition)
+        with asking():
+            if self._encoder:
+                self._run(_SWEEP, keys, row.at)
+            else:
+                self._db.xdel(keys[0], row.at)
 
     def _partitions(self) -> Iterator[str]:
         """The names of all that are there from the start; some may come twice."""
@@ -175,9 +324,9 @@ class RedisDonors(DonorStore):
             if not cursor:
                 return
 
-    def _rows(self, partition: str) -> Iterator[SharedRow]:
+    def _rows(self, partition: str, *, wrong: bool = False) -> Iterator[SharedRow]:
         before = ""
-        while rows := self.read(partition, "", before):
+        while rows := self.read(partition, "", before, wrong=wrong):
             yield from rows
             before = rows[-1].at
 
@@ -186,18 +335,37 @@ class RedisDonors(DonorStore):
 
 
 def open_donors(
-    where: str, timeout_s: float, secret: bytes, *, store_bytes: int
+    where: str, timeout_s: float, secret: bytes, *, store_bytes: int, search: str = ""
 ) -> RedisDonors | None:
     """The donors in the store that a setting names, for those who know a secret; None where that is no Redis. They take
-    a quarter of the bytes that answers may take, beside those. Raises as `RedisDonors`."""
-    if not is_redis(where):
+    a quarter of the bytes that answers may take, beside those.
+
+    Args:
+        where: the setting ``--store``.
+        search: the setting ``--donor-search``, a Redis with vector sets in which donors lie in place of that one.
+
+    Raises:
+        ConfigError: as `RedisDonors`, and where a Redis that answers has no vector sets.
+    """
+    if search and not is_redis(search):
+        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
+    if not is_redis(search or where):
         return None
-    return RedisDonors(
-        where,
+    donors = RedisDonors(
+        search or where,
         timeout_s=timeout_s,
         name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}",
         max_bytes=store_bytes // _SHARE,
+        vector_sets=bool(search),
     )
+    if search and not donors.has_vector_sets():
+        donors.close()
+        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
+    return donors
+
+
+def _without_password(url: str) -> str:
+    return re.sub("//.*@", "//", url)
 
 
 def _end(place: Place, found: Sequence[tuple[Place, bytes]]) -> Place:

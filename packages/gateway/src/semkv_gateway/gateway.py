@@ -35,6 +35,7 @@ from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
+from semkv_gateway.kv_hints import HINTED, PARAMS, conversation_of
 from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
@@ -42,7 +43,7 @@ from semkv_gateway.request_key import CanonicalRequest, Deployment, canonicalise
 from semkv_gateway.response_cache import Found
 from semkv_gateway.responses.store import Selector, StoredResponse
 from semkv_gateway.routes import ROUTES, Unkeyable
-from semkv_gateway.rules import TAG_DIGITS, Rules
+from semkv_gateway.rules import TAG_DIGITS
 from semkv_gateway.salts import SALTED, NoPlace, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
@@ -106,14 +107,6 @@ class GatewayRequest:
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
-    """A request whose answer is on its way, or is being recorded: until then near-repeats find it here."""
-
-    lookup: Lookup
-    flight: InFlight
-
-
-@dataclass(eq=False, slots=True)
 class Asking:
     """A canonical request that goes upstream for a client's request, and what becomes of the answer."""
 
@@ -130,8 +123,17 @@ class Asking:
         if self.gateway.stopping.is_set():
             raise _stopped()
         self.gateway.documents.sent(self.canonical)
+        tenant = self.request.client.tenant
+        conversation = None
+        hints = self.gateway.hints(self.canonical.endpoint)
+        if hints:
+            conversation = conversation_of(self.canonical.given, tenant, self.gateway.secret)
         return await self.gateway.upstreams.send(
-            self._call, tenant=self.request.client.tenant, model=self.canonical.model
+            self._call,
+            tenant=tenant,
+            model=self.canonical.model,
+            conversation=conversation,
+            hints=hints,
         )
 
     def _call(self, salted: bool) -> Call:
@@ -176,7 +178,6 @@ class Gateway:
         *,
         sampling: Sampling,
         worth: Worth,
-        rules: Rules | None = None,
         judge: Judge | None = None,
     ) -> None:
         self.settings = settings
@@ -195,7 +196,8 @@ class Gateway:
             settings.feedback,
         )
         self.flights = SingleFlight(metrics.fault, metrics.unkept)
-        self.pending: list[Pending] = []  # in the order in which they went upstream
+        # Lookups of requests whose answers are on their way, or are being recorded: near-repeats find these here.
+        self.pending: dict[InFlight, Lookup] = {}  # in the order in which they went upstream
         self.background: set[asyncio.Task[object]] = set()
         self.stopping = asyncio.Event()  # what is still open is ended
         self._stop: asyncio.TimerHandle | None = None
@@ -204,8 +206,9 @@ class Gateway:
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
         self.reuse = DocumentReuse(settings.document_error_rate, metrics.document_reused)
         self._sampling = sampling
-        self.rules = rules or Rules()
-        self._secret = secret
+        self.rules = cache.rules
+        self.secret = secret
+        self._known_fields = frozenset(settings.known_fields)
         self._checks = 0
         self._separation = Separation(settings.ignored_headers)
         self._tenants = Tenants(
@@ -439,10 +442,9 @@ class Gateway:
         if reuse is not None:
             flight.task.add_done_callback(lambda _: self._came(request, reuse, flight))
         if lookup.report is not None:
-            pending = Pending(lookup, flight)
             if shared:
-                self.pending.append(pending)
-            self.spawn(self._record(request, pending, lookup.report))
+                self.pending[flight] = lookup
+            self.spawn(self._record(request, flight, lookup.canonical, lookup.report))
 
     async def _similar(self, found: Lookup) -> Lookup | None:
         """What a request that found nothing may use of others on their way that ask the same in other words. They are
@@ -451,10 +453,10 @@ class Gateway:
         if own is None or self.cache.leaves_out_similar(found):
             return None
         others = dict[PendingEntry, str]()
-        for pending in self.pending:
-            entry = pending.lookup.entry
-            key = pending.lookup.canonical.key
-            lost = pending.flight.done and not pending.flight.stored
+        for flight, pending in self.pending.items():
+            entry = pending.entry
+            key = pending.canonical.key
+            lost = flight.done and not flight.stored
             if entry is not None and not lost and key != found.canonical.key and entry.meets(own):
                 others[entry] = key
         return await self.cache.join(found, others) if others else None
@@ -479,11 +481,10 @@ class Gateway:
         keys = lookup.canonical.keys if own else (lookup.canonical.key,)
         for key in () if request.blocked else keys:
             found = self.cache.responses.peek(key)
-            if (
-                found is not None
-                and (answer := self._hit(request, replace(lookup, found=found, entry=None)))
-                is not None
-            ):
+            if found is None:
+                continue
+            answer = self._hit(request, Lookup(lookup.canonical, found, lookup.report))
+            if answer is not None:
                 return answer
         return None
 
@@ -585,7 +586,7 @@ class Gateway:
         """The upstream answer that the request waits for, in the form the client asked for."""
         answer = await self._upstream_answer(request)
         if answer is None and request.reader is not None and request.reader.flight.whole:
-            # The answer has no such form. One request asks for this form, for all clients that want it.
+            # The answer cannot be given in this form. One request asks for the form, for all clients that want it.
             request.leave()
             form = f"{self._flight_key(lookup.canonical)} {'stream' if request.canonical.stream else 'whole'}"
             request.reader = self.flights.join(form)
@@ -626,7 +627,7 @@ class Gateway:
         return answer
 
     async def _upstream_answer(self, request: GatewayRequest) -> Answer | None:
-        """The same; None where it is to be had only by a request of one's own."""
+        """The upstream answer in that form; None where the client needs an upstream request of its own."""
         reader = request.reader
         assert reader is not None
         flight = reader.flight
@@ -791,10 +792,24 @@ class Gateway:
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
-        body = await asyncio.to_thread(salted, call.body, tenant, self._secret)
-        return await self.upstreams.send(
-            lambda salts: replace(call, body=body) if salts else call, tenant=tenant
+        hints = self.hints(scope["path"])
+        body, conversation = await asyncio.to_thread(
+            salted,
+            call.body,
+            tenant,
+            self.secret,
+            hints=hints,
         )
+        return await self.upstreams.send(
+            lambda salts: replace(call, body=body) if salts else call,
+            tenant=tenant,
+            conversation=conversation,
+            hints=hints and PARAMS.encode() not in body,
+        )
+
+    def hints(self, path: str) -> bool:
+        """Whether requests to a path tell vLLM's KV connector of their conversation."""
+        return self.settings.kv_hints and path in HINTED
 
     def _settled(
         self, call: Call, client: Client, controls: Controls
@@ -817,11 +832,11 @@ class Gateway:
         deployment = Deployment(
             endpoint=scope["path"],
             tenant=client.tenant,
-            secret=self._secret,
+            secret=self.secret,
             version=settings.data_version,
             tags=tags,
             headers=client.headers,
-            known_fields=frozenset(settings.known_fields),
+            known_fields=self._known_fields,
             stateless=settings.stateless_responses,
             reuses_documents=self.reuse.is_on,
         )
@@ -841,11 +856,15 @@ class Gateway:
             log.error("background work failed", exc_info=error)
             self.metrics.fault("background")
 
-    async def _record(self, request: GatewayRequest, pending: Pending, report: ReuseReport) -> None:
-        """Tell the semantic cache what was computed. Near-repeats find the request in ``pending`` until every lookup
+    async def _record(
+        self,
+        request: GatewayRequest,
+        flight: InFlight,
+        canonical: CanonicalRequest,
+        report: ReuseReport,
+    ) -> None:
+        """Tell the semantic cache what was computed. Near-repeats find the request in `pending` until every lookup
         that may have missed the entry is over."""
-        canonical = pending.lookup.canonical
-        flight = pending.flight
         payload = None
         try:
             await asyncio.wait((flight.task,))
@@ -857,8 +876,7 @@ class Gateway:
                 await self.cache.record(report, payload, canonical.model)
                 await self.cache.running_lookups_over()
         finally:
-            if pending in self.pending:
-                self.pending.remove(pending)
+            self.pending.pop(flight, None)
         if payload is not None and flight.stored and report.plan.substituted:
             self._check_soon(
                 request, report, payload

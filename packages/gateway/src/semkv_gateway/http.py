@@ -41,15 +41,14 @@ _HOP_BY_HOP = frozenset(
 _OURS = frozenset(
     (b"host", b"expect", b"content-length", b"x-semkv-tenant", b"x-semkv-tags", b"x-semkv-bypass")
 )
-# They say of the client's own body, or for it, what is not so of one that the gateway wrote.
+# They describe the client's body, and are wrong for the body that the gateway writes in its place.
 _OF_BODY = frozenset(
     b"accept-encoding cache-control content-digest content-encoding content-md5 content-type digest"
     b" repr-digest".split()
 )
 _UTF_8 = frozenset(("", "charset=utf-8", 'charset="utf-8"'))
-_THEIRS = frozenset(
-    (b"content-length", b"x-semkv", b"x-semkv-hit")
-)  # an upstream that is a semkv names its own cache there
+# An upstream may be a semkv too: then it speaks of its own cache in the last two.
+_THEIRS = frozenset((b"content-length", b"x-semkv", b"x-semkv-hit"))
 _CONTROL = re.compile(rb"[\0-\x08\x0a-\x1f\x7f]")  # uvicorn sends no header with one of these
 _NAMES_REQUEST = (b"request-id", b"correlation-id")
 _FIELD_BYTES = 64 << 10  # of one header of an answer
@@ -130,54 +129,59 @@ def route_path(scope: Scope) -> str:
     return path[len(root) :] if root and path.startswith(root + "/") else path
 
 
-@dataclass(slots=True)
-class Room:
-    """Bounds the bytes of bodies that are coming in."""
+class Bodies:
+    """Reads the bodies of requests.
 
-    most: int
-    used: int = 0
+    Args:
+        limit: bytes of one body.
+        most: bytes of all bodies that are not whole yet.
+    """
 
+    def __init__(self, limit: int, *, most: int) -> None:
+        self._limit = limit
+        self._most = most
+        self._unfinished = 0
 
-async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> bytes:
-    """The whole body. Raises `Refused` where it is longer than ``limit`` bytes, comes too slowly or finds no room, and
-    `Vanished` where the client hung up first."""
-    declared = header(scope, b"content-length")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(limit)
-    pieces = []
-    size = 0
-    held = 0
-    more = True
-    try:
-        async with asyncio.timeout(_BODY_S) as timer:
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Vanished
-                piece = message.get("body", b"")
-                more = message.get("more_body", False)
-                pieces.append(piece)
-                size += len(piece)
-                if size > limit:
-                    raise _too_large(limit)
-                if more:  # one that is there in one piece needs no room
-                    held += len(piece)
-                    room.used += len(piece)
-                    if room.used > room.most:
-                        raise Refused(busy_answer("bytes of unfinished bodies"))
-                    timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
-    except TimeoutError:
-        slow = f"the request came too slowly: it has {_BODY_S:g} seconds, and one for every 16 KiB"
-        raise Refused(error_answer(408, slow, headers=[(b"connection", b"close")])) from None
-    finally:
-        room.used -= held
-    return b"".join(pieces)
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The whole body. Raises `Refused` where it is too long, comes too slowly or finds no room, and `Vanished`
+        where the client hung up first."""
+        declared = header(scope, b"content-length")
+        if declared.isdecimal() and int(declared) > self._limit:
+            raise self._too_large()
+        pieces = []
+        size = 0
+        held = 0
+        more = True
+        try:
+            async with asyncio.timeout(_BODY_S) as timer:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Vanished
+                    piece = message.get("body", b"")
+                    more = message.get("more_body", False)
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > self._limit:
+                        raise self._too_large()
+                    if more:  # one that is there in one piece needs no room
+                        held += len(piece)
+                        self._unfinished += len(piece)
+                        if self._unfinished > self._most:
+                            raise Refused(busy_answer("bytes of unfinished bodies"))
+                        timer.reschedule((timer.when() or 0.0) + len(piece) / _LEAST_RATE)
+        except TimeoutError:
+            slow = (
+                f"the request came too slowly: it has {_BODY_S:g} seconds, and one for every 16 KiB"
+            )
+            raise Refused(error_answer(408, slow, headers=[(b"connection", b"close")])) from None
+        finally:
+            self._unfinished -= held
+        return b"".join(pieces)
 
-
-def _too_large(limit: int) -> Refused:
-    return Refused(
-        error_answer(413, f"the request is larger than {limit >> 20} MiB (--max-body-mib)")
-    )
+    def _too_large(self) -> Refused:
+        said = f"the request is larger than {self._limit >> 20} MiB (--max-body-mib)"
+        return Refused(error_answer(413, said))
 
 
 async def unless_gone(work: Awaitable[_T], receive: Receive) -> _T:
@@ -260,6 +264,8 @@ def is_json(content_type: str) -> bool:
     >>> is_json("application/json; charset=utf-7")
     False
     """
+    if content_type == "application/json":  # as nearly all are
+        return True
     words = content_type.lower().replace(" ", "").split(";")
     return words[0] == "application/json" and _UTF_8.issuperset(words[1:])
 

@@ -5,7 +5,6 @@ Whatever is not known to leave the answer alone is part of the key. What cannot 
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from semkv.keys import media_uuid
 from semkv.stores.media import MediaStore
-from semkv.tenants import tenant_salt
+from semkv.tenants import signature, tenant_salt
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 from semkv_gateway import strict_json
 from semkv_gateway.routes import (
@@ -24,6 +23,7 @@ from semkv_gateway.routes import (
     Content,
     Route,
     Unkeyable,
+    by_name,
     holds_token_ids,
     is_hint,
     last_turn,
@@ -132,9 +132,11 @@ _REUSE = frozenset(
 _MOST_SEGMENTS = 1000
 _MOST_TEXT = 1_000_000  # characters
 
-_encode = json.JSONEncoder(
-    sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-).encode
+# Names keep their order: a template shows a tool's parameters, and a grammar asks for fields, as a schema has them.
+# In the objects that are read by name the order says nothing, so these are sorted where they are made.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Fields whose object is looked up by name, so that its order says nothing either.
+_BY_NAME = frozenset(("logit_bias",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ class Deployment:
 
     def key(self, body: str) -> str:
         head = _encode(
-            ["semkv", 2, self.endpoint, self.tenant, self.version, self.headers, *self.tags]
+            ["semkv", 3, self.endpoint, self.tenant, self.version, self.headers, *self.tags]
         )
-        return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
+        return signature(self.secret, f"{head}\n{body}".encode()).hex()
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class CanonicalRequest:
         """Under which a stream is kept that is for streams only; empty where streams have the request's own key."""
         if not self.route.converts:
             return ""
-        return hmac.digest(self._deployment.secret, f"stream {self.key}".encode(), "sha256").hex()
+        return signature(self._deployment.secret, f"stream {self.key}".encode()).hex()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -316,7 +318,7 @@ class CanonicalRequest:
         headers = (_encode(deployment.headers),) if deployment.headers else ()
         try:
             model = digest(
-                "gateway", deployment.endpoint, deployment.version, _encode(rest), *headers
+                "gateway", deployment.endpoint, deployment.version, _encode(by_name(rest)), *headers
             )
         except RecursionError:  # nested as deeply as the key could just be made of
             return None
@@ -427,7 +429,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
     if stream and not route.converts:
         keyed["stream"] = [options, body.get("stream_interval")]
     return CanonicalRequest(
-        key=deployment.key(_encode(keyed)),
+        key=deployment.key(_encode(by_name(keyed))),
         partition=deployment.tenant,
         model=model or "",
         prompt=content.prompt,
@@ -464,7 +466,7 @@ def _fixes(name: str, value: object) -> bool:
 def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a body, without those that mean the same as leaving them out."""
     said = {
-        name: _number(value)
+        name: _plain(name, value)
         for name, value in body.items()
         if value is not None or name not in _NULL_IS_ABSENT
     }
@@ -475,10 +477,12 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _number(value: Any) -> Any:
-    """One form for a number that a parameter may be written in several ways: 1 and 1.0, 0 and -0.0."""
+def _plain(name: str, value: Any) -> Any:
+    """One form for a parameter that may be written in several ways: 1 and 1.0, 0 and -0.0, a map in any order."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
+    if name in _BY_NAME and isinstance(value, dict):
+        return by_name(value)
     return value
 
 

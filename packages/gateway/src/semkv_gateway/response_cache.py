@@ -17,13 +17,14 @@ from semkv.errors import ConfigError, CorruptValue, StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
 from semkv_gateway.responses.listing import listed
+from semkv_gateway.responses.spread import AWAY
 from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, StoredResponse
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
-_AWAY = 5  # looks for invalidations that fail until a store is called away
-_CLOSING_S = 5.0  # for what memory alone has to reach the store at the end
-_UNWRITTEN = 100_000  # answers that memory alone has, and that are brought to the store later
+_AWAY = 5  # after so many failed looks for invalidations a store is called away
+_CLOSING_S = 5.0  # at the end, to write the answers that only memory has into the store
+_UNWRITTEN = 100_000  # answers that only memory has, and that are written into the store later
 FOREVER = float("inf")
 _FORM = "FIELD:PATTERN=TTL[,stale=S][,jitter=SHARE], FIELD being prompt, model or tag, such as tag:news=5m"
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -90,11 +91,8 @@ def _as_read(text: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", "".join(seen)).casefold())
 
 
-@dataclass(frozen=True, slots=True)
-class LifetimeRule(Pattern):
-    """A lifetime for the answers that a pattern picks."""
-
-    lifetime: Lifetime
+LifetimeRule = tuple[Pattern, Lifetime]
+"""Picks answers, and how long they may be served."""
 
 
 def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
@@ -102,7 +100,8 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
 
     Times are seconds, or end in s, m, h or d; ``inf`` is for ever.
 
-    >>> parse_rule("prompt:*weather*=5m,stale=60").lifetime
+    >>> pattern, lifetime = parse_rule("prompt:*weather*=5m,stale=60")
+    >>> lifetime
     Lifetime(ttl_s=300.0, stale_s=60.0, jitter=0.0)
 
     Raises:
@@ -125,7 +124,7 @@ def parse_rule(text: str, key: str = "--ttl-rule") -> LifetimeRule:
                 lifetime = replace(lifetime, stale_s=_seconds(value))
             else:
                 lifetime = replace(lifetime, jitter=float(value))
-        return LifetimeRule(form["name"], form["pattern"], lifetime)
+        return Pattern(form["name"], form["pattern"]), lifetime
     except ValueError:
         raise ConfigError(key, text, _FORM) from None
 
@@ -334,10 +333,10 @@ class ResponseCache:
         return not request.sampled and bool(self._lifetime_of(request, tags).ttl_s)
 
     def _lifetime_of(self, request: Answerable, tags: Sequence[str]) -> Lifetime:
-        picked = (
-            rule.lifetime for rule in self._rules if rule.fits(request.prompt, request.model, tags)
-        )
-        return next(picked, self._lifetime)
+        for pattern, lifetime in self._rules:
+            if pattern.fits(request.prompt, request.model, tags):
+                return lifetime
+        return self._lifetime
 
     def _stored(
         self, request: Answerable, payload: bytes, status: int, tags: tuple[str, ...]
@@ -454,9 +453,8 @@ class ResponseCache:
             news = self._ask("news", lambda store: store.news(cursor), None)
             if news is None:
                 return
-            if (
-                news.selectors is None or not cursor
-            ):  # what memory holds may have been invalidated unheard
+            # Without a cursor, an invalidation of something in memory may have been missed.
+            if news.selectors is None or not cursor:
                 self._memory.invalidate(Selector())
             for selector in news.selectors or ():
                 self._memory.invalidate(selector)
@@ -478,10 +476,12 @@ class ResponseCache:
             self._tally.fault("corrupt", error)
             result = otherwise
         except (StoreError, OSError, ValueError) as error:
-            self._quiet_until[writes] = time.monotonic() + self._pause_s
             self._tally.fault(f"store {kind}", error)
+            reason = getattr(error, "reason", "failed")
+            if reason != AWAY:  # a part is left alone by itself
+                self._quiet_until[writes] = time.monotonic() + self._pause_s
             if writes:
-                self._write_fault = getattr(error, "reason", "failed")
+                self._write_fault = reason
             return otherwise
         self._quiet_until[writes] = 0.0
         if writes:

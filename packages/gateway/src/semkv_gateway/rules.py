@@ -94,6 +94,14 @@ class Rules:
             return False
         return not any(pattern.matches(texts) for pattern in self._skip_answers)
 
+    def tags(self, request: CanonicalRequest) -> list[str]:
+        """The labels of an answer: those that its request came with, and those that rules give."""
+        found = set(request.tags)
+        for pattern, tag in self._labels:
+            if pattern.fits(request.prompt, request.model):
+                found.add(tag)
+        return sorted(found)
+
     def least_cosine(self, request: CanonicalRequest) -> float:
         """The least cosine of a near-repeat; `OFF` where there is to be none, 0 where no rule says anything. A request
         that passes may be a donor from a time before the rule."""
@@ -112,8 +120,7 @@ class Rules:
             return pattern.matches(request.tools)
         if pattern.name == "tenant":
             return pattern.matches([request.partition[:TAG_DIGITS]])
-        given = (rule.tag for rule in self._labels if rule.fits(request.prompt, request.model))
-        return pattern.fits("", request.model, [*request.tags, *given])
+        return pattern.fits("", request.model, self.tags(request))
 
 
 def parse_skip_rule(text: str, key: str = "--skip-rule") -> Pattern:

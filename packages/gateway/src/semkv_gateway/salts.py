@@ -14,12 +14,13 @@ from typing import Any
 from semkv.keys import media_uuid
 from semkv.tenants import tenant_salt
 from semkv_gateway.http import BegunReply, Call, Reply, Upstream, UpstreamError
+from semkv_gateway.kv_hints import PARAMS, Conversation, conversation_of, without_hints
 from semkv_gateway.routes import ROUTES
 
 log = logging.getLogger(__name__)
 
 _UNKNOWN_FIELD = (400, 422)  # statuses of a server that does not take a field
-_ADDED = (b"cache_salt", b"uuid")  # names that a request has only with salts
+_ADDED = (b"cache_salt", b"uuid", PARAMS.encode())  # names that a request has only with salts
 _ERROR_BYTES = 64 * 1024  # of an error that are searched for these names
 
 # Routes of vLLM that run the model and read `cache_salt` from the body.
@@ -32,8 +33,11 @@ class NoPlace(ValueError):  # noqa: N818
     """The body is no JSON object, so it has no place for a salt."""
 
 
-def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
-    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name.
+def salted(
+    raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
+) -> tuple[bytes, Conversation | None]:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; and its
+    conversation. With ``hints`` a client's own hints for vLLM's KV connector are left out.
 
     It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
     `NoPlace` where it is no JSON object.
@@ -45,7 +49,11 @@ def salted(raw: bytes, tenant: str, secret: bytes) -> bytes:
         if "messages" in body:
             body["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
         body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
-        return json.dumps(body, separators=(",", ":")).encode()
+        conversation = None
+        if hints:
+            conversation = conversation_of(body, tenant, secret)
+            body = without_hints(body)
+        return json.dumps(body, separators=(",", ":")).encode(), conversation
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error
 

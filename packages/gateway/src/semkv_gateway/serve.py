@@ -85,7 +85,7 @@ class Protocol(HttpToolsProtocol):
     stopping: Callable[[], None] = staticmethod(lambda: None)
     _looking: asyncio.TimerHandle | None = None  # whether the client reads
     _beyond = False
-    _loose_bytes = 0  # that came since a request began, or since its body went on
+    _loose_bytes = 0  # bytes since a request began, or since its body went on
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -194,7 +194,7 @@ class Protocol(HttpToolsProtocol):
         if self._beyond and len(self.connections) > self.most:
             self.scope["extensions"] = {FULL: {}}
         super().on_headers_complete()
-        self.headers = []  # what comes behind the body is no header of this request
+        self.headers = []  # trailers, which follow the body, are no headers of this request
 
     def on_body(self, body: bytes) -> None:
         self._loose_bytes = 0

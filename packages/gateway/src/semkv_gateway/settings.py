@@ -58,6 +58,11 @@ def _is_url(text: str) -> bool:
 URL = Allowed("a URL without /v1 and without a password, such as http://127.0.0.1:8000", _is_url)
 URLS = Allowed(URL.text, _is_url, each=True)
 SOME = Allowed("one URL or more", bool)
+PEER = Allowed(
+    "host:port, such as 10.0.0.1:5710",
+    re.compile(r"[^\s:]+:[1-9]\d{0,4}", re.ASCII).fullmatch,
+    each=True,
+)
 NETWORK = Allowed("networks such as 10.0.0.0/8, 127.0.0.1", _network, each=True)
 ORIGIN = Allowed(
     "an origin such as https://app.example.org, or *",
@@ -92,8 +97,14 @@ class ServerSettings(LookupConfig):
     Attributes:
         upstreams: The OpenAI-compatible server behind, not used by the middleware; may be repeated for several that
             serve the same models.
+        kv_hints: The upstreams are vLLM with SemKVConnector: tell it which conversation a request belongs to, and for
+            how long that is to be kept in host memory.
+        peers: Where an upstream's p2p tier listens, such as 10.0.0.1:5710; one for each --upstream, in their order.
+            A conversation that moves takes its KV along. Needs --kv-hints.
         store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
             default: in the cache directory.
+        donor_search: A Redis 8 (redis://HOST:PORT/N) that keeps donors and searches those behind one history; default:
+            the gateway searches the latest 4,096.
         ttl: Seconds a response may be served; 0 for ever.
         ttl_rules: Such as `prompt:*weather*=5m` or `model:*-news=1h,stale=60,jitter=0.1`; may be repeated.
         tag_rules: Labels responses for invalidation: `prompt:*weather*=weather`; may be repeated.
@@ -143,7 +154,10 @@ class ServerSettings(LookupConfig):
     upstreams: Annotated[tuple[str, ...], Parameter(name="--upstream"), URLS, SOME] = (
         "http://127.0.0.1:8000",
     )
+    kv_hints: bool = False
+    peers: Annotated[tuple[str, ...], Parameter(name="--peer"), PEER] = ()
     store: str = ""
+    donor_search: Annotated[str, NEAR] = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
@@ -185,6 +199,12 @@ class ServerSettings(LookupConfig):
     holdout: Annotated[float, SHARE, WORTH] = 0.0
     feedback: Annotated[int, NOT_NEGATIVE] = 10
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.peers and (not self.kv_hints or len(self.peers) != len(self.upstreams)):
+            allowed = "one for each --upstream, in their order, and --kv-hints"
+            raise ConfigError("--peer", list(self.peers), allowed)
+
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """The trusted proxies."""
@@ -201,7 +221,8 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     """The deployment's secret: ``SEMKV_SECRET``, else the one in the cache directory, made when it is missing."""
     if given := _given("SEMKV_SECRET", environment):
         return given.encode()
-    if is_redis(settings.store) or plug.is_path(settings.store):
+    shares = is_redis(settings.store) or is_redis(settings.donor_search)
+    if shares or plug.is_path(settings.store):
         raise ConfigError(
             "SEMKV_SECRET", "", "a secret that is the same for every gateway on this store"
         )

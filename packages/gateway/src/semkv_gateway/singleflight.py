@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import NamedTuple
 
 from semkv_gateway.http import Headers, Reply, UpstreamError, error_of, is_event_stream
 from semkv_gateway.sse import (
@@ -30,13 +29,6 @@ log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 * 1024  # held for the slowest reader once an answer is no longer shared
 _BEHIND_S = 5.0  # for which others wait for the slowest one then, before it is cut
-
-
-class Chunk(NamedTuple):
-    """Bytes as they came: an event of a stream, or a part of a body. ``usage``: the event holds only the usage."""
-
-    data: bytes
-    usage: bool = False
 
 
 class SingleFlight:
@@ -123,8 +115,9 @@ class InFlight:
         self._on_whole = on_whole
         self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
         self._error_event = stream.broken
-        self._chunks: list[Chunk] = []
+        self._chunks: list[bytes] = []  # as they came: events of a stream, or parts of a body
         self._first = 0  # number of the first chunk that is still held
+        self._usage: set[int] = set()  # numbers of the events that hold only the usage
         self._held_bytes = 0
         self._change = asyncio.Event()
         self.task = asyncio.ensure_future(self._run())  # over once everything is settled
@@ -149,10 +142,14 @@ class InFlight:
         """The complete answer is there."""
         return self.status == 200 and self.payload is not None
 
-    def chunk(self, number: int) -> Chunk | None:
+    def chunk(self, number: int) -> bytes | None:
         """A chunk that is held, by its number from the start."""
         at = number - self._first
         return self._chunks[at] if at < len(self._chunks) else None
+
+    def is_usage(self, number: int) -> bool:
+        """Whether a chunk is an event that holds only the usage."""
+        return number in self._usage
 
     def broken(self, error: UpstreamError) -> bytes:
         """The event that says why it broke off."""
@@ -218,19 +215,21 @@ class InFlight:
 
     async def _read_body(self, reply: Reply) -> None:
         async for data in reply.pieces():
-            await self._take(Chunk(data))
+            await self._take(data)
         if self.shared:
-            await self._keep(b"".join(chunk.data for chunk in self._chunks))
+            await self._keep(b"".join(self._chunks))
 
     async def _read_stream(self, reply: Reply) -> None:
         splitter = Splitter()
         async for data in reply.pieces():
             for raw in splitter.feed(data):
-                await self._take(Chunk(raw, await self._read_event(raw)))
+                if await self._read_event(raw):
+                    self._usage.add(self._first + len(self._chunks))
+                await self._take(raw)
             if len(splitter.rest) > self._flights.max_answer_bytes:
                 raise UpstreamError("the upstream sent an event without end")
         if splitter.rest.strip():
-            await self._take(Chunk(bytes(splitter.rest)))
+            await self._take(bytes(splitter.rest))
         if self._reading is not None and self.payload is None:
             self._flights.on_unkept("stream without end")
 
@@ -242,11 +241,7 @@ class InFlight:
             if reading is not None and reading.take(raw, chunk):
                 whole = reading.whole()
                 self.verbatim = whole is None
-                await self._keep(
-                    b"".join((*(held.data for held in self._chunks), raw))
-                    if whole is None
-                    else whole
-                )
+                await self._keep(b"".join((*self._chunks, raw)) if whole is None else whole)
         except NotKeepable as error:
             self._reading = None
             self._flights.on_unkept(str(error))
@@ -265,8 +260,9 @@ class InFlight:
             log.exception("an answer is not stored")
             self._flights.on_fault("store")
 
-    async def _take(self, chunk: Chunk) -> None:
-        flights, size = self._flights, len(chunk.data)
+    async def _take(self, chunk: bytes) -> None:
+        flights = self._flights
+        size = len(chunk)
         self._chunks.append(chunk)
         self._held_bytes += size
         flights.held_bytes += size
@@ -309,8 +305,9 @@ class InFlight:
     def _drop_chunks(self, count: int) -> None:
         """Drop the first ones of those that are held."""
         if count > 0:
-            size = sum(len(chunk.data) for chunk in self._chunks[:count])
+            size = sum(map(len, self._chunks[:count]))
             del self._chunks[:count]
+            self._usage.difference_update(range(self._first, self._first + count))
             self._first += count
             self._held_bytes -= size
             self._flights.held_bytes -= size
@@ -343,11 +340,12 @@ class Reader:
             chunk = None if self.is_cut else flight.chunk(self.position)
             if chunk is None:
                 break
+            is_wanted = usage or not flight.is_usage(self.position)
             self.position += 1
             if not flight.shared:
                 flight.wake()  # there may be room for more
-            if usage or not chunk.usage:
-                yield chunk.data
+            if is_wanted:
+                yield chunk
         error = UpstreamError("the client reads too slowly", 503) if self.is_cut else flight.error
         if error is not None:
             if not flight.streamed:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from semkv_gateway import answers, strict_json
-from semkv_gateway.answers import count_objects, is_error, is_json_object, says_something
+from semkv_gateway.answers import count_objects, has_error, is_json_object, says_something
 
 DONE = b"data: [DONE]\n\n"
 _MARK = b"\xef\xbb\xbf"  # a byte order mark, which is no part of the first line
@@ -131,15 +131,15 @@ def without_usage(events: bytes) -> bytes:
 
 
 def _says_error(event: bytes, chunk: object) -> bool:
-    """Whether an event is named an error, or has a field ``error`` with a value, at whatever depth."""
+    """Whether an event is named an error, or has a field that is one (`has_error`), at whatever depth."""
     if any(line.startswith(b"event:") and b"error" in line.lower() for line in event.split(b"\n")):
         return True
-    return b'"error"' in event and _holds_error(chunk)
+    return (b"rror" in event or b"RROR" in event or b"\\u" in event) and _holds_error(chunk)
 
 
 def _holds_error(value: object) -> bool:
     if isinstance(value, dict):
-        if is_error(value.get("error")) or "error" in (value.get("type"), value.get("object")):
+        if has_error(value) or "error" in (value.get("type"), value.get("object")):
             return True
         return any(map(_holds_error, value.values()))
     return isinstance(value, list) and any(map(_holds_error, value))
@@ -399,7 +399,7 @@ class Recorder:
                 raise NotKeepable("stream of unknown form")
             return False
         kind = chunk.get("type")
-        if kind == "error" or is_error(chunk.get("error")):
+        if kind == "error" or has_error(chunk):
             raise NotKeepable("stream with an error")
         return bool(kind) and kind == self._ends
 
@@ -422,8 +422,9 @@ class _SeenChoice:
         self.reasons: list[object] = []
         self.says = False
         self.calls = 0
-        self.arguments: dict[Any, list[str]] = {}  # by index, as are the ids
+        self.arguments: dict[Any, list[str]] = {}  # by index, as are ids and names
         self.ids: dict[Any, set[object]] = {}
+        self.names: dict[Any, list[object]] = {}
 
     def add(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta") or {}
@@ -433,9 +434,11 @@ class _SeenChoice:
         self.says = self.says or any(map(says_something, said))
         for call in delta.get("tool_calls") or ():
             self.calls += 1
-            if isinstance(call.get("custom"), dict):  # its input is any text
+            custom = call.get("custom")
+            function = call["function"] if custom is None else custom
+            self.names.setdefault(call.get("index"), []).append(function.get("name"))
+            if custom is not None:  # its input is any text
                 continue
-            function = call["function"]
             arguments = function.get("arguments") or ""
             text = json.dumps(arguments) if isinstance(arguments, dict) else arguments
             self.arguments.setdefault(call.get("index"), []).append(text)
@@ -444,6 +447,8 @@ class _SeenChoice:
     def fault(self) -> str:
         if not self.reasons or not all(map(answers.is_finished, self.reasons)):
             return answers.UNFINISHED
+        if not all(map(any, self.names.values())):
+            return answers.BROKEN
         for index, pieces in self.arguments.items():
             found = count_objects("".join(pieces))
             begun = len(self.ids[index] - {""})

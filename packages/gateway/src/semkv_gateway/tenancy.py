@@ -37,12 +37,19 @@ class Controls:
     only: bool = False  # no answer but a stored one will do
 
 
+_PLAIN = Controls()
+
+
 def controls_of(scope: Scope) -> Controls:
     """Read ``Cache-Control`` (no-cache, no-store, max-age, only-if-cached) and ``X-Semkv-Bypass``; anything else is
     ignored."""
-    if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
+    bypass = header(scope, b"x-semkv-bypass")
+    if bypass and bypass.strip().lower() not in ("", "0", "false", "no"):
         return Controls(read=False, write=False)
-    words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
+    given = header(scope, b"cache-control")
+    if not given:
+        return _PLAIN
+    words = {word.strip() for word in given.lower().split(",")}
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
     age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
     return Controls(
@@ -202,23 +209,20 @@ _ALLOWED = "1 to 64 letters, digits or _.:/@+-"
 _FORM = f"FIELD:PATTERN=TAG, FIELD being prompt or model and TAG {_ALLOWED}, such as prompt:*weather*=weather"
 
 
-@dataclass(frozen=True, slots=True)
-class TagRule(Pattern):
-    """A label for the answers that a pattern picks."""
-
-    tag: str
+TagRule = tuple[Pattern, str]
+"""Picks answers, and the label that they get."""
 
 
 def parse_tag_rule(text: str, key: str = "--tag-rule") -> TagRule:
     """Read ``FIELD:PATTERN=TAG``.
 
-    >>> parse_tag_rule("model:*-news=news").tag
-    'news'
+    >>> parse_tag_rule("model:*-news=news")
+    (Pattern(name='model', pattern='*-news'), 'news')
     """
     form = re.fullmatch(r"(prompt|model):(.+)=([^=]*)", text, re.DOTALL)
     if form is None or not _TAG.fullmatch(form[3]):
         raise ConfigError(key, text, _FORM)
-    return TagRule(form[1], form[2], form[3])
+    return Pattern(form[1], form[2]), form[3]
 
 
 def read_tags(given: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from prometheus_client import Gauge
 
 from semkv.latest import Latest
 from semkv_gateway.http import Call, Reply, Upstream, UpstreamError
+from semkv_gateway.kv_hints import Conversation, hinted
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.salts import Salts
 
@@ -45,11 +46,13 @@ class Member:
         running: requests that have no whole answer yet.
         down: no connection could be made, or it did not answer looks, and it has not answered since.
         models: those it says it serves; None where it does not say.
+        peer: where its p2p tier listens; empty for none.
     """
 
-    def __init__(self, upstream: Upstream, *, salt: bool) -> None:
+    def __init__(self, upstream: Upstream, *, salt: bool, peer: str = "") -> None:
         self.name = upstream.name
         self.upstream = upstream
+        self.peer = peer
         self.salts = Salts(upstream.name, on=salt)
         self.running = 0
         self.down = False
@@ -64,8 +67,20 @@ class Member:
 class Upstreams:
     """Sends requests to one of some servers. Used only on the event loop."""
 
-    def __init__(self, upstreams: Sequence[Upstream], metrics: Metrics, *, salt: bool) -> None:
-        self.members = [Member(upstream, salt=salt) for upstream in upstreams]
+    def __init__(
+        self,
+        upstreams: Sequence[Upstream],
+        metrics: Metrics,
+        *,
+        salt: bool,
+        peers: Sequence[str] = (),
+    ) -> None:
+        """``peers``: where the upstreams' p2p tiers listen, in the same order; empty for none."""
+        each_peer = peers or [""] * len(upstreams)
+        self.members = [
+            Member(upstream, salt=salt, peer=peer)
+            for upstream, peer in zip(upstreams, each_peer, strict=True)
+        ]
         self._several = len(self.members) > 1
         self._sent_last: Latest[bytes, Member] = Latest(_BEGINNINGS)
         self._turn = 0
@@ -85,6 +100,11 @@ class Upstreams:
             multiprocess_mode="livesum",
         )
         self._sent = metrics.counter("upstream_sent", "Requests sent to a server.", "upstream")
+        self._moved = metrics.counter(
+            "upstream_moved",
+            "Requests sent with the peer that has their beginning.",
+            "upstream",
+        )
         self._failed = metrics.counter(
             "upstream_failed", "Connections to a server that could not be made.", "upstream"
         )
@@ -102,9 +122,22 @@ class Upstreams:
     # -- sending ------------------------------------------------------------------------------------------------
 
     async def send(
-        self, call: Callable[[bool], Call], *, tenant: str = "", model: str = ""
+        self,
+        call: Callable[[bool], Call],
+        *,
+        tenant: str = "",
+        model: str = "",
+        conversation: Conversation | None = None,
+        hints: bool = False,
     ) -> Reply:
         """Send what ``call`` makes with salts (True) or without. Returns when the head of the answer is there.
+
+        Args:
+            call: makes the request.
+            tenant: who asks.
+            model: which the request names.
+            conversation: that it belongs to.
+            hints: whether the request may carry hints for vLLM's KV connector.
 
         Raises:
             UpstreamError: as the upstream that was asked last does.
@@ -118,10 +151,13 @@ class Upstreams:
         while True:
             member = self._chosen(left, known)
             left.remove(member)
+            made = call
+            if hints:
+                made = hinted(call, conversation, self._peer_of(member, known))
             for beginning in known:
                 self._sent_last[beginning] = member
             try:
-                return await self._send_to(member, call)
+                return await self._send_to(member, made)
             except UpstreamError as error:
                 if error.begun:
                     raise
@@ -148,12 +184,26 @@ class Upstreams:
         """Where a request goes, of those that are left."""
         up = [member for member in left if not member.down] or left
         least = min(up, key=lambda member: (member.running, member.turn))
-        last = least
-        for beginning in known:  # the longest one decides
-            before = self._sent_last.get(beginning)
-            if before is not None and before in up:
-                last = before
+        last = self._last(known, up) or least
         return last if last.running <= 2 * least.running + _BUSIER else least
+
+    def _last(self, known: Sequence[bytes], among: Sequence[Member]) -> Member | None:
+        """Which of some servers had the longest of these beginnings last; None where none had any."""
+        last = None
+        for beginning in known:
+            before = self._sent_last.get(beginning)
+            if before is not None and before in among:
+                last = before
+        return last
+
+    def _peer_of(self, member: Member, known: Sequence[bytes]) -> str:
+        """Where a server can get a request's beginning; empty where it is itself the one that has it, or nobody is."""
+        up = [each for each in self.members if not each.down]
+        last = self._last(known, up)
+        if last is None or last is member or not last.peer:
+            return ""
+        self._moved.labels(member.name).inc()
+        return last.peer
 
     # -- servers that are away ----------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class Worth:
         self._folder = folder
         self._days = days
         self._ledger: Ledger | None = None
-        self._said = ""  # the fault of the file that was logged
+        self._said = ""  # the file's fault that was logged last
         self._paces: Latest[str, Pace] = Latest(_MODELS)
         self._all = Pace()
         self._tokens: Latest[str, tuple[int, int]] = Latest(_KNOWN)  # by an answer's key

@@ -68,8 +68,21 @@ class Pair:
         only_a, only_b = self.only
         abbreviated = _abbreviated(only_a, only_b) | _abbreviated(only_b, only_a)
         return (
-            self._without_kin(left, self.b, abbreviated),
-            self._without_kin(right, self.a, abbreviated),
+            self._without_kin(left, self.b.tokens, abbreviated),
+            self._without_kin(right, self.a.tokens, abbreviated),
+        )
+
+    @cached_property
+    def without_counterpart(self) -> tuple[list[Token], list[Token]]:
+        """Those that carry content and have no kin among the words that the other text alone has."""
+        left, right = self.content
+        only_a, only_b = self.only
+        if max(len(left), len(right)) > MOST:
+            return left, right
+        abbreviated = _abbreviated(only_a, only_b) | _abbreviated(only_b, only_a)
+        return (
+            self._without_kin(left, only_b, abbreviated),
+            self._without_kin(right, only_a, abbreviated),
         )
 
     @cached_property
@@ -170,10 +183,10 @@ class Pair:
         other_before, other_after = _beside_last(self.b, y.stem)
         return (before == other_before) + (after == other_after)
 
-    def _without_kin(self, own: list[Token], other: Text, abbreviated: set[Token]) -> list[Token]:
-        """The words that have no kin in the other text."""
+    def _without_kin(self, own: list[Token], other: Tokens, abbreviated: set[Token]) -> list[Token]:
+        """The words that have no kin among others."""
         function = self.language.function
-        others = [t for t in other.tokens if t.word not in function]
+        others = [t for t in other if t.word not in function]
         return [t for t in own if t not in abbreviated and not self._has_kin(t, others)]
 
     def _has_kin(self, token: Token, others: Iterable[Token]) -> bool:

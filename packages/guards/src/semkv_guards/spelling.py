@@ -34,6 +34,7 @@ _MOST = 4  # slips in a text; one with more is no slip
 _WORDS = 3  # of texts that are the same but for one word, at least
 _MORE_COMMON = 5.0  # times as common as all other words that may have been meant
 _RARE = 20_000  # rank of a word that is not among the frequent ones
+_USUAL = 3_000  # rank of a word that may be meant by one that is hardly ever used
 # What is asked may be the very word, which is slang, a brand or an abbreviation.
 _OF_A_WORD = frozenset(
     "mean means meaning define defined definition stand stands term word slang acronym".split()
@@ -129,21 +130,40 @@ def _core(chunk: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _is_slip_of(slip: str, word: str) -> bool:
-    """Whether a word that is none stands for a common one, and hardly for any other."""
+    """Whether a word that is none, or hardly ever used, stands for a common one, and hardly for any other."""
     known = _spelling()
     language = languages()[0]
-    if word not in known.common or word in _lookalikes():
+    if word not in known.common or word in _lookalikes() or slip not in slips_alone(word):
         return False
-    if known.has(slip) or slip not in slips_alone(word):
+    if known.has(slip) and not _is_unlikely(slip, word):
         return False
-    if len(slip) < SHORTEST_ALONE and word not in language.stop_words:
+    is_function_word = word in language.stop_words
+    if len(slip) < SHORTEST_ALONE and not is_function_word and not _is_cut_short(slip, word):
         return False  # it may be an abbreviation
     others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
+    if is_function_word:  # a word of content would not stand in its place
+        others = [each for each in others if each in language.stop_words]
     stem = language.stem(word)
     rivals = [each for each in others if language.stem(each) != stem]
     if any(each.endswith(word) or word.endswith(each) for each in rivals):
         return False  # such as "mmoral": "moral", or "immoral"
     return known.frequency(word) >= _MORE_COMMON * sum(map(known.frequency, rivals))
+
+
+def _is_unlikely(slip: str, word: str) -> bool:
+    """Whether a word of some list is hardly ever used, and much less than another that may have been meant."""
+    known = _spelling()
+    language = languages()[0]
+    if slip in known.common or slip in known.ranks or slip in _lookalikes():
+        return False
+    if word in language.function:
+        return word not in language.negations
+    return len(slip) >= SHORTEST_ALONE and known.ranks.get(word, _RARE) <= _USUAL
+
+
+def _is_cut_short(slip: str, word: str) -> bool:
+    """Whether a slip of three letters begins as the word does, and is no mere abbreviation, as consonants are."""
+    return slip[0] == word[0] and not set(languages()[0].vowels).isdisjoint(slip)
 
 
 def _differing(a: str, b: str) -> Iterator[str]:

@@ -43,6 +43,15 @@ def wording(a: str, b: str, language: Language | None = None) -> Wording:
     )
 
 
+def same_words(a: str, b: str) -> bool:
+    """Whether two similar texts ask for the same kind of answer in words that all have their kin in the other text, in
+    the same order. Where no guard objects either, they hardly ever need two answers. Symmetric."""
+    pair = pair_of(a, b)
+    if any(pair.unmatched) or pair.a.asks_yes_or_no != pair.b.asks_yes_or_no:
+        return False
+    return not wording(a, b, pair.language).reordered
+
+
 def misspelled(a: str, b: str) -> bool:
     """Whether two sentences have the same words but for one, which is the same with another letter."""
     first = a.split()

@@ -63,6 +63,8 @@ sweep = command_line(
       every experiment of the file, each in a process of its own, a row each; go on where it was stopped
   CUDA_VISIBLE_DEVICES=1 semkv sweep --specs my.toml --log-file runs/b/sweep.csv --samples-dir runs/b --only large
       some of them on another GPU, with a log of their own; semkv report takes several
+  semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --ray 10.0.0.5:6379
+      one log, the experiments on all machines of a Ray cluster; --ray local for the GPUs of this one
 """)
 )
 

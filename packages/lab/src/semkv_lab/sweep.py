@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
@@ -250,9 +250,14 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
             task = bar.add_task(
                 "Experiments", total=len(planned), completed=len(planned) - len(left)
             )
-            for e in left:
+
+            def begin(e: Experiment) -> Experiment:
                 bar.update(task, description=e.name)
-                _run_into(log, e)
+                return replace(e, baseline=_cold_answers(e, log))
+
+            for e, error in _started(flags, left, begin):
+                log.rows[e.name] = _row(e, error, log)
+                log.write()
                 bar.advance(task)
     errors = {name: str(row["error"]) for name, row in log.rows.items() if row["status"] == FAILED}
     for name, error in errors.items():
@@ -296,19 +301,22 @@ def _make_samples_folder(flags: SweepFlags, left: Sequence[Experiment]) -> None:
                 )
 
 
-def _run_into(log: SweepLog, e: Experiment) -> None:
-    """Run an experiment, and put its row into the log."""
-    if (
-        not e.names_a_cache
-    ):  # what another experiment, or a killed try of this one, left would be its hits
-        prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
-    e.summary.unlink(missing_ok=True)
-    e = replace(e, baseline=_cold_answers(e, log))
-    error = _run(e)
-    if not error and not e.summary.is_file():
-        error = "the process ended before the run did"
-    log.rows[e.name] = _row(e, error, log)
-    log.write()
+Begin = Callable[[Experiment], Experiment]
+"""Says that an experiment begins, and gives it the cold answers that the log has by now."""
+
+
+def _started(
+    flags: SweepFlags, left: Sequence[Experiment], begin: Begin
+) -> Iterator[tuple[Experiment, str]]:
+    """Run experiments, here in their order or on a Ray cluster; each as it ends, with what `run_one` returns."""
+    if flags.ray:
+        from semkv_lab.ray_cluster import run_on_ray
+
+        yield from run_on_ray(flags.ray, left, begin, cpus=flags.ray_cpus)
+        return
+    for e in left:
+        begun = begin(e)
+        yield begun, run_one(begun)
 
 
 def _planned(flags: SweepFlags) -> list[Experiment]:
@@ -327,6 +335,9 @@ def _planned(flags: SweepFlags) -> list[Experiment]:
         if flags.only and e.name not in flags.only:
             continue
         cache = e.settings.cache
+        if flags.ray and e.names_a_cache:
+            allowed = "no cache of its own: with --ray experiments run at once, on several machines"
+            raise ConfigError(f"experiment {e.name}: cache-dir", str(cache.cache_dir), allowed)
         if not e.names_a_cache:
             cache = replace(cache, cache_dir=flags.log_file.parent / "cache")
         samples = flags.samples_dir / f"{e.name}.jsonl"
@@ -484,10 +495,22 @@ def _forkserver(experiments: Sequence[Experiment]) -> ForkServerContext:
     return context
 
 
+def run_one(e: Experiment) -> str:
+    """Run an experiment on this machine. Returns why it ended without a summary; empty where it has one."""
+    if not e.names_a_cache:
+        # What another experiment, or a killed try of this one, left would be its hits.
+        prepare(replace(e.settings.cache, fusion_cache_dir=None), purge=True)
+    e.summary.unlink(missing_ok=True)
+    error = _run(e)
+    if not error and not e.summary.is_file():
+        error = "the process ended before the run did"
+    return error
+
+
 def _run(e: Experiment) -> str:
     """Run it in a process of its own, forked from one that has imported the heavy libraries.
 
-    Returns why it ended without a summary; empty where it has one.
+    Returns why that failed; empty where it did not.
     """
     process = _forkserver([e]).Process(target=run_apart, args=(e,), name=e.name)
     process.start()

@@ -227,21 +227,41 @@ def touch(file: str, at: float) -> tuple[str, int, int]:
 
 
 def reserve(
-    db: sqlite3.Connection, root: Path, new: NewFile, max_bytes: int, max_blocks: int
+    db: sqlite3.Connection,
+    root: Path,
+    new: NewFile,
+    *,
+    max_bytes: int,
+    max_blocks: int,
+    tenant_bytes: int = 0,
 ) -> tuple[int, int] | None:
     """Make room for a file and take it, in one step; `commit` or `delete` must follow.
 
+    A tenant who would hold more than ``tenant_bytes`` gives up his own files first.
+
     Returns how many files and blocks went for it; None where there is no room. A bound of 0 is none.
     """
-    if (max_bytes and new.nbytes > max_bytes) or (max_blocks and len(new.keys) > max_blocks):
+    if any(bound and new.nbytes > bound for bound in (max_bytes, tenant_bytes)):
+        return None
+    if max_blocks and len(new.keys) > max_blocks:
+        return None
+    pending = microseconds(new.created - PENDING_S)
+    own = {"owner": new.owner}
+    over = held(db, own) + new.nbytes - tenant_bytes if tenant_bytes else 0
+    his = _victims(db, over, 0, pending, own)
+    if his is None:
         return None
     stored = totals(db)
-    over_blocks = stored[1] + len(new.keys) - max_blocks if max_blocks else 0
-    over_bytes = stored[2] + new.nbytes - max_bytes if max_bytes else 0
-    gone = _victims(db, over_bytes, over_blocks, microseconds(new.created - PENDING_S))
-    if gone is None:
+    freed_blocks = sum(victim.blocks for victim in his)
+    freed_bytes = sum(victim.nbytes for victim in his)
+    over_blocks = stored[1] - freed_blocks + len(new.keys) - max_blocks if max_blocks else 0
+    over_bytes = stored[2] - freed_bytes + new.nbytes - max_bytes if max_bytes else 0
+    let_go(db, root, [victim.file for victim in his])
+    rest = _victims(db, over_bytes, over_blocks, pending, {})
+    if rest is None:
         return None
-    let_go(db, root, [file for file, _ in gone])
+    let_go(db, root, [victim.file for victim in rest])
+    gone = [*his, *rest]
     at = microseconds(new.created)
     row = (
         number_of(new.file),
@@ -253,7 +273,22 @@ def reserve(
         new.owner.encode(),
     )
     db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?,1,0,0,0)", (*row, new.writer.encode()))
-    return len(gone), sum(blocks for _, blocks in gone)
+    return len(gone), sum(victim.blocks for victim in gone)
+
+
+def held(db: sqlite3.Connection, which: Mapping[str, str]) -> int:
+    """Bytes in this directory of the files that meet ``which``, with what is being written."""
+    where, values = condition(which)
+    query = f"SELECT total(nbytes) FROM files WHERE here=1 AND {where}"  # noqa: S608 (our own words)
+    return int(db.execute(query, values).fetchone()[0])
+
+
+class Victim(NamedTuple):
+    """A file that goes."""
+
+    file: str
+    nbytes: int
+    blocks: int
 
 
 def _is_purged(db: sqlite3.Connection, new: NewFile, since: int) -> bool:
@@ -266,39 +301,39 @@ def _is_purged(db: sqlite3.Connection, new: NewFile, since: int) -> bool:
 
 
 def _victims(
-    db: sqlite3.Connection, over_bytes: float, over_blocks: float, pending: int
-) -> list[tuple[str, int]] | None:
-    """The files that go to free so much, with the blocks of each; None where all that may go is not enough.
+    db: sqlite3.Connection,
+    over_bytes: float,
+    over_blocks: float,
+    pending: int,
+    which: Mapping[str, str],
+) -> list[Victim] | None:
+    """The files of those that meet ``which`` that go to free so much; None where all that may go is not enough.
 
     There are two queues, each with what was used longest ago first: what was not used again since it came, and what
     was. The first one gives while it holds more than half of all bytes. So a walk through a data set, of which each
     block is used once, does not push out what is used every day.
     """
-    may_go = """SELECT number, CAST(nbytes AS INTEGER), CAST(blocks AS INTEGER) FROM files
-WHERE here=1 AND again=? AND (committed=1 OR created<?) ORDER BY used"""
-    gone: list[tuple[str, int]] = []
+    gone: list[Victim] = []
     if over_bytes <= 0 and over_blocks <= 0:
         return gone
-    held = [
-        db.execute("SELECT total(nbytes) FROM files WHERE here=1 AND again=?", (again,)).fetchone()[
-            0
-        ]
-        for again in (0, 1)
-    ]
-    queues = [db.execute(may_go, (again, pending)) for again in (0, 1)]
+    where, values = condition(which)
+    may_go = f"""SELECT number, CAST(nbytes AS INTEGER), CAST(blocks AS INTEGER) FROM files
+WHERE {where} AND here=1 AND again=? AND (committed=1 OR created<?) ORDER BY used"""  # noqa: S608
+    total = f"SELECT total(nbytes) FROM files WHERE {where} AND here=1 AND again=?"  # noqa: S608
+    held_by = [db.execute(total, [*values, again]).fetchone()[0] for again in (0, 1)]
+    queues = [db.execute(may_go, [*values, again, pending]) for again in (0, 1)]
     while over_bytes > 0 or over_blocks > 0:
-        first = 0 if held[0] > held[1] else 1
-        for which in (first, 1 - first):
-            if (head := queues[which].fetchone()) is not None:
+        first = 0 if held_by[0] > held_by[1] else 1
+        for queue in (first, 1 - first):
+            if (head := queues[queue].fetchone()) is not None:
                 break
         else:
             return None
-        nbytes = head[1]
-        blocks = head[2]
-        gone.append((file_name(head[0]), blocks))
-        held[which] -= nbytes
-        over_bytes -= nbytes
-        over_blocks -= blocks
+        victim = Victim(file_name(head[0]), *head[1:])
+        gone.append(victim)
+        held_by[queue] -= victim.nbytes
+        over_bytes -= victim.nbytes
+        over_blocks -= victim.blocks
     return gone
 
 

@@ -61,14 +61,15 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """How much a store directory may hold, over all models and ranks that share it, headers included, and for how many
-    seconds. 0: no bound of this kind."""
+    seconds; ``tenant_bytes`` is of one tenant. 0: no bound of this kind."""
 
     max_bytes: int = KV_MAX_BYTES
     max_blocks: int = 0
     max_age_s: float = 0.0
+    tenant_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("max_bytes", "max_blocks", "max_age_s"):
+        for key in ("max_bytes", "max_blocks", "max_age_s", "tenant_bytes"):
             if not 0 <= getattr(self, key) < 2**63:  # what SQLite and a clock can hold
                 raise ConfigError(
                     key, getattr(self, key), "0 (no bound) or a positive number below 2**63"
@@ -142,7 +143,7 @@ class BlockStore:
                 lazy=True,
                 replace=not self._read_only,
             )
-            self.ask(lambda db: None, None)  # which logs why it cannot be opened
+            self.ask(lambda db: None, None)  # logs why the index cannot be opened
             if self.on and self._read_only:
                 log.warning(
                     "semkv: %s cannot be written (%s); stored blocks are still read",
@@ -392,9 +393,14 @@ class BlockStore:
         def reserve(db: sqlite3.Connection) -> bool:
             if oldest:
                 block_index.expire(db, self.root, oldest)
-            max_bytes = self.bounds.max_bytes
-            max_blocks = self.bounds.max_blocks
-            gone = block_index.reserve(db, self.root, new, max_bytes, max_blocks)
+            gone = block_index.reserve(
+                db,
+                self.root,
+                new,
+                max_bytes=self.bounds.max_bytes,
+                max_blocks=self.bounds.max_blocks,
+                tenant_bytes=self.bounds.tenant_bytes,
+            )
             if gone is None:
                 self.counters["rejected"] += 1
                 return False
@@ -425,7 +431,7 @@ class BlockStore:
         gone = self.ask(
             lambda db: block_index.purge(db, self.root, {"owner": owner}), 0, write_s=BUSY_S
         )
-        self.sweep()  # what a writer that died, or an index that was lost, has left
+        self.sweep()  # deletes the files of writers that died and of an index that was lost
         return gone
 
     def purges_after(self, purge_id: int) -> list[Purge]:

@@ -271,7 +271,7 @@ class Database:
         """Close the file; later uses raise `sqlite3.ProgrammingError`."""
         if self._later and not self._closed:
             with suppress(sqlite3.Error, StoreError, ValueError), self.write():
-                pass  # where it fails only the order of use is lost
+                pass  # if this fails, only the order of use is lost
         with self.lock:
             if self.opened:
                 with suppress(sqlite3.Error):
@@ -351,9 +351,8 @@ class Database:
         db.text_factory = _text
         try:
             db.execute("PRAGMA foreign_keys=ON")
-            db.execute(
-                "PRAGMA secure_delete=ON"
-            )  # what goes is overwritten with zeros; not every build does it
+            # Deleted rows are overwritten with zeros, which not every build of SQLite does by itself.
+            db.execute("PRAGMA secure_delete=ON")
             db.execute("PRAGMA synchronous=NORMAL")
             is_new = self._is_new(db)
             if is_new and not self._replace:

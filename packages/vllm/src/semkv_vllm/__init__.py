@@ -107,6 +107,14 @@ BUCKET = Allowed(
 )
 
 
+def _is_peer(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and host.isprintable() and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
+PEER = Allowed("host:port, such as 10.0.0.1:5710", _is_peer, each=True)
+
+
 def _check_installed(bucket: str) -> None:
     if bucket and find_spec("obstore") is None:
         raise ConfigError(
@@ -136,6 +144,14 @@ class KVSettings:
         max_bytes: bound on the bytes of all KV block files in the directory; 0 for none.
         max_blocks: bound on the blocks in the directory; 0 for none.
         max_age_s: seconds after which a block is neither served, from host memory or the disk, nor kept; 0 for ever.
+        tenant_bytes: bound on the bytes of one tenant's KV block files in the directory; 0 for none. At it he gives up
+            his own. Requests without a ``cache_salt`` are one tenant.
+        tenant_host_bytes: the same of one tenant's blocks in host memory.
+        keep_bytes: host memory in which the conversations of one tenant are kept (`semkv_vllm.holdings`), where hints
+            of their requests ask for it (`semkv_vllm.hints`); 0 for none. A tenant keeps half of ``tenant_host_bytes``
+            at most, and all of them together half of host memory.
+        peers: ``host:port`` of the ``p2p`` tiers of other engines that hints may name; a list for all of them may name
+            this engine's own too. Needs a ``p2p`` tier with its ``host`` and ``port``.
         capture_decode: also store the blocks of generated tokens.
         host_bytes: host memory for KV blocks, of all ranks together, in ``/dev/shm``; 0 takes 4 GiB beside a GPU and
             256 MiB on a CPU. Where ``/dev/shm`` has less room, it gets four fifths of that.
@@ -176,6 +192,10 @@ class KVSettings:
     max_bytes: Annotated[int, NOT_NEGATIVE] = KV_MAX_BYTES
     max_blocks: Annotated[int, NOT_NEGATIVE] = 0
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    tenant_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    tenant_host_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    keep_bytes: Annotated[int, NOT_NEGATIVE] = 0
+    peers: Annotated[tuple[str, ...], PEER] = ()
     capture_decode: bool = False
     host_bytes: Annotated[int, NOT_NEGATIVE] = 0
     break_even: bool = True
@@ -215,8 +235,29 @@ class KVSettings:
             )
             raise ConfigError("secondary_tiers", list(self.secondary_tiers), allowed)
 
+        if self.peers and not self._own_peers():
+            allowed = (
+                "none without a tier of type 'p2p' in secondary_tiers that names its host and port"
+            )
+            raise ConfigError("peers", list(self.peers), allowed)
+
+    def _own_peers(self) -> set[str]:
+        """Where this engine's own p2p tiers listen."""
+        own = [tier for tier in self.secondary_tiers if tier["type"] == "p2p"]
+        return {f"{tier['host']}:{tier['port']}" for tier in own if {"host", "port"} <= tier.keys()}
+
+    @property
+    def others(self) -> frozenset[str]:
+        """The peers that a request may be sent to."""
+        return frozenset(self.peers) - self._own_peers()
+
     def bounds(self) -> Bounds:
-        return Bounds(self.max_bytes, self.max_blocks, self.max_age_s)
+        return Bounds(
+            max_bytes=self.max_bytes,
+            max_blocks=self.max_blocks,
+            max_age_s=self.max_age_s,
+            tenant_bytes=self.tenant_bytes,
+        )
 
     def follower(self) -> dict[str, Any] | None:
         return _follower(self)

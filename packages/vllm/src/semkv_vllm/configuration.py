@@ -54,11 +54,10 @@ _FAMILIES = (  # of variables that libraries below vLLM, and its plugins, read
     "VLLM_",
     "XLA_",
 )
-_OF_A_SERVICE = re.compile(
-    r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$"
-)  # what Kubernetes sets for one named "vllm"
+# Kubernetes sets such variables for a service named "vllm".
+_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$")
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
-_OURS = {"semkv", "semkv-vllm"}  # what they store has the version of its format in each file
+_OURS = {"semkv", "semkv-vllm"}  # every file that they store names the version of its format
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -87,7 +86,7 @@ def configuration(config: Any, *, without: Iterable[str] = ()) -> dict[str, obje
 
 def _field(name: str, value: Any) -> object:
     if name == "ModelConfig.hf_overrides" and callable(value):
-        return "a function"  # what it made of the configuration is in hf_config
+        return "a function"  # hf_config holds the configuration that it made
     try:
         return plain(value)
     except UnknownError as error:

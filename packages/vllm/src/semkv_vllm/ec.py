@@ -447,7 +447,8 @@ class SemECConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: Any) -> SemECMetadata:
         if self.scheduler_half is None:
             return SemECMetadata()
-        self._try(None, self.scheduler_half.store.blocks.disown)  # what failed at a reset
+        # Disowning failed where the index was locked at a reset of the cache: it is tried again.
+        self._try(None, self.scheduler_half.store.blocks.disown)
         return self.scheduler_half.build_step()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:

@@ -61,7 +61,7 @@ def agreed_host_bytes(engine: str, wanted: int, shm: Path = SHM) -> tuple[int, b
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if size := os.fstat(descriptor).st_size:
             return size, False
-        atexit.register(region.unlink, missing_ok=True)  # where no scheduler comes
+        atexit.register(region.unlink, missing_ok=True)  # a scheduler that starts unlinks it sooner
         size = min(wanted, int(_SHARE * _free(shm)))
         os.ftruncate(descriptor, size)
         return size, True

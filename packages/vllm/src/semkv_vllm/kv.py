@@ -11,6 +11,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,6 +50,7 @@ from semkv_vllm import (
 from semkv_vllm.configuration import UnknownError
 from semkv_vllm.documents import Documents, Matched, Orders, refusal_of
 from semkv_vllm.gate import refusal, wanted
+from semkv_vllm.hints import read_hints
 from semkv_vllm.host_memory import (
     OURS,
     SHM,
@@ -61,7 +63,7 @@ from semkv_vllm.host_memory import (
 from semkv_vllm.identity import Adapters
 from semkv_vllm.media import ByContent, Media
 from semkv_vllm.old_weights import OldWeights
-from semkv_vllm.params import client_params
+from semkv_vllm.params import PEER_KEY, client_params, peer_params
 from semkv_vllm.placement import Gated, Placement, StepWithLoads, WorkerNews
 from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
 from semkv_vllm.spec import SemKVManager
@@ -386,7 +388,12 @@ class SemKVConnector(OffloadingConnector):
             params.get("max_offload_tokens") and self.scheduler.config.supports_partial_tail
         ):
             params["max_offload_tokens"] = 0
-        return {**params, REPORT_KEY: facts or RequestFacts()}
+        if facts is None:
+            return {**params, REPORT_KEY: RequestFacts()}
+        hints = read_hints(request.kv_transfer_params, self._settings.others)
+        if hints.peer and self._loads and not self.shared.is_away(hints.peer):
+            params[PEER_KEY] = peer_params(hints.peer)
+        return {**params, REPORT_KEY: replace(facts, hints=hints)}
 
     @ours("the media of a request")
     def by_content(self, request: Any) -> Any:

@@ -117,7 +117,8 @@ class OldWeights:
     def is_over(self, finished: Iterable[str]) -> bool:
         """Whether nothing old is left, now that nothing more will be stored of some requests."""
         self.requests.difference_update(finished)
-        if self.requests or self._known:  # what has its blocks and waits for a load may be old
+        # A request that has its blocks and waits for a load may be of the old weights.
+        if self.requests or self._known:
             return False
         self._forget(self.blocks)
         return True

@@ -6,6 +6,7 @@ the wrong kind ends the engine. So whatever is not on the list, or has a value t
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ _MOST_TOKENS = 1 << 40
 _MOST_MATCHERS = 16
 _MOST_CHARACTERS = 1024
 
-_PEERS = ("remote_kv_source", "remote_prefiller", "remote_decoder")
+PEER_KEY = "remote_kv_source"
+_PEERS = (PEER_KEY, "remote_prefiller", "remote_decoder")
 """Where vLLM's ``p2p`` reads what the other side of a transfer is."""
 
 
@@ -37,6 +39,17 @@ def client_params(given: object, allowed: Collection[str] = ()) -> dict[str, Any
         if key in given and key not in _HARMLESS and (key not in _PEERS or _is_peer(given[key])):
             kept[key] = given[key]
     return kept
+
+
+def peer_params(peer: str) -> dict[str, Any]:
+    """What vLLM's ``p2p`` reads of the peer (``host:port``) that a request's blocks are asked of. Each request has an
+    id of its own there, which nobody else can name."""
+    host, _, port = peer.rpartition(":")
+    return {
+        "kv_request_id": uuid.uuid4().hex,
+        "remote_host": host,
+        "remote_port": int(port),
+    }
 
 
 def _is_limit(value: object) -> bool:

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 NAMES: dict[ModuleType, tuple[str, ...]] = {
     base: ("_offload_key_positions",),
-    cpu_manager: ("_policy", "_num_chunks", "_num_evictable_cache_chunks", "_free_chunk"),
+    cpu_manager: ("_policy", "_num_evictable_cache_chunks", "_free_chunk"),
     tiering_manager: ("_maybe_process_finished_jobs", "_request_load_sources", "_metrics"),
     metrics: ("_request_states", "_stats"),
     spec: ("_scheduler_mmap", "_manager"),
@@ -47,16 +47,20 @@ def chunk_of(primary: Any, key: bytes) -> Any | None:
     return primary._policy.get(key)
 
 
-def capacity(primary: Any) -> int:
-    """How many blocks host memory holds."""
-    return int(primary._num_chunks)
+def remove_unused(primary: Any, key: bytes) -> bool | None:
+    """Take a block out of host memory: whether it was there. None: a transfer uses it, and it stays.
 
-
-def remove(primary: Any, key: bytes, chunk: Any) -> None:
-    """Take a block out of host memory that no transfer uses. vLLM removes what it has no room for, and nothing else."""
+    vLLM removes what it has no room for, and nothing else.
+    """
+    chunk = chunk_of(primary, key)
+    if chunk is None:
+        return False
+    if chunk.ref_cnt != 0:
+        return None
     primary._policy.remove(key)
     primary._num_evictable_cache_chunks -= 1
     primary._free_chunk(chunk)
+    return True
 
 
 def descriptor(offloading_spec: Any) -> int:
@@ -67,18 +71,9 @@ def descriptor(offloading_spec: Any) -> int:
 # ---------------------------------------------------------------------- lookups
 
 
-def held(manager: Any, keys: Sequence[bytes]) -> tuple[int, bool]:
-    """How many of the first keys have a place in host memory, and whether one of these is still on its way there."""
+def finish_transfers(manager: Any) -> None:
+    """Let vLLM see which transfers have ended, as it does before each lookup of its own."""
     manager._maybe_process_finished_jobs()
-    count = 0
-    pending = False
-    for key in keys:
-        chunk = chunk_of(manager.primary_tier, key)
-        if chunk is None:
-            break
-        count += 1
-        pending |= chunk.ref_cnt < 0
-    return count, pending
 
 
 def count_hits(manager: Any, request: str, keys: Iterable[bytes]) -> None:

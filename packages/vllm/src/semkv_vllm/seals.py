@@ -13,6 +13,7 @@ write a block can write its seal.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,12 +26,18 @@ from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from semkv_stores.block_file import PAGE, Bytes
-from semkv_vllm.shared import KVShared
+from semkv_vllm.params import PEER_KEY
+from semkv_vllm.shared import KVShared, facts_of
 
 log = logging.getLogger("semkv.connectors")
 
 _SEAL = 16  # bytes, at the end of a row
 _THREADS = 4  # the hash runs without the interpreter's lock
+WAIT_S = 2.0
+"""How long a request waits until another tier says whether it has a block. vLLM's own ``p2p`` would have it wait for
+half a minute for a peer that is not there."""
+
+_AWAY_S = 60.0  # for which a peer that did not answer is not asked
 _MOST_REFUSED = 1 << 16  # keys that failed a check and are not asked for again
 
 
@@ -69,6 +76,14 @@ class Seals:
 
 
 @dataclass
+class _Waits:
+    """Since when a request waits for the answer of another tier, and when it asked last, by the monotonic clock."""
+
+    since: float
+    asked: float
+
+
+@dataclass
 class _Checks:
     """What is known of another tier's jobs.
 
@@ -77,6 +92,7 @@ class _Checks:
         failed: what is to be answered of jobs that the tier did not take.
         given_up: their numbers; the tier may still have something to say of them.
         refused: keys that failed a check.
+        stamps: by number, `KVShared.stamp` when a load was handed over. After a purge what it brings is not used.
     """
 
     shared: KVShared
@@ -85,10 +101,12 @@ class _Checks:
     failed: list[JobResult] = field(default_factory=list)
     given_up: set[int] = field(default_factory=set)
     refused: dict[bytes, None] = field(default_factory=dict)
+    stamps: dict[int, object] = field(default_factory=dict)
 
     def checked(self, result: JobResult, tier: str) -> JobResult:
         """A result of the tier's, in which a block without its seal has failed."""
         job = self.jobs.pop(result.job_id, None)
+        is_purged = self.stamps.pop(result.job_id, None) is not self.shared.stamp
         if (
             job is None or not job.is_promotion
         ):  # a tier that serves others has jobs that were not handed over
@@ -106,9 +124,32 @@ class _Checks:
             right = [False] * len(places)
         good = list(compress(places, right))
         self._refuse([key for key in places if key not in set(good)], tier)
+        if is_purged:
+            good = []
+        record = (facts_of(job.req_context).owner, time.time())
+        self.shared.records.update(dict.fromkeys(good, record))
         result.success = len(good) == len(job.keys)
         result.successful_keys = good
         return result
+
+    def has_waited(self, context: Any) -> bool:
+        """Whether a request has waited long enough for a tier to say whether it has a block. Then it goes on without,
+        and the peer that it names is left alone for a while."""
+        now = time.monotonic()
+        waits = context.get_state(_Waits)
+        if (
+            waits is None or now - waits.asked > WAIT_S
+        ):  # it is looked up for the first time, or again
+            waits = _Waits(now, now)
+            context.set_state(waits)
+        waits.asked = now
+        if now - waits.since < WAIT_S:
+            return False
+        peer = (context.kv_transfer_params or {}).get(PEER_KEY)
+        if isinstance(peer, dict):
+            name = f"{peer.get('remote_host')}:{peer.get('remote_port')}"
+            self.shared.away[name] = now + _AWAY_S
+        return True
 
     def _refuse(self, keys: list[bytes], tier: str) -> None:
         if not keys:
@@ -142,10 +183,13 @@ class _CheckedTier(SecondaryTierManager):
         if key in self._semkv.refused:
             return LookupResult.MISS
         try:
-            return super().lookup(key, req_context)
+            found = super().lookup(key, req_context)
         except Exception:
             self._fault("a lookup")
             return LookupResult.MISS
+        if found is LookupResult.RETRY and self._semkv.has_waited(req_context):
+            return LookupResult.MISS
+        return found
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._hand_over(super().submit_store, job_metadata)
@@ -156,12 +200,14 @@ class _CheckedTier(SecondaryTierManager):
     def _hand_over(self, submit: Callable[[TransferJob], None], job: TransferJob) -> None:
         checks = self._semkv
         checks.jobs[job.job_id] = job
+        checks.stamps[job.job_id] = checks.shared.stamp
         try:
             submit(job)
         except Exception:
             self._fault("a transfer")
             super().drain_jobs()
             del checks.jobs[job.job_id]
+            del checks.stamps[job.job_id]
             checks.given_up.add(job.job_id)
             checks.failed.append(JobResult(job.job_id, False))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from semkv_stores.blocks import BlockStore
 from semkv_stores.digests import digest
 from semkv_vllm import REPORT_KEY, KVSettings, identity
+from semkv_vllm.hints import NO_HINTS, Hints
 
 if TYPE_CHECKING:
     from semkv_vllm.old_weights import OldWeights
@@ -37,10 +38,12 @@ class RequestFacts:
     Attributes:
         owner: the tag of its tenant (`semkv_stores.block_file.tenant_tag`); empty for none.
         adapter: the digest of its LoRA adapter's weights; empty for none.
+        hints: what is said of its conversation.
     """
 
     owner: str = ""
     adapter: str = ""
+    hints: Hints = NO_HINTS
 
 
 def facts_of(req_context: Any) -> RequestFacts:
@@ -98,6 +101,7 @@ class KVShared:
         old: what may rest on weights from before a reset; None where nothing does.
         row_bytes: of a block in host memory, without its seal.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
+        away: peers that did not answer, and until when none is asked again, by the monotonic clock.
     """
 
     settings: KVSettings
@@ -116,6 +120,7 @@ class KVShared:
     old: OldWeights | None = None
     row_bytes: int = 0
     renamed: bool = False
+    away: dict[str, float] = field(default_factory=dict)
     _quiet: dict[str, float] = field(default_factory=dict)  # by place, until when
     _names: dict[str, str] = field(
         default_factory=dict
@@ -145,6 +150,10 @@ class KVShared:
     def used(self) -> list[str]:
         """The namespaces in use since the last reset."""
         return list(self._names.values())
+
+    def is_away(self, peer: str) -> bool:
+        """Whether a peer did not answer a short while ago."""
+        return time.monotonic() < self.away.get(peer, 0.0)
 
     def may_store(self, request: str) -> bool:
         """Whether the KV of a request may be stored under the names of now."""

@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from semkv_stores.block_file import PAGE
 from semkv_stores.block_index import Purge
 from semkv_vllm import REPORT_KEY, private
+from semkv_vllm.holdings import HeldPrimary, Holdings
 from semkv_vllm.params import client_params
 from semkv_vllm.seals import Seals, check_tier
 from semkv_vllm.shared import KVShared, RequestFacts, facts_of, ours
@@ -52,6 +53,7 @@ class SemKVManager(TieringOffloadingManager):
     _doomed: set[bytes]  # to be taken out of host memory as soon as no transfer uses them
     _under_way: dict[bytes, str]  # to host memory, each with its tenant's tag
     _spoiled: set[bytes]  # under way, and to be thrown away when they arrive
+    _holdings: Holdings | None  # None where neither bounds nor conversations are asked for
 
     @classmethod
     def of(cls, manager: TieringOffloadingManager, shared: KVShared) -> SemKVManager:
@@ -64,9 +66,12 @@ class SemKVManager(TieringOffloadingManager):
         made._doomed = set()
         made._spoiled = set()
         made._under_way = {}
+        made._holdings = None
         shared.heard = 0 if shared.store is None else shared.store.last_purge()
         if shared.settings.sealed:
             made._check_tiers()
+        if shared.settings.tenant_host_bytes or shared.settings.keep_bytes:
+            made._hold()
         assert isinstance(made, cls)
         return made
 
@@ -77,6 +82,12 @@ class SemKVManager(TieringOffloadingManager):
         for tier in self.secondary_tiers:
             if not isinstance(tier, SemKVTier):
                 check_tier(tier, self.shared, self._seals)
+
+    def _hold(self) -> None:
+        primary = self.primary_tier
+        _, row_bytes = primary.get_kv_memoryview().shape or (0, 0)
+        self._holdings = Holdings(self.shared, primary, row_bytes)
+        HeldPrimary.of(primary, self._holdings)
 
     def lookup(
         self, key: Any, req_context: Any, *, exclude_tier_idx: int | None = None
@@ -96,7 +107,16 @@ class SemKVManager(TieringOffloadingManager):
         below, there as here."""
         if self._doomed or self.shared.settings.max_age_s or not self.shared.loading:
             return 0, False
-        count, pending = private.held(self, keys)
+        private.finish_transfers(self)
+        look_up = self.primary_tier.lookup
+        count = 0
+        pending = False
+        for key in keys:
+            found = look_up(key, req_context)
+            if found is LookupResult.MISS:
+                break
+            count += 1
+            pending |= found is LookupResult.HIT_PENDING
         if count and not pending:
             private.count_hits(self, req_context.req_id, keys[:count])
         return count, pending
@@ -119,7 +139,26 @@ class SemKVManager(TieringOffloadingManager):
         if not own and not self._admit(req_context):
             req_context.kv_transfer_params = {}
         self._hear_of_purges()
-        return super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
+        policy = super().on_new_request(req_context, exclude_tier_idx=exclude_tier_idx)
+        if not own:
+            self._prefetch(req_context)
+        return policy
+
+    @ours("a prefetch")
+    def _prefetch(self, req_context: Any) -> None:
+        """Bring what a request's conversation had into host memory."""
+        found = None if self._holdings is None else self._holdings.prefetched(req_context)
+        if found is None:
+            return
+        super().on_new_request(found)
+        for key in private.key_positions(found):
+            self.lookup(key, found)
+        super().on_request_finished(found)
+
+    def on_request_finished(self, req_context: Any, *, exclude_tier_idx: int | None = None) -> None:
+        super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
+        if self._holdings is not None and exclude_tier_idx is None:
+            self._holdings.ended(req_context)
 
     @ours("a request", otherwise=False)
     def _admit(self, req_context: Any) -> bool:
@@ -150,6 +189,8 @@ class SemKVManager(TieringOffloadingManager):
         for purge in purges:
             shared.heard = purge.id
             if purge.namespace in (None, *shared.used()):
+                if self._holdings is not None:
+                    self._holdings.forget(purge.owner)
                 self._doomed.update(
                     key
                     for key, (owner, _) in shared.records.items()
@@ -218,6 +259,8 @@ class SemKVManager(TieringOffloadingManager):
         self._spoiled.update(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._holdings is not None:
+            self._holdings.step()
         self._forget_doomed()
         self._forget_records()
         super().on_schedule_end(context)
@@ -226,9 +269,15 @@ class SemKVManager(TieringOffloadingManager):
     def _forget_records(self) -> None:
         """Keep the records of what is in host memory."""
         records = self.shared.records
-        if len(records) > 2 * private.capacity(self.primary_tier) + 64:
-            there = (key for key in records if private.chunk_of(self.primary_tier, key) is not None)
-            self.shared.records = {key: records[key] for key in there}
+        primary = self.primary_tier
+        rows, _ = primary.get_kv_memoryview().shape or (0, 0)
+        if len(records) > 2 * rows + 64:
+            nobody = ReqContext("")
+            self.shared.records = {
+                key: record
+                for key, record in records.items()
+                if primary.lookup(key, nobody) is not LookupResult.MISS
+            }
 
     @ours("forgetting")
     def _forget_doomed(self) -> None:
@@ -236,20 +285,25 @@ class SemKVManager(TieringOffloadingManager):
         primary = self.primary_tier
         gone = []
         for key in list(self._doomed):
-            chunk = private.chunk_of(primary, key)
-            if chunk is not None and chunk.ref_cnt != 0:
+            if self._holdings is not None:
+                self._holdings.drop(key)
+            was_there = private.remove_unused(primary, key)
+            if was_there is None:
                 continue
-            if chunk is not None:
-                private.remove(primary, key, chunk)
+            if was_there:
                 gone.append(key)
             self._doomed.discard(key)
             self.shared.records.pop(key, None)
+        if self._holdings is not None:
+            self._holdings.gone(gone)
         self.shared.counters["purged_blocks"] += len(gone)
         if gone and primary.events is not None:
             primary.events.append(OffloadingEvent(gone, primary.medium, removed=True))
 
     def reset_cache(self) -> None:
         super().reset_cache()
+        if self._holdings is not None:
+            self._holdings.reset()
         self._doomed.clear()
         self._spoiled.clear()
         self._under_way.clear()

@@ -204,7 +204,8 @@ class SemKVTier(SecondaryTierManager):
         if self._disk is None or store is None or full or not store.writable:
             self.shared.counters["dropped"] += len(keys)
             return False
-        each = min(max(1, FILE_BYTES // self._row_bytes), _MOST)
+        most_bytes = min(FILE_BYTES, self.shared.settings.tenant_bytes // 4 or FILE_BYTES)
+        each = min(max(1, most_bytes // self._row_bytes), _MOST)
         owner = facts_of(job.req_context).owner
         parts = [slice(i, i + each) for i in range(0, len(keys), each)]
         transfer = _Transfer(job, self._namespace(job.req_context), nbytes)
@@ -399,6 +400,9 @@ COUNTERS = {
     "bucket_errors": "Times that the bucket did not do what it was asked for",
     "evicted_blocks": "KV blocks evicted from disk",
     "purged_blocks": "KV blocks taken out of host memory by a purge or for their age",
+    "kept_blocks": "KV blocks kept in host memory for a conversation",
+    "unkept_blocks": "KV blocks not kept, since the tenant's budget for conversations was used up",
+    "tenant_evicted_blocks": "KV blocks that tenants at their bound gave up in host memory",
     "unsealed_blocks": "KV blocks from other tiers of vLLM's that failed their check",
     "spoiled_blocks": "KV blocks not kept because another connector's load had failed",
     "refused_loads": "Requests computed because that was faster than the disk",

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from semkv.errors import CorruptValue, StoreError
 from semkv_gateway.responses.redis import RedisStore
+from semkv_gateway.responses.spread import SpreadStore
 from semkv_gateway.responses.sqlite import SqliteStore
 from semkv_gateway.responses.store import MemoryStore, ResponseStore, StoredResponse, decode
 
@@ -56,7 +57,7 @@ def _batch(
         return _of_memory(store, after, most)
     if isinstance(store, SqliteStore):
         return _of_file(store, after, most)
-    if isinstance(store, RedisStore):
+    if isinstance(store, RedisStore | SpreadStore):
         return _of_redis(store, after, most)
     scan = getattr(store, "scan", None)
     if scan is None:
@@ -91,7 +92,7 @@ def _of_file(
 
 
 def _of_redis(
-    store: RedisStore,
+    store: RedisStore | SpreadStore,
     after: str,
     most: int,
 ) -> tuple[list[Placed], str]:

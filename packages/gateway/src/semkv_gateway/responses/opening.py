@@ -52,8 +52,10 @@ def open_store(
         return None
     if is_redis(where):
         from semkv_gateway.responses.redis import RedisStore
+        from semkv_gateway.responses.spread import SpreadStore
 
-        return RedisStore(
+        kind = SpreadStore if "+cluster://" in where else RedisStore
+        return kind(
             where,
             max_bytes=max_bytes,
             timeout_s=timeout_s,

@@ -7,8 +7,9 @@
     {semkv:<name>:1}:refused   sorted set: digests of refused credentials by when they were refused
 
 What changes several of these is one script, so that no client that dies half-way leaves them at odds. All names hold
-one hash tag, so a cluster keeps them together. Give Redis ``appendonly yes`` where answers are to outlive it, and
-``appendfsync always`` where no invalidation may be lost with its last second.
+one hash tag, so a cluster keeps them together; `SpreadStore` has several such stores there. Give Redis
+``appendonly yes`` where answers are to outlive it, and ``appendfsync always`` where no invalidation may be lost with
+its last second.
 
 A Redis that is full (``maxmemory`` with ``noeviction``) keeps nothing new, but goes on to serve, and to invalidate: the
 log is bounded, and its script begins with a write that frees. One that evicts keys of its own choice may evict these
@@ -96,6 +97,7 @@ class RedisStore(ResponseStore):
         max_bytes: bound on heads, payloads and what Redis itself needs for an entry.
         timeout_s: longest wait for a connection and for an answer.
         name: deployments with different names share nothing.
+        client: in place of one for the URL; closed with the store.
 
     Raises:
         ConfigError: the URL cannot be read, or the ``redis`` package is missing.
@@ -109,10 +111,11 @@ class RedisStore(ResponseStore):
         timeout_s: float = 0.25,
         name: str = "answers",
         clock: Callable[[], float] = time.time,
+        client: Any = None,
     ) -> None:
         self.max_bytes = max_bytes
         self._clock = clock
-        self._db: Any = connect(url, timeout_s)
+        self._db = client or connect(url, timeout_s)
         root = root_of(name)
         self._answer = f"{root}:a:"
         self._log = f"{root}:log"
@@ -200,13 +203,8 @@ class RedisStore(ResponseStore):
 
     def _matching(self, selector: Selector, keys: list[str]) -> list[str]:
         """The keys of answers that are there and meet a selector, or cannot be read."""
-        with asking():
-            pipe = self._db.pipeline(transaction=False)
-            for key in keys:
-                pipe.hget(self._answer + key, "head")
-            heads = pipe.execute()
         gone = []
-        for key, head in zip(keys, heads, strict=True):
+        for key, head in zip(keys, self.heads_of(keys), strict=True):
             with suppress(CorruptValue):
                 if head is None or not selector.matches(decode(key, head, None)):
                     continue
@@ -247,14 +245,23 @@ class RedisStore(ResponseStore):
 
     def heads(self, first: int, most: int) -> list[tuple[str, bytes | None]]:
         """Keys and heads of the answers that were used last, from a place on."""
+        keys = [key for key, _ in self.used(first, most)]
+        return list(zip(keys, self.heads_of(keys), strict=True))
+
+    def used(self, first: int, most: int) -> list[tuple[str, float]]:
+        """Keys of the answers that were used last, from a place on, and when."""
+        last = first + most - 1
         with asking():
-            keys = [
-                key.decode() for key in self._db.zrevrange(self._keys[0], first, first + most - 1)
-            ]
+            found = self._db.zrevrange(self._keys[0], first, last, withscores=True)
+        return [(key.decode(), used) for key, used in found]
+
+    def heads_of(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The heads of answers; None of one that has gone."""
+        with asking():
             pipe = self._db.pipeline(transaction=False)
             for key in keys:
                 pipe.hget(self._answer + key, "head")
-            return list(zip(keys, pipe.execute(), strict=True))
+            return list(pipe.execute())
 
     def usage(self) -> tuple[int, int]:
         with asking():

@@ -20,9 +20,8 @@ import xxhash
 from semkv.errors import CorruptValue
 
 FORMAT = 1
-# credentials, and for how long
-REFUSALS = 100_000
-REFUSED_S = 90 * 86_400.0
+REFUSALS = 100_000  # the latest refused credentials that a store remembers
+REFUSED_S = 90 * 86_400.0  # for so long
 CHECKSUM = 32  # bytes of the head before its JSON
 LOG = 1000  # invalidations that a store remembers
 _TIMES = ("created", "expires", "stale_until")

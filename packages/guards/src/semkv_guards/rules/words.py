@@ -10,7 +10,7 @@ from semkv_guards.rules.rule import rule
 from semkv_guards.text import STOPS
 
 _PLACES = 3  # words that stand against one each
-_BLOCK = 4  # words that stand against others in one place
+_BLOCK = 5  # words that stand against others in one place
 
 _FOOD = (
     "What is the use of bread butter cheese cream honey rice pasta soup salad bacon ham sausage flour "
@@ -119,13 +119,16 @@ def _are_in_same_places(pair: Pair, places: Iterable[tuple[Token, Token]]) -> bo
             "Which chamber pumps blood into the aorta?",
             "Which chamber pumps blood into the pulmonary artery?",
         ),
+        ("Can I hand in the essay by email?", "Can I hand in the essay on paper?"),
     ),
     allows=(("How do I remove wax?", "How do I get rid of wax?"),),
 )
 def substituted_phrase(pair: Pair) -> str | None:
-    """A few words in one place stand against a few others, and nothing else differs: "wax", "candle oil"."""
-    left, right = _unmatched(pair)
-    if not left or not right or sum(map(len, pair.only)) > _BLOCK:
+    """A few words in one place stand against a few others, and nothing else differs: "wax", "candle oil".
+
+    A word of the place may have its kin elsewhere in the other text: "submit the essay by email", "on paper".
+    """
+    if not all(pair.without_counterpart):
         return None
     first, second = (
         [t.stem for t in text.without_articles if t.word not in STOPS] for text in (pair.a, pair.b)

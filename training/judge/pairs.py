@@ -1,0 +1,235 @@
+"""Pairs of requests that one answer serves, or does not: generated, and the rows of ``bench/data`` that are not held
+out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import phrases
+
+FILES = ("traps", "paraphrases", "added", "long")
+_DATA = Path(__file__).parents[2] / "bench/data"
+_SAME = 0.45  # of generated pairs
+_LABELED = 0.35  # of all pairs: rows of bench/data
+_NEAR = 6  # places in a list up to which another entry is a near one
+_LONG = 0.15  # of generated pairs: among sentences
+_EXCHANGED = 0.15  # of all pairs: a labeled text with another word
+_WORD = re.compile(r"\w+(?:'\w+)?")
+_SMALL = frozenset(
+    "the and for are can you does did was were has have had will would should could may might what which who how why"
+    " when where this that these those our your their his her its with from into onto".split()
+)
+_LETTERS = re.compile(r"[a-z]{5,}")
+
+
+class Labeled(NamedTuple):
+    """Two requests, and whether one answer serves both."""
+
+    a: str
+    b: str
+    same: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked, as places in the lists of `phrases`."""
+
+    frame: int
+    verb: int
+    thing: int
+    other: int
+    described: str
+    tail: int
+    is_action: bool
+
+
+def labeled(*, held_out: bool) -> list[Labeled]:
+    """The rows of ``bench/data`` that are held out, or the others."""
+    found = []
+    for name in FILES:
+        for line in (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["held_out"] is held_out:
+                same = row.get("same", name == "paraphrases")
+                found.append(Labeled(row["a"], row["b"], same))
+    return found
+
+
+def endless(rows: Sequence[Labeled], seed: int) -> Iterator[Labeled]:
+    """Pairs without end, generated ones and the labeled rows, these also with typing noise."""
+    random = Random(seed)  # noqa: S311
+    by_label = [[row for row in rows if row.same is same] for same in (False, True)]
+    exchanged = Exchanged([text for row in rows for text in (row.a, row.b)])
+    while True:
+        drawn = random.random()
+        if drawn < _LABELED:
+            row = random.choice(by_label[random.random() < _SAME])
+        elif drawn < _LABELED + _EXCHANGED:
+            row = exchanged.drawn(random.choice(by_label[random.random() < 0.5]), random)
+        else:
+            row = generated(random)
+        yield _typed(row, random)
+
+
+class Exchanged:
+    """Traps from texts: a word gives way to another that follows the same word in some text, a number to another."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._after: dict[str, list[str]] = defaultdict(list)
+        for text in texts:
+            for before, word in itertools.pairwise(_WORD.findall(text.lower())):
+                self._after[before].append(word)
+
+    def drawn(self, row: Labeled, random: Random) -> Labeled:
+        """A text of a row against one in which one word is another; the row itself where there is none to exchange."""
+        text = random.choice((row.a, row.b))
+        words = list(_WORD.finditer(text))
+        places = [
+            (before, word)
+            for before, word in itertools.pairwise(words)
+            if word[0].islower() and len(word[0]) > 2 and word[0] not in _SMALL
+        ]
+        if not places:
+            return row
+        before, word = random.choice(places)
+        others = [
+            other for other in self._after[before[0].lower()] if _start(other) != _start(word[0])
+        ]
+        if not others:
+            return row
+        other = random.choice(others)
+        return Labeled(text, text[: word.start()] + other + text[word.end() :], same=False)
+
+
+def _start(word: str) -> str:
+    """What two forms of a word have in common."""
+    return word[:4]
+
+
+def generated(random: Random) -> Labeled:
+    """A pair that lists and frames make."""
+    same = random.random() < _SAME
+    asked = _drawn(random)
+    other = asked if same else _changed(asked, random)
+    a = _said(asked, random)
+    b = _said(other, random)
+    while same and a == b and random.random() < 0.9:
+        b = _said(other, random)
+    if random.random() < _LONG:
+        a, b = _among_sentences(a, b, random)
+    return Labeled(a, b, same)
+
+
+def _drawn(random: Random) -> Asked:
+    is_action = random.random() < 0.65
+    frames = phrases.ACTION_FRAMES if is_action else phrases.THING_FRAMES
+    thing = random.randrange(len(phrases.THINGS))
+    return Asked(
+        frame=random.randrange(len(frames)),
+        verb=random.randrange(len(phrases.VERBS)),
+        thing=thing,
+        other=_other(thing, len(phrases.THINGS), random),
+        described=random.choice(phrases.DESCRIBED) if random.random() < 0.3 else "",
+        tail=random.randrange(len(phrases.TAILS)) if random.random() < 0.35 else -1,
+        is_action=is_action,
+    )
+
+
+def _changed(asked: Asked, random: Random) -> Asked:
+    """The same with one thing changed, or none that fits."""
+    frames = phrases.ACTION_FRAMES if asked.is_action else phrases.THING_FRAMES
+    ways: list[Callable[[], Asked]] = [
+        lambda: replace(asked, thing=_other(asked.thing, len(phrases.THINGS), random)),
+        lambda: replace(asked, described=_other_word(asked.described, random)),
+    ]
+    if asked.is_action:
+        ways += [
+            lambda: replace(asked, verb=_other(asked.verb, len(phrases.VERBS), random)),
+            lambda: replace(asked, tail=_other_tail(asked.tail, random)),
+        ]
+    elif "{m}" in frames[asked.frame][0]:
+        ways.append(lambda: replace(asked, other=_other(asked.other, len(phrases.THINGS), random)))
+    if random.random() < 0.2:
+        return replace(asked, frame=_other(asked.frame, len(frames), random))
+    return random.choice(ways)()
+
+
+def _other(place: int, count: int, random: Random) -> int:
+    """Another place, most often a near one."""
+    if random.random() < 0.7:
+        near = [at for at in range(place - _NEAR, place + _NEAR + 1) if 0 <= at < count]
+        return random.choice([at for at in near if at != place])
+    return (place + random.randrange(1, count)) % count
+
+
+def _other_word(word: str, random: Random) -> str:
+    if word and random.random() < 0.3:
+        return ""
+    return random.choice([other for other in phrases.DESCRIBED if other != word])
+
+
+def _other_tail(tail: int, random: Random) -> int:
+    if tail < 0:
+        return random.randrange(len(phrases.TAILS))
+    return -1 if random.random() < 0.3 else _other(tail, len(phrases.TAILS), random)
+
+
+def _said(asked: Asked, random: Random) -> str:
+    """One of the ways to ask it."""
+    thing = random.choice(phrases.THINGS[asked.thing])
+    noun = f"{asked.described} {thing}".strip()
+    if not asked.is_action:
+        frame = random.choice(phrases.THING_FRAMES[asked.frame])
+        text = frame.replace("{n}", noun).replace("{m}", random.choice(phrases.THINGS[asked.other]))
+    else:
+        verb = random.choice(phrases.VERBS[asked.verb])
+        tail = f" {random.choice(phrases.TAILS[asked.tail])}" if asked.tail >= 0 else ""
+        owner = random.choice(("my", "my", "the"))
+        frame = random.choice(phrases.ACTION_FRAMES[asked.frame])
+        text = frame.replace("{x}", f"{verb} {owner} {noun}{tail}")
+    text = re.sub(r"\ba (?=[aeiouAEIOX])", "an ", text)
+    return random.choice(phrases.POLITE).replace("{t}", text) if random.random() < 0.1 else text
+
+
+def _among_sentences(a: str, b: str, random: Random) -> tuple[str, str]:
+    """Both as a sentence of one long text."""
+    around = random.sample(phrases.SENTENCES, random.randrange(2, 6))
+    place = random.randrange(len(around) + 1)
+    first, second = ([*around[:place], text, *around[place:]] for text in (a, b))
+    return " ".join(first), " ".join(second)
+
+
+def _typed(row: Labeled, random: Random) -> Labeled:
+    """A row in one of its two orders, some with another way of typing, which does not change what is asked."""
+    a, b = (row.a, row.b) if random.random() < 0.5 else (row.b, row.a)
+    if random.random() < 0.1:
+        b = a if row.same else b
+    if random.random() < 0.12:
+        a = _slipped(a, random)
+    if random.random() < 0.12:
+        b = _slipped(b, random)
+    if random.random() < 0.08:
+        a = a.lower()
+    if random.random() < 0.08:
+        b = b.rstrip("?.!")
+    return Labeled(a, b, row.same)
+
+
+def _slipped(text: str, random: Random) -> str:
+    """A text with a letter of a word dropped, doubled, or two exchanged."""
+    words = list(_LETTERS.finditer(text))
+    if not words:
+        return text
+    word = random.choice(words)
+    at = word.start() + random.randrange(1, len(word[0]) - 2)
+    before = text[:at]
+    after = text[at:]
+    return before + random.choice((after[1:], after[0] + after, after[1] + after[0] + after[2:]))
