@@ -96,13 +96,17 @@ HOSTILE: list[Any] = [
 ]
 
 
+_KEPT: list[Engine] = []
+"""Engines that are not closed: vLLM would wait for the peer that was killed."""
+
+
 def second(model: str, folder: str, port: int, other: int, pid: int) -> dict[str, Any]:
     """The engine that conversations move to."""
     found: dict[str, Any] = {}
     real = {"kv_request_id": "a", "remote_host": HOST, "remote_port": other}
     hostile = [*HOSTILE, {"remote_kv_source": real}, {"remote_prefiller": real}]
-    # It is not closed: vLLM would wait for the peer that was killed.
     engine = Peer(model, folder, port, other)
+    _KEPT.append(engine)
     asked = prompts()
     answers = []
     for params in hostile:
