@@ -241,7 +241,8 @@ def reserve(
 
     Returns how many files and blocks went for it; None where there is no room. A bound of 0 is none.
     """
-    if any(bound and new.nbytes > bound for bound in (max_bytes, tenant_bytes)):
+    most_bytes = [bound for bound in (max_bytes, tenant_bytes) if bound]
+    if new.nbytes > min(most_bytes, default=new.nbytes):
         return None
     if max_blocks and len(new.keys) > max_blocks:
         return None
@@ -254,8 +255,8 @@ def reserve(
     stored = totals(db)
     freed_blocks = sum(victim.blocks for victim in his)
     freed_bytes = sum(victim.nbytes for victim in his)
-    over_blocks = stored[1] - freed_blocks + len(new.keys) - max_blocks if max_blocks else 0
-    over_bytes = stored[2] - freed_bytes + new.nbytes - max_bytes if max_bytes else 0
+    over_blocks = _above(max_blocks, stored[1] - freed_blocks + len(new.keys))
+    over_bytes = _above(max_bytes, stored[2] - freed_bytes + new.nbytes)
     let_go(db, root, [victim.file for victim in his])
     rest = _victims(db, over_bytes, over_blocks, pending, {})
     if rest is None:
@@ -274,6 +275,11 @@ def reserve(
     )
     db.execute("INSERT INTO files VALUES(?,?,?,?,?,?,0,0,?,?,1,0,0,0)", (*row, new.writer.encode()))
     return len(gone), sum(victim.blocks for victim in gone)
+
+
+def _above(bound: int, value: int) -> int:
+    """By how much a value is above a bound; a bound of 0 is none."""
+    return value - bound if bound else 0
 
 
 def held(db: sqlite3.Connection, which: Mapping[str, str]) -> int:
