@@ -298,6 +298,29 @@ def test_where_few_find_anything_a_lookup_behind_many_is_left_out(
     assert answer.headers["x-semkv"].startswith(("hit tier=exact", "hit tier=text:semantic"))
 
 
+@pytest.mark.parametrize("rarely", [False, True])
+def test_of_64_near_repeats_at_once_each_hits_or_is_counted_with_its_reason(
+    pair: Pair, rarely: bool
+) -> None:
+    """Where lookups find something none is given up; where they rarely do, one behind many others may be."""
+    texts = HUNDRED[:64]
+    tenant = a_tenant()
+    pair.post(texts[0], headers=tenant)
+    recorded(pair)
+    cache = pair.app.gateway.cache
+    cache.found_share = 0.0 if rarely else 1.0
+    before = crowded_out(pair)
+    asked = [pair.soon(text, headers=tenant) for text in texts[1:]]
+    kinds = [one.result().headers["x-semkv"].split()[0] for one in asked]
+    assert kinds.count("hit") + crowded_out(pair) - before >= 63
+    assert rarely or kinds.count("hit") == 63
+
+
+def crowded_out(pair: Pair) -> float:
+    """Lookups that were left out since many waited."""
+    return pair.app.gateway.cache.sizes()["events"]["semantic crowded out"]
+
+
 # -- what looking costs -----------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,9 @@ STORED = "What are the advantages of eating breakfast early?"
         ("Is the website slwo today?", "Is the website slow today?", "slow"),
         ("Thsi shop is closed", "This shop is closed", "This"),
         ("Have you hve any?", "Have you have any?", "have"),
+        ("Wha is compound interest?", "What is compound interest?", "What"),  # hardly a word
+        ("I want to larn Spanish", "I want to learn Spanish", "learn"),
+        ("Is it saf to drink?", "Is it safe to drink?", "safe"),
     ],
 )
 def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) -> None:
@@ -59,6 +62,7 @@ def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) 
         ("Is grindr safe?", "Is Grinder safe?"),
         ("I work in slaes", "I work in sales now"),  # another word more, so too short a word
         ("Which dose is safe?", "Which does is safe?"),
+        ("Is the wok new?", "Is the work new?"),  # short, and a word of some list
         ("soem rain", "some rain"),  # too few words
     ],
 )

@@ -143,6 +143,7 @@ class CacheClient:
         )  # no lookup waits behind a record
         self._running: dict[str, Running] = {}  # lookups that later requests may share
         self._waited_for: set[Running] = set()
+        self._crowded_out = 0  # lookups left out since many waited and few find anything
         self.found_share = 1.0  # share of recent lookups that found something; 1 before the first
 
     # -- looking up ---------------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ class CacheClient:
         if least > 1.0:  # no near-repeats, neither of others nor for others
             return Lookup(canonical)
         if self.rarely_finds and self._lookups.waiting > _UNLIKELY:
+            self._crowded_out += 1
             return Lookup(canonical)
         start = time.perf_counter()
         work = self._lookups.run(_LOOKUP_S, self._try_reuse, self.semantic, canonical)
@@ -407,6 +409,7 @@ class CacheClient:
         """Sizes (``gauges``), and what the caches counted (``events``). Blocks."""
         gauges = {name: float(n) for name, n in self.responses.sizes().items()}
         events = {f"response {name}": float(n) for name, n in self.responses.counts().items()}
+        events["semantic crowded out"] = float(self._crowded_out)
         if self.semantic is not None:
             more, counted = _semantic_figures(self.semantic.stats())
             gauges.update(more)

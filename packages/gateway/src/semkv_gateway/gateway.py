@@ -203,6 +203,7 @@ class Gateway:
         self._sampling = sampling
         self.rules = cache.rules
         self.secret = secret
+        self._known_fields = frozenset(settings.known_fields)
         self._checks = 0
         self._separation = Separation(settings.ignored_headers)
         self._tenants = Tenants(
@@ -471,11 +472,10 @@ class Gateway:
         keys = lookup.canonical.keys if own else (lookup.canonical.key,)
         for key in () if request.blocked else keys:
             found = self.cache.responses.peek(key)
-            if (
-                found is not None
-                and (answer := self._hit(request, replace(lookup, found=found, entry=None)))
-                is not None
-            ):
+            if found is None:
+                continue
+            answer = self._hit(request, Lookup(lookup.canonical, found, lookup.report))
+            if answer is not None:
                 return answer
         return None
 
@@ -825,7 +825,7 @@ class Gateway:
             version=settings.data_version,
             tags=tags,
             headers=client.headers,
-            known_fields=frozenset(settings.known_fields),
+            known_fields=self._known_fields,
             stateless=settings.stateless_responses,
         )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)

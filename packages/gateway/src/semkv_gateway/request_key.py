@@ -5,7 +5,6 @@ Whatever is not known to leave the answer alone is part of the key. What cannot 
 
 from __future__ import annotations
 
-import hmac
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from semkv.keys import media_uuid
 from semkv.stores.media import MediaStore
-from semkv.tenants import tenant_salt
+from semkv.tenants import signature, tenant_salt
 from semkv.types import MediaSegment, Namespace, Plan, Request, TextSegment
 from semkv_gateway import strict_json
 from semkv_gateway.routes import (
@@ -164,7 +163,7 @@ class Deployment:
         head = _encode(
             ["semkv", 3, self.endpoint, self.tenant, self.version, self.headers, *self.tags]
         )
-        return hmac.digest(self.secret, f"{head}\n{body}".encode(), "sha256").hex()
+        return signature(self.secret, f"{head}\n{body}".encode()).hex()
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ class CanonicalRequest:
         """Under which a stream is kept that is for streams only; empty where streams have the request's own key."""
         if not self.route.converts:
             return ""
-        return hmac.digest(self._deployment.secret, f"stream {self.key}".encode(), "sha256").hex()
+        return signature(self._deployment.secret, f"stream {self.key}".encode()).hex()
 
     @property
     def keys(self) -> tuple[str, ...]:

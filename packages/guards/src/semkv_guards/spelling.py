@@ -138,7 +138,7 @@ def _is_slip_of(slip: str, word: str) -> bool:
     if known.has(slip) and not _is_unlikely(slip, word):
         return False
     is_function_word = word in language.stop_words
-    if len(slip) < SHORTEST_ALONE and not is_function_word and not _can_be_said(slip):
+    if len(slip) < SHORTEST_ALONE and not is_function_word and not _is_cut_short(slip, word):
         return False  # it may be an abbreviation
     others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
     if is_function_word:  # a word of content would not stand in its place
@@ -161,9 +161,9 @@ def _is_unlikely(slip: str, word: str) -> bool:
     return len(slip) >= SHORTEST_ALONE and known.ranks.get(word, _RARE) <= _USUAL
 
 
-def _can_be_said(word: str) -> bool:
-    """Whether letters are no mere abbreviation: consonants alone are."""
-    return not set(languages()[0].vowels).isdisjoint(word)
+def _is_cut_short(slip: str, word: str) -> bool:
+    """Whether a slip of three letters begins as the word does, and is no mere abbreviation, as consonants are."""
+    return slip[0] == word[0] and not set(languages()[0].vowels).isdisjoint(slip)
 
 
 def _differing(a: str, b: str) -> Iterator[str]:

@@ -240,8 +240,8 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(flags, Path(folder))
         found |= {"encoder": bench.encoder.fingerprint, "not measured": bench.absent}
-        for name in flags.parts:
-            found[name], tables = PARTS[name](bench)
+        for name, part in _parts(flags).items():
+            found[name], tables = part(bench)
             for made in tables:
                 screen.print(made)
             if flags.out is not None:
@@ -249,6 +249,15 @@ def run(flags: SemanticFlags, screen: Console) -> Row:
     for line in bench.absent:
         screen.print(line, soft_wrap=True, highlight=False)
     return found
+
+
+def _parts(flags: SemanticFlags) -> dict[str, Callable[[Bench], Found]]:
+    """What a run measures, by name."""
+    if flags.board is None:
+        return {name: PARTS[name] for name in flags.parts}
+    from semkv_lab.boards import BOARDS  # which stands on this module
+
+    return {flags.board: BOARDS[flags.board]}
 
 
 def machine() -> Row:

@@ -58,6 +58,7 @@ _HOOK_LAYERS = {
 
 
 Match = Literal["all", "any"]
+Board = Literal["fow-cache"]
 Reuse = Literal["inputs", "prefix", "literal", "blend"]
 """What is used of a donor; see `semkv_lab.reuse`."""
 
@@ -274,6 +275,7 @@ class SemanticFlags:
         stream: A stream of your own instead of generated ones: JSONL of text and cluster in the order of requests.
         requests: Most requests of a stream, and of the one that warms up.
         seeds: Streams of each kind.
+        board: Instead of the parts, a board of somebody else: fow-cache (pip install fow-cache).
         max_error_rate: Bounds of vcache and of the bounded policy; may be repeated.
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
@@ -284,6 +286,7 @@ class SemanticFlags:
     stream: Path | None = None
     requests: Annotated[int, POSITIVE] = 2000
     seeds: Annotated[int, POSITIVE] = 2
+    board: Board | None = None
     max_error_rate: Annotated[tuple[float, ...], _SHARES, MANY] = (PolicyConfig.max_error_rate,)
     out: Path | None = None
 
