@@ -393,7 +393,7 @@ def _bucket(found: Found, sizes: Sizes, costs: Costs) -> Found:
         "gets_of_records_a_second": round(gets, 1),
         "dollars_a_month": round(price / 1000 * MONTH_S),
         "computed_kv_gib_a_day": round(kv_gib),
-        "hours_until_1_tib": round(24 * 1024 / kv_gib, 2) if kv_gib else None,
+        "minutes_until_1_tib": round(1440 * 1024 / kv_gib, 2) if kv_gib else None,
         "dollars_a_month_for_1_tib": round(1024 * GIB_PRICE),
         "blocks_in_1_tib": round(blocks),
         "index_mib_of_each_machine": round(blocks * INDEX_BYTES / (1 << 20)),
