@@ -8,7 +8,6 @@ is what things take: each request of a store, each lookup, each prefill.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import selectors
 import time
@@ -22,6 +21,7 @@ from scale_trace import Asked, Judgement, chain
 
 from semkv.latest import Latest
 from semkv.tiers import sharing
+from semkv_gateway import donors
 from semkv_gateway.http import Call
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.responses.store import MemoryStore, StoredResponse
@@ -29,7 +29,7 @@ from semkv_gateway.upstreams import Upstreams
 from semkv_vllm.bucket_log import POLL_S
 from semkv_vllm.shared import BreakEven
 
-PLACES = ("device", "host", "disk", "bucket")
+PLACES = ("device", "host", "disk", "peer", "bucket")
 _MEASURED = 4  # measurements that `BreakEven` wants
 _PROGRESS_S = 2.0
 _ANSWER_OVERHEAD = 320  # bytes of an answer's JSON without its text
@@ -45,10 +45,12 @@ class Costs:
         miss: the same for one that is sent upstream.
         lookup: of a lookup among donors: encoder, guards, search. A gateway does ``lookups`` at once.
         unencoded: of one that finds its partition empty.
+        known: until an answer that is stored can be found by others.
         trip: of a request to Redis and back, without Redis's own time.
         command: of Redis, for one command; ``script`` for one that changes several keys; ``row`` for a donor read.
         step: of a replica, for a prefill of any length; ``token`` for each token computed.
-        from_host, from_disk, from_bucket: for each token loaded from there.
+        from_host, from_disk, from_peer, from_bucket: for each token loaded from there. Those of a peer and of a bucket
+            are 10 Gbit/s and 0.3 GB/s, which were not measured.
         first: of a bucket, until the first byte.
         decode: for each token of an answer.
         token_bytes: KV of a token, in bytes.
@@ -60,6 +62,7 @@ class Costs:
     lookup: float = 0.012
     lookups: int = 2
     unencoded: float = 0.001
+    known: float = 0.1
     trip: float = 0.0003
     command: float = 0.00001
     script: float = 0.00006
@@ -68,6 +71,7 @@ class Costs:
     token: float = 0.0000214
     from_host: float = 0.0000042
     from_disk: float = 0.0000425
+    from_peer: float = 0.000046
     from_bucket: float = 0.00019
     first: float = 0.03
     decode: float = 0.0004
@@ -83,6 +87,7 @@ class Sizes:
         memory_mib, store_mib: of answers, in a gateway's memory and in Redis.
         max_entries: donors that a gateway keeps.
         device, host, disk: tokens of KV that a replica holds there; ``bucket`` that all hold together, 0 for none.
+        peers: 1 where a replica loads the beginning of a moved conversation from the one that had it, over p2p.
         block_tokens: of a KV block. Large ones spare time.
     """
 
@@ -96,6 +101,7 @@ class Sizes:
     host: int = 700_000
     disk: int = 0
     bucket: int = 0
+    peers: int = 0
     block_tokens: int = 64
 
 
@@ -163,14 +169,19 @@ class Bucket:
     def __init__(self, blocks: int) -> None:
         self.there: Latest[bytes, float] = Latest(blocks)
         self.requests: Counter[str] = Counter()
+        self._batches: set[tuple[int, int]] = set()
 
     def has(self, name: bytes, now: float) -> bool:
         return self.there.get(name, float("inf")) <= now
 
-    def put(self, names: Sequence[bytes], now: float) -> None:
+    def put(self, names: Sequence[bytes], now: float, replica: int) -> None:
+        """A file, and a record of all files that a replica has put since its last look at the log."""
         new = [name for name in names if name not in self.there]
-        if new:  # a file, and a record with a list before and after it
-            self.requests += Counter(put=2, get=1, list=1)
+        self.requests["put file"] += bool(new)
+        batch = (replica, int(now / POLL_S))
+        if new and batch not in self._batches:
+            self._batches.add(batch)
+            self.requests["put record"] += 1
         for name in new:
             self.there[name] = now + POLL_S
 
@@ -189,14 +200,15 @@ class Replica:
         self.tokens: Counter[str] = Counter()
         self.refused = 0
 
-    async def prefill(self, seed: str, prompt: bytes) -> None:
-        """Until the first token."""
+    async def prefill(self, seed: str, prompt: bytes, peer: Replica | None = None) -> None:
+        """Until the first token. ``peer`` had the beginning last."""
         now = asyncio.get_running_loop().time()
         names = chain(seed, prompt, self._block)
-        found = self._found(names, now)
+        found = self._found(names, now, peer)
         computed = max(1, len(prompt) // 4 - sum(found.values()))
         costs = self._costs
         load = found["host"] * costs.from_host + found["disk"] * costs.from_disk
+        load += found["peer"] * costs.from_peer
         if found["bucket"]:
             load += costs.first + found["bucket"] * costs.from_bucket
         self.tokens.update(found)
@@ -205,11 +217,11 @@ class Replica:
         await asyncio.sleep(load)
         await self._compute.take(costs.step + computed * costs.token)
 
-    def _found(self, names: Sequence[bytes], now: float) -> Counter[str]:
+    def _found(self, names: Sequence[bytes], now: float, peer: Replica | None) -> Counter[str]:
         """Tokens by the places that have them, of the leading run. What lies far is loaded where that is faster."""
         found: Counter[str] = Counter()
         for name in names:
-            place = self._place(name, now)
+            place = self._place(name, now, peer)
             if not place:
                 break
             found[place] += self._block
@@ -221,10 +233,12 @@ class Replica:
             del found["disk"], found["bucket"]
         return found
 
-    def _place(self, name: bytes, now: float) -> str:
+    def _place(self, name: bytes, now: float, peer: Replica | None) -> str:
         for place, held in zip(PLACES, self._held, strict=False):
             if name in held:
                 return place
+        if peer is not None and name in peer._held[1]:
+            return "peer"
         return "bucket" if self._bucket is not None and self._bucket.has(name, now) else ""
 
     def _keep(self, names: Sequence[bytes], now: float) -> None:
@@ -233,7 +247,7 @@ class Replica:
             for name in reversed(names):
                 held[name] = True
         if self._bucket is not None:
-            self._bucket.put(names, now)
+            self._bucket.put(names, now, id(self))
 
     @property
     def busy(self) -> float:
@@ -258,16 +272,19 @@ def prompt_of(messages: Sequence[tuple[str, str]]) -> bytes:
 class _Server:
     """A replica as a gateway's `Upstreams` see it."""
 
-    def __init__(self, number: int, replica: Replica, costs: Costs) -> None:
+    def __init__(self, number: int, replicas: Sequence[Replica], costs: Costs) -> None:
         self.name = f"replica-{number}"
-        self.replica = replica
+        self.replica = replicas[number]
+        self._replicas = replicas
         self._costs = costs
 
     async def send(self, call: Call) -> _Reply:
         if not call.body:  # which models it has
             return _Reply(0.0, b'{"data": [{"id": "scripted"}]}')
         asked: Asked = call.scope["asked"]
-        await self.replica.prefill(asked.tenant, prompt_of(asked.messages))
+        named = call.body.rpartition(b'"peer":"')
+        peer = self._replicas[int(named[2].partition(b'"')[0])] if named[1] else None
+        await self.replica.prefill(asked.tenant, prompt_of(asked.messages), peer)
         return _Reply(asked.answer_tokens * self._costs.decode, b"")
 
     async def ready(self) -> bool:
@@ -299,7 +316,7 @@ class _Reply:
 
 
 class Redis:
-    """Answers on the first node, partitions of donors on all of them."""
+    """Answers and partitions of donors, on all nodes by their keys."""
 
     def __init__(self, sizes: Sizes, costs: Costs, clock: Any) -> None:
         self._costs = costs
@@ -324,21 +341,21 @@ class Redis:
     async def get(self, key: str) -> StoredResponse | None:
         found = self.answers.get(key)
         nbytes = 0 if found is None else len(found.payload)
-        await self.ask("get", 3 * self._costs.command, nbytes=nbytes)
+        await self.ask("get", 3 * self._costs.command, node=self.node_of(key), nbytes=nbytes)
         return found
 
     async def put(self, response: StoredResponse) -> None:
         await self.ask("news", self._costs.command)
         nbytes = len(response.payload)
-        await self.ask("put", self._costs.script, nbytes=nbytes)
+        await self.ask("put", self._costs.script, node=self.node_of(response.key), nbytes=nbytes)
         self.answers.put(response)
 
     async def read(self, partition: Any, after: int) -> list[tuple[int, str]]:
         """Donors that are new since a place."""
         node = self.node_of(partition)
         rows = [row for row in self.donors.get(partition, ()) if row[0] > after]
-        pages = -(-len(rows) // 256) + 1
-        for _ in range(pages):
+        pages = -(-len(rows) // donors._PAGE) + bool(rows)
+        for _ in range(1 + max(1, pages)):  # pairs found wrong, and pages until one is empty
             await self.ask("read donors", self._costs.command, node=node)
         if rows:
             self.nbytes["read donors"] += len(rows) * DONOR_BYTES
@@ -392,7 +409,8 @@ class Gateway:
         self._clock = loop.time
         self.memory = MemoryStore(sizes.memory_mib << 20, clock=loop.time)
         upstreams: Any = servers
-        self.upstreams = Upstreams(upstreams, Metrics(), salt=False)
+        self._peers = [str(number) for number in range(len(servers))] if sizes.peers else []
+        self.upstreams = Upstreams(upstreams, Metrics(), salt=bool(sizes.peers), peers=self._peers)
         self._number = number
         self._flights: dict[str, _Flight] = {}
         self._pending: dict[Any, list[_Flight]] = defaultdict(list)
@@ -477,7 +495,9 @@ class Gateway:
         self._pending[asked.partition].append(flight)
         await self.loop_time.take(self._costs.miss)
         call = Call({"asked": asked, "method": "POST"}, asked.body())
-        reply = await self.upstreams.send(lambda _: call, tenant=asked.tenant, model="scripted")
+        reply = await self.upstreams.send(
+            lambda _: call, tenant=asked.tenant, model="scripted", hints=bool(self._peers)
+        )
         flight.head.set()
         task = asyncio.ensure_future(self._finish(asked, key, flight, reply))
         self._tasks.add(task)
@@ -493,6 +513,7 @@ class Gateway:
         await self._redis.put(response)
         del self._flights[key]
         flight.stored.set()
+        await asyncio.sleep(self._costs.known)
         self._donors[asked.partition, asked.text] = True
         self._pending[asked.partition].remove(flight)
         self._has[asked.partition] = True
@@ -553,9 +574,8 @@ async def _play(
     loop = asyncio.get_running_loop()
     bucket = Bucket(sizes.bucket // sizes.block_tokens) if sizes.bucket else None
     redis = Redis(sizes, costs, loop.time)
-    servers = [
-        _Server(number, Replica(sizes, costs, bucket), costs) for number in range(sizes.replicas)
-    ]
+    replicas = [Replica(sizes, costs, bucket) for _ in range(sizes.replicas)]
+    servers = [_Server(number, replicas, costs) for number in range(sizes.replicas)]
     gateways = [
         Gateway(n, sizes=sizes, costs=costs, redis=redis, servers=servers, judgement=judgement)
         for n in range(sizes.gateways)
@@ -578,9 +598,9 @@ async def _play(
         await gateway.aclose()
     for task in following:
         task.cancel()
-    replicas = [server.replica for server in servers]
     if bucket is not None:
         bucket.requests["list"] += int(length / POLL_S) * sizes.replicas
+        bucket.requests["get record"] = bucket.requests["put record"] * (sizes.replicas - 1)
     return {
         **summary(rows),
         "seconds": round(length, 3),
@@ -629,8 +649,7 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": round(ordered[round(last * q / 100)], 5) for q in (50, 95)}
 
 
-def prompt_in(body: bytes) -> tuple[str, bytes, int]:
+def prompt_in(found: dict[str, Any]) -> tuple[str, bytes, int]:
     """Of a request as a replica gets it: whose it is, the prompt, and how many tokens it wants."""
-    found = json.loads(body)
     messages = [(one["role"], one["content"]) for one in found["messages"]]
     return str(found.get("cache_salt", "")), prompt_of(messages), int(found["max_tokens"])

@@ -39,4 +39,4 @@ class Replica:
 
     def settle(self) -> None:
         """Wait until what is being deleted is."""
-        self.follower._cleaner.submit(int).result()
+        self.follower.settle()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import vllm_forks
 from command_line import invoke
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
@@ -32,7 +32,8 @@ def call(*words: str, exit_code: int = 0) -> str:
 
 def purge(cache_dir: Path, *selection: str) -> None:
     """As an operator does it, in a process of its own."""
-    command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(cache_dir), *selection]
+    python = vllm_forks.prepare() / "python"  # in which all is imported already
+    command = [python, "-m", "semkv", "purge", "--cache-dir", str(cache_dir), *selection]
     subprocess.run(command, check=True, capture_output=True)
 
 

@@ -27,9 +27,11 @@ from block_helpers import LAYOUT, ROW, keys, open_store, right, served, value
 from bucket_helpers import Replica
 from kv_engines import NOTHING, SKIP, CachedEngine, in_child
 from s3_server import UV, S3Server
+from semkv.cli import run
 from semkv.stores import maintenance
+from semkv_stores.block_file import tenant_tag
 from semkv_stores.blocks import BlockStore, Bounds
-from semkv_stores.errors import ConfigError
+from semkv_stores.errors import ConfigError, StoreError
 from semkv_vllm import BUCKET_MAX_BYTES, ECSettings, KVSettings, bucket, bucket_log
 from semkv_vllm.bucket_log import Follower
 from semkv_vllm.disk_process import DiskProcess, FileDone, HostShape
@@ -153,6 +155,83 @@ def test_a_purge_reaches_the_bucket_and_all_directories(
     assert one.share()
     assert other.share()
     assert other.serves(6, 2) == 2
+
+
+@pytest.mark.parametrize("whose", ["a tenant's", "all"])
+def test_a_bucket_is_purged_without_an_engine(
+    tmp_path: Path, any_url: str, whose: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = Replica(tmp_path / "one" / "kv", any_url), Replica(tmp_path / "other", any_url)
+    one.save(0, 2, owner=tenant_tag("alice"))
+    one.save(2, 2, owner=tenant_tag("bob"))
+    assert one.share()
+    assert other.share()
+    command = ["purge", "--bucket", any_url, f"--cache-dir={tmp_path}/none"]
+    command += ["--tenant=alice"] * (whose != "all")
+    count = 2 if whose == "all" else 1
+    run([*command, "--dry-run"])
+    assert f"{count} files" in capsys.readouterr().out
+    assert other.serves(0, 4) == 4
+    run(command)
+    assert f"{count} files" in capsys.readouterr().out
+    # Nobody who looks at the log now finds anything of it, and the objects are gone.
+    assert len(objects(any_url)) == 2 - count
+    cold = Replica(tmp_path / "cold", any_url)
+    for replica in (cold, one, other):
+        assert replica.share()
+        assert replica.serves(0, 2) == 0
+        assert replica.serves(2, 2) == (0 if whose == "all" else 2)
+    run(command)
+    assert "0 files" in capsys.readouterr().out
+    assert one.share()
+    one.save(4, 2, owner=tenant_tag("alice"))  # computed since
+    assert one.share()
+    assert other.share()
+    assert other.serves(4, 2) == 2
+
+
+def test_a_purge_of_what_is_no_bucket(tmp_path: Path, url: str) -> None:
+    with pytest.raises(StoreError, match="holds no blocks"):
+        run(["purge", "--bucket", url])
+    assert list(Path(url[7:]).iterdir()) == [], "none is begun"
+    with pytest.raises(ConfigError, match="--bucket"):
+        run(["purge", "--bucket", "nonsense"])
+    with pytest.raises(ConfigError, match="--tag"):
+        run(["purge", "--bucket", url, "--tag", "a"])
+    one = Replica(tmp_path / "one", url)
+    one.save(0)
+    assert one.share()
+    path(url, objects(url, "log")[0]).write_bytes(b"damaged")
+    run(["purge", "--bucket", url])
+    path(url, "kv/semkv.json").write_text("damaged")
+    with pytest.raises(StoreError, match="cannot be followed"):
+        run(["purge", "--bucket", url])
+
+
+def test_a_slow_bucket_changes_nothing_but_the_time(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("get", "put", "list", "delete"):
+        monkeypatch.setattr(obstore, name, slowly(getattr(obstore, name), 0.05))
+    one, other = Replica(tmp_path / "one", url), Replica(tmp_path / "other", url)
+    one.save(0, 4, owner="a")
+    assert one.share()
+    assert other.share()
+    assert other.serves(0, 4) == 4
+    other.store.purge("a")
+    assert other.share()
+    assert one.share()
+    assert one.serves(0, 4) == 0
+
+
+def slowly(what: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The same, but late."""
+
+    def late(*args: Any, **fields: Any) -> Any:
+        time.sleep(seconds)
+        return what(*args, **fields)
+
+    return late
 
 
 def test_a_purge_waits_for_a_bucket_that_is_away(tmp_path: Path, url: str) -> None:

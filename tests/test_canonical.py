@@ -281,6 +281,8 @@ def test_a_hint_is_one_only_where_it_stands_as_one() -> None:
     ways += [{"tools": [{**plain, "cache_control": EPHEMERAL}]}, {"cache_control": "none"}]
     assert len({said(ROBIN, **way).key for way in ways}) == len(ways)
     assert said(ROBIN, cache_control=EPHEMERAL).key == said(ROBIN).key
+    with pytest.raises(Unkeyable):
+        said({"role": "user", "content": "x", "cache_control": {**EPHEMERAL, "key": "handbook"}})
 
 
 def in_order(value: Any, *, reverse: bool) -> Any:

@@ -12,7 +12,6 @@ import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -29,12 +28,13 @@ from scripted_upstream import Scripted
 from semkv_gateway import serve
 from semkv_gateway.metrics import FOLDER
 from semkv_gateway.serve import listening
+from vllm_forks import prepare
 
 KEY = {"Authorization": f"Bearer {ADMIN}"}
 
 
 def semkv(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "semkv", *map(str, arguments)]
+    command = [prepare() / "semkv", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -278,7 +278,7 @@ class TestSingleFlight:
         try:
             (flight,) = pair.app.gateway.flights.running
             assert not answer.done()
-            assert not any(b"[DONE]" in chunk.data for chunk in flight._chunks)
+            assert not any(b"[DONE]" in chunk for chunk in flight._chunks)
         finally:
             stored.set()
         assert answer.result().status_code == 200

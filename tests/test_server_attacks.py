@@ -97,18 +97,19 @@ class TestBodies:
     def test_unfinished_bodies_have_so_much_room_together(
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begun, room = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000), pair.app._room
-        monkeypatch.setattr(room, "most", 300_000)
+        begun = request(b"{" + b" " * 280_000).removesuffix(b" " * 80_000)
+        bodies = pair.app._bodies
+        monkeypatch.setattr(bodies, "_most", 300_000)
         with Line(pair) as first, Line(pair) as second:
             first.send(begun)
-            wait_until(lambda: room.used > 190_000)
+            wait_until(lambda: bodies._unfinished > 190_000)
             second.send(begun)
             assert second.until(b"\r\n\r\n")[9:12] == b"503"
             assert pair.metric('semkv_turned_away_total{what="bodies"}') == 1
             assert pair.post("others").status_code == 200
             first.send(b" " * 80_000)
             assert first.until(b"\r\n\r\n")[9:12] == b"400"
-            assert room.used == 0
+            assert bodies._unfinished == 0
 
 
 class TestHeads:

@@ -297,6 +297,11 @@ def test_an_upstream_hears_of_a_conversation_and_of_who_had_it(tmp_path: Path) -
             several.say("Where is it?", kv_transfer_params=said, prompt_cache_key="tour")
             assert hints(home.calls[before]) == {}
         assert home.calls[-5]["kv_transfer_params"] == {"semkv": {"skip": True}}
+        # A client may have its own conversation brought back, or let go of.
+        for wish, hint in (("prefetch", {"prefetch": True}), ("let go", {"keep_s": 0})):
+            said = {"semkv": {"conversation": wish, "hints": {"keep_s": 5}}}
+            several.post("hello", kv_transfer_params=said, prompt_cache_key="tour")
+            assert hints(home.calls[-1]) == {**one, **hint}
 
 
 def test_an_upstream_that_refuses_hints_gets_none(tmp_path: Path) -> None:

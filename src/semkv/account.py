@@ -110,6 +110,7 @@ class Account:
         self._taken: dict[str, TierFigures] = {}
         self._gates: dict[str, Gate] = {}
         self._misses: deque[float] = deque(maxlen=_LATEST)
+        self._allowance = 0.0  # by these; 0 where there was none
         self._lock = threading.Lock()
 
     def pays(self, tier: str) -> bool:
@@ -144,16 +145,16 @@ class Account:
         """A request that found nothing took so long."""
         with self._lock:
             self._misses.append(seconds)
+            self._allowance = max(_ALLOWED_S, _ALLOWED_HITS * median(self._misses))
 
     def _of(self, tier: str) -> TierFigures:
         return self._figures.setdefault(tier, TierFigures())
 
     def _move(self, tier: str, seconds: float) -> None:
         gate = self._gates.get(tier)  # without one a tier is asked always
-        if gate is None or not self._misses:
+        if gate is None or not self._allowance:
             return
-        allowance = max(_ALLOWED_S, _ALLOWED_HITS * median(self._misses))
-        changed = gate.move(seconds, allowance)
+        changed = gate.move(seconds, self._allowance)
         if changed and self.auto:
             self._say(tier, gate)
 

@@ -335,6 +335,7 @@ class SemanticCache:
             near=found.near,
             doubt=found.doubt if self.config.mode is CacheMode.LIVE else None,
             left_out=found.left_out,
+            keyed=found.keyed,
         )
 
     def keep_verdict(self, report: ReuseReport, *, same: bool) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from semkv.keys import Keyed
+
     Vector = npt.NDArray[np.float32]
 
 
@@ -278,6 +280,7 @@ class ReuseReport:
             answer tells whether it would have been right.
         doubt: the best match that a judge's yes would make a hit, with its donor: see `SemanticCache.keep_verdict`.
         left_out: tiers that ``--tiers auto`` did not ask; with ``all`` those that it would not have asked.
+        keyed: the request's keys, which the record of its answer needs again; None where nothing was looked up.
     """
 
     request: Request
@@ -291,6 +294,7 @@ class ReuseReport:
     near: tuple[Match, Entry, str] | None = None
     doubt: tuple[Match, Entry] | None = None
     left_out: frozenset[str] = frozenset()
+    keyed: Keyed | None = field(default=None, repr=False, compare=False)
 
     @property
     def hit(self) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +107,10 @@ purge = _command("""\
       latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
       its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
-      count what would go""")
+      count what would go
+  SEMKV_SECRET=... semkv purge --tenant alice --bucket s3://name/folder
+      delete one tenant's KV blocks and encoder outputs in a bucket. No engine need run here; those that share the
+      bucket follow within a few seconds. Credentials are read from the environment, as engines do""")
 export = _command("""\
   semkv export cache.tar --cache-dir /var/lib/semkv
       answers, entries, images, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
@@ -277,6 +282,12 @@ def _purge(
     cache_dir: CacheDir = None,
     tenant: TenantName = None,
     tag: Annotated[str | None, Parameter(help="Only the entries with this tag.")] = None,
+    bucket: Annotated[
+        str | None,
+        Parameter(
+            help="Purge this bucket of KV blocks and encoder outputs, and no directory; a URL as engines have it."
+        ),
+    ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -288,6 +299,11 @@ def _purge(
 
     folder = cache_dir or default_cache_dir()
     names = None if tenant is None else _names(folder, tenant)
+    if bucket is not None:
+        if tag is not None:
+            raise ConfigError("--tag", tag, "none with --bucket: what lies there has no tags")
+        _purge_bucket(bucket, folder, names, dry_run=dry_run, as_json=as_json)
+        return
     salts = _salts(folder, names) if names is not None and tag is None else None
     left = [_INVALIDATE]
     if names is not None or tag is not None:
@@ -303,6 +319,31 @@ def _purge(
     )
     result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)
+
+
+def _purge_bucket(
+    url: str, folder: Path, names: Sequence[str] | None, *, dry_run: bool, as_json: bool
+) -> None:
+    """Purge a bucket; the gateway's secret is looked for in ``folder``."""
+    from semkv_stores.block_file import tenant_tag
+
+    if find_spec("semkv_vllm") is None or find_spec("obstore") is None:
+        raise StoreError(
+            "--bucket needs semkv-vllm with obstore: pip install './packages/vllm[bucket]'"
+        )
+    owners = None
+    left = []
+    if names is not None:
+        owners = sorted({tenant_tag(salt) for salt in _salts(folder, names)})
+        left = [_IN_MEMORY, *_unattributed(folder)]
+    count = import_module("semkv_vllm.bucket_purge").purge_bucket(
+        url,
+        owners=owners,
+        dry_run=dry_run,
+    )
+    said = f"{count} files of {url} " + ("would be deleted" if dry_run else "deleted")
+    result = {"files": count, "dry_run": dry_run, "unread": []}
+    _report(result, as_json, lambda: print(said), left)
 
 
 # -- a cache as one file ----------------------------------------------------------------------------------------------

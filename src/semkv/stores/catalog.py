@@ -485,9 +485,11 @@ class Catalog:
             "entry_keys JOIN entries ON id=entry WHERE key=? ORDER BY entry LIMIT ?", key, limit
         )
 
-    def has(self, key: str) -> bool:
-        """Whether any entry is registered under a key."""
-        return bool(self.database.rows("SELECT 1 FROM entry_keys WHERE key=? LIMIT 1", key))
+    def has(self, *keys: str) -> bool:
+        """Whether any entry is registered under one of some keys."""
+        marks = ",".join("?" * len(keys))
+        statement = f"SELECT 1 FROM entry_keys WHERE key IN ({marks}) LIMIT 1"  # noqa: S608
+        return bool(self.database.rows(statement, *keys))
 
     def _entries(self, where: str, *values: object) -> list[Entry]:
         found = []

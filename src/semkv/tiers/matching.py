@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +74,7 @@ class Lookup:
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
     near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
+    keyed: Keyed | None = None  # see `ReuseReport.keyed`
 
 
 class Planner:
@@ -376,6 +376,7 @@ class Matching:
         found.left_out = frozenset(n for n in self._accounted if not self._account.pays(n))
         with self._tally.boundary("request"):
             keyed = Keyed(request.namespace, request.segments)
+            found.keyed = keyed
             spent: dict[str, float] = {}
             if self.sharing is not None and self._accounted - found.left_out:
                 start = time.perf_counter()
@@ -427,8 +428,9 @@ class Matching:
         with_media = self._config.scope is Scope.MEDIA
         most = _DONORS if self._config.normalised or with_media else _SPELLINGS
         for depth in depths if self._config.exact else ():
-            for key in (keyed.exact_key, partial(keyed.folded_key, with_media=with_media)):
-                for donor in self._catalog.find(key(depth), most):
+            keys = (keyed.exact_key(depth), keyed.folded_key(depth, with_media=with_media))
+            for key in keys if self._catalog.has(*keys) else ():  # mostly there is none
+                for donor in self._catalog.find(key, most):
                     yield Candidate(donor, depth, EXACT, 1.0, (EXACT,))
 
     def _by_layers(
@@ -543,7 +545,9 @@ class Matching:
         now: float,
     ) -> Record:
         """What the catalog keeps of ``report.plan.segments`` and their answer."""
-        keyed = Keyed(report.request.namespace, report.plan.segments)
+        keyed = report.keyed
+        if keyed is None or keyed.segments != report.plan.segments:
+            keyed = Keyed(report.request.namespace, report.plan.segments)
         entry = entry_of(report.request, keyed)
         entry = replace(entry, response=response, tags=tags, created=now, metadata=metadata)
         return self._record(report.request, keyed, entry, self._vectors_to_keep(report))
@@ -676,8 +680,7 @@ class PendingTier:
         self._checking = checking
         self._tally = tally
 
-    def _entry(self, request: Request) -> PendingEntry:
-        keyed = Keyed(request.namespace, request.segments)
+    def _entry(self, request: Request, keyed: Keyed) -> PendingEntry:
         with_media = self._config.scope is Scope.MEDIA
         prompt_key = (
             keyed.folded_key(len(keyed.segments), with_media=with_media)
@@ -704,7 +707,8 @@ class PendingTier:
         ):
             return None
         with self._tally.boundary("request"):
-            return self._entry(request)
+            keyed = report.keyed or Keyed(request.namespace, request.segments)
+            return self._entry(request, keyed)
         return None
 
     def similar(

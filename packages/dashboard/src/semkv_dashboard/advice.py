@@ -45,16 +45,19 @@ class Advice:
             SAMPLED: _STILL_SAMPLED if steady else _SAMPLED,
         }
         self._reasons: Counter[str] = Counter()
+        self._counted = 0
         self._said: set[str] = set()
         self.text = ""  # for the dashboard; empty where most requests can be kept
 
     def count(self, reason: str) -> None:
         """Count a request to a cached route. ``reason``: why no answer to it can be kept; empty where one can."""
         self._reasons[reason] += 1
-        if self._reasons.total() < _EVERY:
+        self._counted += 1
+        if self._counted < _EVERY:
             return
         self.text = self._of(self._reasons)
         self._reasons.clear()
+        self._counted = 0
 
     def _of(self, reasons: Counter[str]) -> str:
         unkept = reasons.total() - reasons[""]

@@ -12,6 +12,8 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
+from semkv.tenants import signature
+
 _SIGNED = 16  # bytes of a signature
 _EXACT = struct.Struct(">I32s")  # when the answer was kept, and its key
 _NEAR = struct.Struct(">I32s16s32s")  # and the donor, and the pair; of no pair zeros
@@ -62,7 +64,7 @@ class HitIds:
         tenant: str,
         body: bytes,
     ) -> bytes:
-        return hmac.digest(self._secret, tenant.encode() + b":" + body, "sha256")[:_SIGNED]
+        return signature(self._secret, tenant.encode() + b":" + body)[:_SIGNED]
 
     def read(
         self,

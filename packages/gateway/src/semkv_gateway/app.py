@@ -69,6 +69,7 @@ from semkv_gateway.worth import Worth
 log = logging.getLogger(__name__)
 
 _HOME = "/semkv"
+_PATHS = frozenset((*SALTED, FEEDBACK))  # of requests that the gateway reads
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
 _CONNECT_S = 10.0
@@ -108,7 +109,7 @@ class App:
             await self._operations(scope, receive, send)
         elif path and FULL in scope.get("extensions", ()):
             await self._busy(scope, receive, send)
-        elif path and scope["method"] in ("POST", "OPTIONS") and path in (*SALTED, FEEDBACK):
+        elif path in _PATHS and scope["method"] in ("POST", "OPTIONS"):
             await self._proxy({**scope, "path": path, "root_path": ""}, receive, send)
         else:
             await self._otherwise(scope, receive, send)

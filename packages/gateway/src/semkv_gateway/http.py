@@ -264,6 +264,8 @@ def is_json(content_type: str) -> bool:
     >>> is_json("application/json; charset=utf-7")
     False
     """
+    if content_type == "application/json":  # as nearly all are
+        return True
     words = content_type.lower().replace(" ", "").split(";")
     return words[0] == "application/json" and _UTF_8.issuperset(words[1:])
 

@@ -3,6 +3,9 @@ kept in host memory, and which other server has its beginning (`semkv_vllm.hints
 
 A conversation is what a client calls one: OpenAI's ``prompt_cache_key``, or a mark ``cache_control`` of Anthropic's in
 the request. The name that goes upstream is a digest that only this deployment can make.
+
+A client that has named one may have it brought back ahead of its next turn, or let go of, by a short request with
+``kv_transfer_params.semkv.conversation``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ HINTED = frozenset(
 PARAMS = "kv_transfer_params"
 _OURS = "semkv"
 _HINTS = "hints"
+_WISH = "conversation"
+_PREFETCH = "prefetch"
+_LET_GO = "let go"
 _MOST_CHARACTERS = 4096  # of a name that a client gives
 # Seconds, by what the clients' providers promise.
 _USUAL_S = 300
@@ -33,10 +39,12 @@ _BY_TTL = {"1h": 3_600}
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request's conversation: its name, and for how many seconds after the request it is kept."""
+    """A request's conversation: its name, and for how many seconds after the request it is kept; ``prefetch``: what it
+    had at its last turn is brought into host memory."""
 
     name: str
     keep_s: int
+    prefetch: bool = False
 
 
 def conversation_of(body: Mapping[str, Any], tenant: str, secret: bytes) -> Conversation | None:
@@ -52,8 +60,18 @@ def conversation_of(body: Mapping[str, Any], tenant: str, secret: bytes) -> Conv
     retention = body.get("prompt_cache_retention")
     times = [_BY_TTL.get(str(mark.get("ttl")), _USUAL_S) for mark in marks]
     keep_s = max([_BY_RETENTION.get(str(retention), _USUAL_S), *times])
+    wish = _said(body).get(_WISH)
+    if wish == _LET_GO:
+        keep_s = 0
     digest = keyed_digest(secret, "conversation:", json.dumps([tenant, name]))
-    return Conversation(digest[:16].hex(), keep_s)
+    return Conversation(digest[:16].hex(), keep_s, prefetch=wish == _PREFETCH)
+
+
+def _said(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a body says to semkv's connector."""
+    params = body.get(PARAMS)
+    said = params.get(_OURS) if isinstance(params, dict) else None
+    return said if isinstance(said, dict) else {}
 
 
 def _marks(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -105,6 +123,8 @@ def hinted(
     if conversation is not None:
         hints["session"] = conversation.name
         hints["keep_s"] = conversation.keep_s
+        if conversation.prefetch:
+            hints["prefetch"] = True
     if peer:
         hints["peer"] = peer
 
@@ -120,10 +140,12 @@ def hinted(
 
 
 def without_hints(body: dict[str, Any]) -> dict[str, Any]:
-    """A body without the hints that its client has written: only the gateway's count."""
-    params = body.get(PARAMS)
-    said = params.get(_OURS) if isinstance(params, dict) else None
-    if not isinstance(params, dict) or not isinstance(said, dict) or _HINTS not in said:
+    """A body without what its client says of conversations to the connector: only the gateway's word counts there."""
+    said = _said(body)
+    if said.keys().isdisjoint((_HINTS, _WISH)):
         return body
-    rest = {name: value for name, value in said.items() if name != _HINTS}
-    return {**body, PARAMS: {**params, _OURS: rest}}
+    rest = {name: value for name, value in said.items() if name not in (_HINTS, _WISH)}
+    others = {name: value for name, value in body[PARAMS].items() if name != _OURS}
+    params = {**others, _OURS: rest} if rest else others
+    bare = {name: value for name, value in body.items() if name != PARAMS}
+    return {**bare, PARAMS: params} if params else bare

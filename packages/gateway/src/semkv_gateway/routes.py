@@ -65,6 +65,9 @@ _MEDIA = {
 }
 UNKNOWN = "field that is not known"
 HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
+_OF_HINTS = frozenset(
+    ("type", "ttl", "scope")
+)  # any other field of it may name what the server holds
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?:;[^,]*)?;base64,")
@@ -387,7 +390,9 @@ def _says_nothing(name: str, value: object) -> bool:
 
 def is_hint(value: object) -> bool:
     """Whether ``cache_control`` only says how long a provider should keep a prompt."""
-    return isinstance(value, dict) and value.get("type") == "ephemeral"
+    if not isinstance(value, dict) or not value.keys() <= _OF_HINTS:
+        return False
+    return value.get("type") == "ephemeral"
 
 
 def _refuse(unknown: Set[str]) -> None:

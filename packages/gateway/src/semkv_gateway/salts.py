@@ -51,8 +51,8 @@ def salted(
         body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
         conversation = None
         if hints:
-            body = without_hints(body)
             conversation = conversation_of(body, tenant, secret)
+            body = without_hints(body)
         return json.dumps(body, separators=(",", ":")).encode(), conversation
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error

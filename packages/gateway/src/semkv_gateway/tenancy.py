@@ -37,12 +37,19 @@ class Controls:
     only: bool = False  # no answer but a stored one will do
 
 
+_PLAIN = Controls()
+
+
 def controls_of(scope: Scope) -> Controls:
     """Read ``Cache-Control`` (no-cache, no-store, max-age, only-if-cached) and ``X-Semkv-Bypass``; anything else is
     ignored."""
-    if header(scope, b"x-semkv-bypass").strip().lower() not in ("", "0", "false", "no"):
+    bypass = header(scope, b"x-semkv-bypass")
+    if bypass and bypass.strip().lower() not in ("", "0", "false", "no"):
         return Controls(read=False, write=False)
-    words = {word.strip() for word in header(scope, b"cache-control").lower().split(",")}
+    given = header(scope, b"cache-control")
+    if not given:
+        return _PLAIN
+    words = {word.strip() for word in given.lower().split(",")}
     ages = [w.removeprefix("max-age=").strip('"') for w in words if w.startswith("max-age=")]
     age = min((float(age) for age in ages if age.isdecimal() and len(age) < 12), default=None)
     return Controls(

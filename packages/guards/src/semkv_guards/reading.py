@@ -23,7 +23,7 @@ _ATTACHED = re.compile(  # one sign beside what it belongs to: an apostrophe, a 
 )
 _EDGES = ".,;:?!()[]\"'“”‘’"
 _AROUND = " \n\t"
-_LAYOUT = re.compile(r"\n[\n\t ]*|\t[\t ]*|  [\t ]*")
+_LAYOUT = re.compile(r"\n[\n\t ]*|\t[\t ]*|  [\t ]*|\|")  # a bar parts columns
 _BREAK = re.compile(r"\n[\n\t ]*|(?<=[.?!]) ")  # after a line or a sentence
 SHORT = 30
 """Words of a text that is judged as a whole."""

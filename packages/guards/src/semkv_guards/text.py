@@ -80,6 +80,10 @@ _INSIDE = re.compile(
     r"(?<=[\w)\]])(?:[<>]=?|[=!]=+|<>|=|[*^|~]{1,2}|\+|&&|->|=>|\.[*/^])(?=[\w(\[])"
 )
 _ALONE = re.compile(r"[<>=!+*/^%&|~:-]*[<>=+*/^%&|~-]|\.[*/^]")
+# Stand alone by a habit of typing: marks with a blank before them, dashes, brackets.
+_USUAL = re.compile(r"[.,?!…]+|[;:&=()\[\]]|-{1,3}|[–—]")
+_FACE = re.compile(r"(?:(?<!\d)[:;=]['^-]?[()DPp3]|<3|\b[xX]D)$")
+_TAG = re.compile(r"<.*>")
 _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 
 
@@ -127,6 +131,10 @@ class Text:
         """Signs between operands."""
         self.symbols = "" if plain.isascii() else _symbols(plain)
         """Emojis and signs that are no words, in their order."""
+        self.written = plain
+        """As it is written, but for forms of one sign."""
+        self.lone_signs = _lone_signs(pieces) if odd else _NONE
+        """Signs that stand alone, but for marks, dashes, brackets and operators; faces, and tags."""
         self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
         self.cased = None if self._titled else self._cased
         """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
@@ -272,6 +280,20 @@ class Text:
         else:
             apart = None if self._case_is_style else self.language.capitals.get(part)
             self._add(apart or part.casefold(), name)
+
+
+def _lone_signs(pieces: Sequence[str]) -> frozenset[str]:
+    found = set()
+    last = len(pieces) - 1
+    for place, piece in enumerate(pieces):
+        core = piece.rstrip(".,?!")
+        is_operator = 0 < place < last and _ALONE.fullmatch(piece)
+        if any(map(str.isalnum, piece)):
+            face = _FACE.search(core)
+            found.add(face[0] if face else piece if _TAG.fullmatch(piece) else "")
+        elif piece.isascii() and not is_operator and not _USUAL.fullmatch(piece):
+            found.add(core)  # of the others none is read, or all that stand alone must be the same
+    return frozenset(found - {""})
 
 
 def is_code(core: str) -> bool:

@@ -378,3 +378,9 @@ def page(db: sqlite3.Connection, after: int, most_blocks: int) -> Iterator[FarFi
 def in_bucket(db: sqlite3.Connection) -> set[str]:
     """All files that the bucket holds."""
     return {file_name(number) for (number,) in db.execute("SELECT number FROM files WHERE place>0")}
+
+
+def count_of(db: sqlite3.Connection, owners: Iterable[str]) -> int:
+    """How many files of the bucket belong to some tenants."""
+    query = "SELECT count(*) FROM files WHERE place>0 AND owner=?"
+    return sum(db.execute(query, (owner.encode(),)).fetchone()[0] for owner in owners)

@@ -11,12 +11,12 @@ _NOT_WEIGHTS = frozenset({".md", ".jsonl", ".log"})
 
 def digest(*parts: str | bytes) -> str:
     """SHA-256 over length-prefixed parts, as lowercase hex; unambiguous whatever the parts contain."""
-    h = hashlib.sha256()
+    framed = []
     for part in parts:
         raw = part.encode(errors="surrogatepass") if isinstance(part, str) else part
-        h.update(len(raw).to_bytes(8, "big"))
-        h.update(raw)
-    return h.hexdigest()
+        framed.append(len(raw).to_bytes(8, "big"))
+        framed.append(raw)
+    return hashlib.sha256(b"".join(framed)).hexdigest()
 
 
 def weights_digest(model: str | Path) -> str:

@@ -135,6 +135,7 @@ class Follower:
         self._fetchers = ThreadPoolExecutor(8, "semkv-log")
         self._cleaner = ThreadPoolExecutor(1, "semkv-clean")
         self._compacting: Future[None] | None = None
+        self._not_deleted = 0  # times that something in the background failed
         self._threads = [
             threading.Thread(target=loop, name="semkv-bucket", daemon=True)
             for loop in (self._follow_on, self._upload_on)
@@ -214,6 +215,13 @@ class Follower:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+    def settle(self) -> bool:
+        """Wait until what is to be deleted is; whether all of it could be, since the last call."""
+        self._cleaner.submit(int).result()
+        failed = self._not_deleted
+        self._not_deleted = 0
+        return not failed
 
     # -- one turn ----------------------------------------------------------------------------------------------------
 
@@ -533,5 +541,7 @@ class Follower:
             what()
         except (BucketAwayError, FileNotFoundError):  # what is left is swept later
             self.store.counters["bucket_errors"] += 1
+            self._not_deleted += 1
         except Exception:
             self._fault()
+            self._not_deleted += 1

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, ReqContext
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 
-from semkv_vllm import private
+from semkv_vllm import REPORT_KEY, private
 from semkv_vllm.shared import KVShared, RequestFacts, facts_of, ours
 
 _MOST_SESSIONS = 4096
@@ -162,6 +162,8 @@ class Holdings:
         self.used(reversed(list(keys)))
         if not facts.hints.session or facts.hints.prefetch or not self._most_kept:
             return
+        if not keys:  # it was given up before it was scheduled
+            return
         name = (facts.owner, facts.hints.session)
         session = self._sessions.get(name) or _Session(facts)
         self._await_no_more(name, session)
@@ -187,7 +189,7 @@ class Holdings:
         self._sessions.move_to_end(name)
         session.facts = facts
         self._keep(name, session)
-        found = ReqContext(f"{context.req_id} prefetch", context.kv_transfer_params)
+        found = ReqContext(f"{context.req_id} prefetch", {REPORT_KEY: facts})
         for key, end in list(session.keys.items())[: self._most_kept]:
             found.set_offload_key_position(key, end)
         return found

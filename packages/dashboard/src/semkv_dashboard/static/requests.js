@@ -123,7 +123,8 @@ export function showRequests() {
 
 export async function readRequests(workers) {
   rows = await call("recent");
-  $("whose").textContent = workers > 1 ? `of all ${workers} workers of this gateway` : "of this gateway, since its start";
+  const whose = workers > 1 ? `of all ${workers} workers of this gateway` : "of this gateway, since its start";
+  $("whose").textContent = `${whose}; other gateways on the same store show their own`;
   showRequests();
 }
 

@@ -36,6 +36,7 @@ RULES_OF_CODE = (
 RULES: tuple[Rule, ...] = (
     *RULES_OF_CODE,
     signs.symbol,
+    signs.lone_sign,
     signs.quoted_pattern,
     signs.quoted_words,
     case.capital_at_start,

@@ -1,4 +1,4 @@
-"""Rules over emojis and quotations."""
+"""Rules over emojis, lone signs and quotations."""
 
 from __future__ import annotations
 
@@ -22,6 +22,27 @@ def symbol(pair: Pair) -> str | None:
     first = pair.a.symbols
     second = pair.b.symbols
     return "symbol" if first and second and first != second else None
+
+
+@rule(
+    reasons=("symbol",),
+    vetoes=(
+        ("Is it ironic: thanks a lot", "Is it ironic: thanks a lot :)"),
+        ("Is it ironic: thanks a lot :D", "Is it ironic: thanks a lot :("),
+        ("What does ' do in C?", 'What does " do in C?'),
+        ("How do I reset my password?", "How do I reset my password? <s>"),
+    ),
+    allows=(
+        ("Is it cheap - or not ?", "Is it cheap, or not?"),
+        ("What is 4 * 5?", "What is 4*5?"),
+    ),
+)
+def lone_sign(pair: Pair) -> str | None:
+    """A sign stands alone that the other text does not have, a face or a tag: a model reads a face as a mood, and a tag
+    as a part of its template."""
+    first = any(sign not in pair.b.written for sign in pair.a.lone_signs)
+    second = any(sign not in pair.a.written for sign in pair.b.lone_signs)
+    return "symbol" if first or second else None
 
 
 @rule(
