@@ -32,7 +32,7 @@ _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _MOST = 4  # slips in a text; one with more is no slip
 _WORDS = 3  # of texts that are the same but for one word, at least
-_MORE_COMMON = 5.0  # times as common as all other words that may have been meant
+_MORE_COMMON = 4.0  # times as common as all other words that may have been meant
 _RARE = 20_000  # rank of a word that is not among the frequent ones
 _USUAL = 3_000  # rank of a word that may be meant by one that is hardly ever used
 # What is asked may be the very word, which is slang, a brand or an abbreviation.
