@@ -140,14 +140,20 @@ def _is_slip_of(slip: str, word: str) -> bool:
     is_function_word = word in language.stop_words
     if len(slip) < SHORTEST_ALONE and not is_function_word and not _is_cut_short(slip, word):
         return False  # it may be an abbreviation
-    others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
-    if is_function_word:  # a word of content would not stand in its place
-        others = [each for each in others if each in language.stop_words]
-    stem = language.stem(word)
-    rivals = [each for each in others if language.stem(each) != stem]
+    rivals = _rivals(slip, word)
     if any(each.endswith(word) or word.endswith(each) for each in rivals):
         return False  # such as "mmoral": "moral", or "immoral"
     return known.frequency(word) >= _MORE_COMMON * sum(map(known.frequency, rivals))
+
+
+def _rivals(slip: str, word: str) -> list[str]:
+    """Common words that a slip may stand for instead of a word, but for forms of that word."""
+    language = languages()[0]
+    near = _near(slip) & _spelling().common
+    if word in language.stop_words:  # a word of content would not stand in its place
+        near &= language.stop_words
+    stem = language.stem(word)
+    return [each for each in near if slip in slips_alone(each) and language.stem(each) != stem]
 
 
 def _is_unlikely(slip: str, word: str) -> bool:
