@@ -29,8 +29,8 @@ def asked(at: float, text: str, tenant: str = "a") -> Asked:
     return Asked(at, tenant, (SYSTEM, ("user", text)), 4)
 
 
-def play(trace: list[Asked], sizes: Sizes = Sizes()) -> dict:
-    return replay(trace, Reworded(), sizes=sizes, costs=Costs())
+def play(trace: list[Asked], sizes: Sizes | None = None) -> dict:
+    return replay(trace, Reworded(), sizes=sizes or Sizes(), costs=Costs())
 
 
 def test_what_one_gateway_had_computed_hits_at_another_for_its_tenant_alone() -> None:
