@@ -36,6 +36,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -108,16 +109,21 @@ def in_turn(trace: Trace, order: Callable[[Order], Order]) -> list[Order]:
     return [order(request) for request in trace.requests]
 
 
-def by_semkv(trace: Trace) -> list[Order]:
+def by_semkv(trace: Trace, stay: float = 0.0) -> list[Order]:
+    """``stay``: the share of requests whose documents may not move."""
     from semkv.documents import Document, DocumentOrder
 
     order = DocumentOrder()
+    rng = random.Random(1)  # noqa: S311
 
     def ordered(request: Order) -> Order:
         known = [
             Document(b"%d" % document, trace.sizes[document] * CHARACTERS) for document in request
         ]
-        places = order.choose(b"", b"", known)
+        stays = rng.random() < stay
+        places: Sequence[int] = range(len(request))
+        if not stays:
+            places = order.choose(b"", b"", known)
         order.sent(b"", b"", [known[place] for place in places])
         return [request[place] for place in places]
 
@@ -161,7 +167,11 @@ def contextpilot_child() -> None:
     json.dump(found, sys.stdout)
 
 
-def arms_of(trace: Trace, python: str) -> tuple[dict[str, list[Order]], dict[str, float]]:
+def arms_of(
+    trace: Trace,
+    python: str,
+    stay: Sequence[float],
+) -> tuple[dict[str, list[Order]], dict[str, float]]:
     """Every arm's orders, and the milliseconds a request that it took to find them."""
     makers: dict[str, Callable[[], list[Order]]] = {
         "none": lambda: trace.requests,
@@ -169,6 +179,8 @@ def arms_of(trace: Trace, python: str) -> tuple[dict[str, list[Order]], dict[str
         "popularity": lambda: by_popularity(trace),
         "semkv": lambda: by_semkv(trace),
     }
+    for share in stay:
+        makers[f"semkv, {share:.0%} stay"] = partial(by_semkv, trace, share)
     if python:
         makers["contextpilot"] = lambda: by_contextpilot(trace, python)
     orders = dict[str, list[Order]]()
@@ -296,6 +308,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--contextpilot-python", default="", help="a Python that has ContextPilot")
     parser.add_argument("--contextpilot-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--stay",
+        type=float,
+        nargs="+",
+        default=[],
+        help="more arms: shares of requests whose documents may not move",
+    )
     parser.add_argument("--engine", choices=("tiny", "qwen2.5-7b"))
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, for vLLM")
     parser.add_argument("--rounds", type=int, default=3)
@@ -309,7 +328,7 @@ def main() -> None:
         contextpilot_child()
         return
     trace = Trace(options)
-    orders, times = arms_of(trace, options.contextpilot_python)
+    orders, times = arms_of(trace, options.contextpilot_python, options.stay)
     result: dict[str, Any] = {
         "options": {name: value for name, value in vars(options).items() if name != "out"},
         "machine": machine("vllm", "torch"),
@@ -357,7 +376,7 @@ def _print(title: str, result: dict[str, Any], found: dict[str, dict[str, Any]])
     for name, arm in found.items():
         hits = arm["hit_tokens_of_documents"]
         seconds = f" {arm['cpu_s']:.1f} s of processor" if "cpu_s" in arm else ""
-        said = f"  {name:13}{hits / total:7.1%}  {hits / max(1, least):5.2f} times none{seconds}"
+        said = f"  {name:17}{hits / total:7.1%}  {hits / max(1, least):5.2f} times none{seconds}"
         print(said, file=sys.stderr)
 
 

@@ -2,6 +2,7 @@
 
     python bench/documents_quality.py train --minutes 5.5 --model /tmp/documents-model --out train.json
     python bench/documents_quality.py measure --model /tmp/documents-model --out documents-quality.json
+    python bench/documents_quality.py identity --model /tmp/documents-model --out documents-identity.json
 
 ``train`` makes a Llama of 25 million parameters from nothing, on texts of six documents of 192 to 320 tokens with
 questions behind them (`document_questions`). It begins with tokens that repeat, then come few short documents.
@@ -16,6 +17,10 @@ these arms:
 
 ``right`` is the share of right answers, with 95% intervals (Wilson); ``same`` the share of answers that are those of
 ``computed``. In another order the right answers to ``later`` and ``nth`` are others, so there ``same`` is not given.
+
+``identity`` asks for the log-probabilities of the first token of an answer: by how much do they differ from those of
+the computed prompt where all is loaded, moved and then computed again by the connector (which must differ by rounding
+alone), and where vLLM's own prefix cache has the prompt?
 """
 
 from __future__ import annotations
@@ -29,9 +34,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import document_questions as questions
 import numpy as np
@@ -348,6 +356,8 @@ class Engine:
         prompts: list[list[int]],
         tokens: int,
         said: list[dict[str, Any]] | None = None,
+        *,
+        logprobs: int | None = None,
     ) -> list[Any]:
         """vLLM's outputs; with ``said`` nothing of the prompts is stored."""
         params = [
@@ -356,6 +366,7 @@ class Engine:
                 max_tokens=tokens,
                 detokenize=False,
                 ignore_eos=True,
+                logprobs=logprobs,
                 extra_args={"kv_transfer_params": each} if each else None,
             )
             for each in (said or [{} for _ in prompts])
@@ -455,14 +466,86 @@ def measure(options: argparse.Namespace) -> None:
             engine.forget()
             answers = [list(output.outputs[0].token_ids) for output in outputs]
             computed = computed or answers
-            reports = [(output.kv_transfer_params or {}).get("semkv") or {} for output in outputs]
-            reused = sum(report.get("approximate_tokens", 0) for report in reports)
+            reused = reused_tokens(outputs)
             rows[name] = summary(name, cases, answers, computed)
             rows[name]["reused_share"] = round(reused / sum(len(ids) for ids, _ in sent), 4)
             rows[name]["seconds"] = round(time.monotonic() - begun, 1)
             write_json(options.out, known(options, plan, rows, engine))
             print(table({name: rows[name]}), flush=True)
     print(table(rows))
+
+
+@contextmanager
+def all_computed_again() -> Iterator[None]:
+    """What was moved to its places is computed again, all of it."""
+    from semkv_vllm.placement import Placement
+
+    passes = Placement._passes
+
+    def whole(self: Any, loads: Any) -> Any:
+        return passes(self, [replace(load, exact=True) for load in loads])
+
+    with mock.patch.object(Placement, "_passes", whole):
+        yield
+
+
+def reused_tokens(outputs: list[Any]) -> int:
+    """How many tokens of all prompts were reused at another position."""
+    reports = [(output.kv_transfer_params or {}).get("semkv") or {} for output in outputs]
+    return sum(report.get("approximate_tokens", 0) for report in reports)
+
+
+def differences(found: list[Any], wanted: list[Any]) -> dict[str, Any]:
+    """Of the first token: how far apart are the log-probabilities of the likeliest tokens that both name?"""
+    apart = []
+    same = 0
+    for output, other in zip(found, wanted, strict=True):
+        own, computed = (answer.outputs[0].logprobs[0] for answer in (output, other))
+        shared = own.keys() & computed.keys()
+        apart.append(max(abs(own[token].logprob - computed[token].logprob) for token in shared))
+        same += output.outputs[0].token_ids[0] == other.outputs[0].token_ids[0]
+    return {
+        "reused_tokens": reused_tokens(found),
+        "median": float(np.median(apart)),
+        "worst": float(np.max(apart)),
+        "same_token": same,
+        "of": len(apart),
+    }
+
+
+def identity(options: argparse.Namespace) -> None:
+    """Log-probabilities against those of the computed prompt."""
+    draws = np.random.default_rng(options.seed + 54321)
+    plan = STAGES[options.stages - 1][0] or SMALL
+    sets = [Texts(plan, draws) for _ in range(options.sets)]
+    cases = [Case(texts, KINDS[number % len(KINDS)], draws) for number, texts in enumerate(sets)]
+    prompts = [case.prompt() for case in cases]
+    exactly = [{"semkv": {"skip": True}} for _ in cases]
+    arm = arms([32])["first 32 again"]
+    reused = [arm(case)[1] for case in cases]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        engine = Engine(options, Path(scratch))
+        assert not engine.refused, engine.refused
+        engine.ask([ids for texts in sets for ids in texts.documents], 1)
+
+        def answers(said: list[dict[str, Any]], *, again: bool = False) -> list[Any]:
+            found = []
+            for prompt, own in zip(prompts, said, strict=True):  # one at a time: batches round, too
+                engine.forget()
+                for _ in range(1 + again):
+                    output = engine.ask([prompt], 1, [own], logprobs=20)
+                found += output
+            return found
+
+        computed = answers(exactly)
+        rows = {"computed again": differences(answers(exactly), computed)}
+        rows["prefix cache"] = differences(answers(exactly, again=True), computed)
+        with all_computed_again():
+            moved = answers(reused)
+        rows["moved, then all computed again"] = differences(moved, computed)
+        rows["first 32 again"] = differences(answers(reused), computed)
+        write_json(options.out, known(options, plan, rows, engine))
+    print(json.dumps(rows, indent=1))
 
 
 def known(
@@ -474,12 +557,13 @@ def known(
     import torch
 
     training = options.model / "training.json"
+    log = json.loads(training.read_text())["log"] if training.exists() else []
     return {
         "machine": machine("vllm", "torch", "transformers"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "options": {name: str(value) for name, value in vars(options).items()},
         "plan": vars(plan),
-        "trained": json.loads(training.read_text())["log"][-1] if training.exists() else None,
+        "trained": log[-1] if log else None,
         "faults": engine.faults,
         "arms": rows,
     }
@@ -489,7 +573,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("do", choices=("train", "measure"))
+    parser.add_argument("do", choices=("train", "measure", "identity"))
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint's folder")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -512,7 +596,7 @@ def main() -> None:
     parser.add_argument("--kv-mib", type=int, default=4096)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     options = parser.parse_args()
-    {"train": train, "measure": measure}[options.do](options)
+    {"train": train, "measure": measure, "identity": identity}[options.do](options)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@
 #   positions  positions: documents at another position, Qwen2.5-7B's shape
 #   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
 #   documents-quality  documents_quality: with it, how many answers are right where documents are reused
+#   documents-identity documents_quality: with it, log-probabilities against those of the computed prompt
+#   documents-order    documents: prefill throughput with and without an order, Qwen2.5-7B's shape
 #   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
 #   tiers      specs/tiers-large.json with it: accuracy and time of every tier, and of the arms of --reuse; an engine's
@@ -101,10 +103,14 @@ positions) alone positions positions.py --out "$out/positions.json" "$@" ;;
 documents-train) alone documents-train documents_quality.py train --model "$documents" --out "$out/documents-train.json" "$@" ;;
 documents-quality) alone documents-quality documents_quality.py measure --model "$documents" \
     --out "$out/documents-quality.json" "$@" ;;
+documents-identity) alone documents-identity documents_quality.py identity --model "$documents" --sets 60 \
+    --out "$out/documents-identity.json" "$@" ;;
+documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 256 1024 --caches 65536 --requests 600 \
+    --rounds 1 --out "$out/documents-order.json" "$@" ;;
 by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,21p' "$0"; exit 2 ;;
+*) sed -n '2,23p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

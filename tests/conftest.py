@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
 import inspect
 import os
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import hypothesis
 import pytest
+from _pytest.assertion import rewrite
 
 import tiny_models
 import vllm_forks
@@ -44,18 +47,37 @@ LONGEST = (
     "test_connectors", "test_matrix", "test_kv_load", "test_docs", "test_semantic", "test_server_vllm", "test_sweep",
     "test_families", "test_store_safety", "test_server_attacks", "test_near_repeats", "test_kv_kinds",
     "test_gateway_redis", "test_positions", "test_engine_vllm", "test_contamination", "test_frameworks",
-    "test_notebook", "test_lora", "test_server_hard", "test_demo", "test_serve", "test_html_report",
-    "test_shared_directory",
+    "test_configuration", "test_server_browser", "test_notebook", "test_lora", "test_server_hard", "test_demo",
+    "test_serve", "test_html_report", "test_shared_directory",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """The workers of a run of all tests are forks too: the heavy libraries are imported once."""
+    """The workers of a run of all tests are forks too: the heavy libraries are imported once, and meanwhile the
+    assertions of the tests are rewritten."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        python = str(vllm_forks.prepare() / "python")
+        with subprocess.Popen([python, "-c", "pass"]):
+            rewrite_tests(config)
         for spec in specs:
-            spec.python = shlex.quote(str(vllm_forks.prepare() / "python"))
+            spec.python = shlex.quote(python)
+
+
+def rewrite_tests(config: pytest.Config) -> None:
+    """Do once what every worker would do: pytest rewrites the assertions of a file before it compiles it.
+
+    These names are not pytest's API. A pytest without them rewrites the tests in each worker.
+    """
+    with contextlib.suppress(AttributeError, KeyError, OSError, TypeError):
+        state = config.stash[rewrite.assertstate_key]
+        for path in Path(__file__).parent.glob("test_*.py"):
+            cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+            if rewrite._read_pyc(path, cached) is None:
+                stat, code = rewrite._rewrite_test(path, config)
+                cached.parent.mkdir(exist_ok=True)
+                rewrite._write_pyc(state, code, stat, cached)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

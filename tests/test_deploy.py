@@ -61,7 +61,7 @@ def test_every_row_of_pages_dashboard_and_alerts_is_one_of_a_gateway(tmp_path: P
     helped = re.findall(r"^# HELP (\S+) (.*)", text, re.MULTILINE)
     assert [name for name, said in helped if not said] == []
     empty = {name for name in described if name.removesuffix("_total") not in labels}
-    uncounted = {"semkv_documents", "semkv_header_values"}
+    uncounted = {"semkv_document_reuse", "semkv_documents", "semkv_header_values"}
     uncounted |= {"semkv_judged", "semkv_upstream_failed"}  # no judge, one upstream that is up
     assert empty <= {f"{name}_total" for name in uncounted}, "nothing counts them"
     used = queries()

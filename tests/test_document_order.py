@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway_helpers import OTHER, Pair, a_tenant, kind, picture, words
-from semkv.documents import MOST_DOCUMENTS, Document, DocumentOrder, objection
+from semkv.documents import MOST_DOCUMENTS, UNKNOWN_WORD, Document, DocumentOrder, objection
 from semkv.errors import ConfigError
 from semkv.types import Plan
 from semkv_gateway.documents import Documents, Layout
@@ -185,7 +185,7 @@ class TestOrder:
 )
 def test_a_text_may_tell_a_document_by_its_place(text: str) -> None:
     assert may_tell_by_place(text)
-    assert objection((), [text])
+    assert objection((), [text], [text])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,23 @@ def test_a_text_may_tell_a_document_by_its_place(text: str) -> None:
 )
 def test_a_text_that_tells_none(text: str) -> None:
     assert not may_tell_by_place(text)
-    assert not objection((), [text])
+    assert not objection((), [text], [text])
+
+
+@pytest.mark.parametrize(
+    ("text", "documents", "found"),
+    [
+        ("What does it say about crumpets?", ["Emma had crumpets."], ""),
+        ("What does it say about crumpets?", ["Emma had tea."], UNKNOWN_WORD),
+        ("What does the ninety-fivest say?", ["The ninety say so."], UNKNOWN_WORD),
+        ("What is said in 1815?", ["It was 1816."], UNKNOWN_WORD),
+        ("What is said in 1815?", ["It was 1816.", "It was 1815."], ""),
+    ],
+)
+def test_a_word_of_which_nothing_is_known_may_mean_a_place(
+    text: str, documents: list[str], found: str
+) -> None:
+    assert objection((), [text], documents) == found
 
 
 def test_all_documents_together_may_be_told_in_front_of_them() -> None:
@@ -209,15 +225,15 @@ def test_all_documents_together_may_be_told_in_front_of_them() -> None:
         "Use the following pieces of retrieved context to answer the question.",
         "Answer the question from the documents below.",
     ):
-        assert not objection([text], ())
-        assert objection((), [text])
+        assert not objection([text], (), ())
+        assert objection((), [text], [text])
 
 
 @pytest.mark.parametrize(
     "text", ["Was sagt der zweite Bericht?", "第二份文件说了什么？", "Emma Wodehúsová?"]
 )
 def test_what_is_not_understood_may_say_anything(text: str) -> None:
-    assert objection((), [text])
+    assert objection((), [text], [text])
 
 
 @pytest.mark.parametrize(

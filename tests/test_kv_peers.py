@@ -96,34 +96,39 @@ HOSTILE: list[Any] = [
 ]
 
 
+_KEPT: list[Engine] = []
+"""Engines that are not closed: vLLM would wait for the peer that was killed."""
+
+
 def second(model: str, folder: str, port: int, other: int, pid: int) -> dict[str, Any]:
     """The engine that conversations move to."""
     found: dict[str, Any] = {}
     real = {"kv_request_id": "a", "remote_host": HOST, "remote_port": other}
     hostile = [*HOSTILE, {"remote_kv_source": real}, {"remote_prefiller": real}]
-    with Peer(model, folder, port, other) as engine:
-        asked = prompts()
-        answers = []
-        for params in hostile:
-            answers.append(engine.anew(asked[0], params))
-        found["hostile"] = [answer["loaded"] for answer in answers]
-        found["hostile, differs"] = [differs(answer, answers[0]) for answer in answers[1:]]
-        engine.anew(asked[0][:8])
-        moved = [engine.moved(ids, other) for ids in asked[:2]]
-        found["moved"] = [[answer["loaded"], answer["sources"], answer] for answer in moved]
-        engine.settle()
-        assert engine.llm.reset_prefix_cache()
-        again = engine.say(asked[1])
-        found["again"] = again["loaded"]
-        found["purged"] = engine.anew(asked[1])["loaded"]
-        os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
-        found["killed"] = engine.moved(asked[2], other)
-        found["waited"] = time.monotonic() - started
-        started = time.monotonic()
-        found["left alone"] = engine.moved(asked[3], other)
-        found["waited again"] = time.monotonic() - started
-        found["errors"] = engine.shared.counters["errors"]
+    engine = Peer(model, folder, port, other)
+    _KEPT.append(engine)
+    asked = prompts()
+    answers = []
+    for params in hostile:
+        answers.append(engine.anew(asked[0], params))
+    found["hostile"] = [answer["loaded"] for answer in answers]
+    found["hostile, differs"] = [differs(answer, answers[0]) for answer in answers[1:]]
+    engine.anew(asked[0][:8])
+    moved = [engine.moved(ids, other) for ids in asked[:2]]
+    found["moved"] = [[answer["loaded"], answer["sources"], answer] for answer in moved]
+    engine.settle()
+    assert engine.llm.reset_prefix_cache()
+    again = engine.say(asked[1])
+    found["again"] = again["loaded"]
+    found["purged"] = engine.anew(asked[1])["loaded"]
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    found["killed"] = engine.moved(asked[2], other)
+    found["waited"] = time.monotonic() - started
+    started = time.monotonic()
+    found["left alone"] = engine.moved(asked[3], other)
+    found["waited again"] = time.monotonic() - started
+    found["errors"] = engine.shared.counters["errors"]
     return found
 
 

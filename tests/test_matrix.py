@@ -5,6 +5,7 @@ The names come from the functions that a running engine uses, over configuration
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -175,6 +176,12 @@ def names(arguments: dict[str, Any], folder: Path) -> tuple[str, str]:
     return kv, identity.namespace_digest(facts)
 
 
+@functools.cache
+def plain_names(model: Path) -> tuple[str, str]:
+    """Those of an engine that is told nothing but its model."""
+    return names({"model": str(model)}, model.parent)
+
+
 def test_another_engine_finds_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,18 +210,16 @@ def test_another_engine_finds_nothing(
 def test_settings_of_an_encoder_that_not_every_model_takes(
     checkpoint: tiny_models.Checkpoint, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    model = {"model": str(checkpoint("qwen3-vl"))}
-    kv, fusion = names(model, tmp_path)
-    other = names(model | change, tmp_path)
+    model = checkpoint("qwen3-vl")
+    kv, fusion = plain_names(model)
+    other = names({"model": str(model)} | change, tmp_path)
     assert kv != other[0]
     assert fusion != other[1]
 
 
 @pytest.mark.parametrize("what", HARMLESS)
 def test_what_is_harmless_leaves_the_name(model: Path, tmp_path: Path, what: str) -> None:
-    assert names({"model": str(model)} | HARMLESS[what], tmp_path) == names(
-        {"model": str(model)}, tmp_path
-    )
+    assert names({"model": str(model)} | HARMLESS[what], tmp_path) == plain_names(model)
 
 
 # -- LoRA adapters --------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _name_sources(app: App, commands: tuple[str, ...], arguments: "ArgumentColle
     """Make the settings once, so that an error can name the variable or the place in a file that a value came from."""
     try:
         for argument in arguments.filter_by(has_tree_tokens=True):
-            argument.convert_and_validate()
+            argument.convert()  # what is made is checked when all is bound
     except ConfigError as error:
         given = [a.tokens[0] for a in arguments if a.tokens and a.name == error.key]
         key = (given and given[0].keyword) or error.key

@@ -25,11 +25,18 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from semkv.latest import Latest
-from semkv_guards.places import has_place, is_understood, may_tell_by_place
+from semkv_guards.places import (
+    has_place,
+    is_understood,
+    may_tell_by_place,
+    unknown_words,
+    words_of,
+)
 
 __all__ = [
     "MOST_DOCUMENTS",
     "TOLD",
+    "UNKNOWN_WORD",
     "UNREAD",
     "Document",
     "DocumentOrder",
@@ -43,6 +50,7 @@ MOST_DOCUMENTS = 256
 
 TOLD = "told by place"
 UNREAD = "not understood"
+UNKNOWN_WORD = "unknown word"
 
 _MOST = 65_536
 _LOOKUPS = 20_000  # in the tree for one choice: some milliseconds
@@ -230,12 +238,17 @@ class DocumentOrder:
 def objection(
     said_in_front: Sequence[str],
     said: Sequence[str],
+    documents: Sequence[str],
 ) -> str:
     """Why documents may not change places, in a few words; empty where all is understood that is said about them.
 
+    A word behind the documents must be one that the guards' tables have, or one that stands in a document. Whoever
+    asks about what documents say uses their words. Any other word may mean a place.
+
     Args:
-        said_in_front: texts in front of the documents.
+        said_in_front: texts in front of the documents, of which the operator knows that they go by no place.
         said: texts behind them.
+        documents: their texts.
     """
     for text in said_in_front:
         if may_tell_by_place(text, in_front=True):
@@ -243,8 +256,13 @@ def objection(
     for text in said:
         if may_tell_by_place(text):
             return TOLD
-    understood = all(map(is_understood, (*said_in_front, *said)))
-    return "" if understood else UNREAD
+    if not all(map(is_understood, (*said_in_front, *said))):
+        return UNREAD
+    unknown = {word for text in said for word in unknown_words(text)}
+    for document in documents:
+        if unknown:
+            unknown -= words_of(document)
+    return UNKNOWN_WORD if unknown else ""
 
 
 def _set_key(scope: bytes, before: bytes, documents: Sequence[Document]) -> bytes:

@@ -165,10 +165,10 @@ def packed_linear(layer: Any) -> Callable[..., Any]:
 class ShortBert:
     """A `SentenceTransformer` around BERT, for some short texts at a time.
 
-    It takes half the processor time for one text, and less for each of several. Texts stand one behind the other, so
-    that there is no padding, and so no mask; every step is one call of torch. It is bound by reading the weights, so
-    those of linear layers are packed for few rows, and are read once for all texts. Other models, and more texts, take
-    `SentenceTransformer.encode`.
+    It takes less processor time than `SentenceTransformer.encode` (docs/performance.md says how much). Texts stand one
+    behind the other, so that there is no padding, and so no mask; every step is one call of torch. It is bound by
+    reading the weights, so those of linear layers are packed for few rows, and are read once for all texts. Other
+    models, and more texts, take `SentenceTransformer.encode`.
 
     Args:
         model: the `SentenceTransformer`. It makes tokens of a text, and one vector of the tokens' states.

@@ -273,6 +273,11 @@ class Bounded(Decider):
             elif served:
                 self._review()
 
+    def give_back(self, served: Decision) -> None:
+        """Of a hit that was none after all: no wrong answer was given."""
+        with self._lock:
+            self._left += served.stake
+
     # -- what the counts say ------------------------------------------------------------------------------------
 
     def _cell(self, match: Match) -> tuple[Arm, int]:

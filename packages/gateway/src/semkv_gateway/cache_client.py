@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from semkv.account import Account
 from semkv.cache import CacheStats, SemanticCache
 from semkv.niceness import set_niceness
+from semkv.tiers.checking import same_text
 from semkv.tiers.matching import PendingEntry
 from semkv.tiers.tier import SEMANTIC
 from semkv.types import Exactness, Plan, ReuseReport
@@ -370,6 +371,12 @@ class CacheClient:
             "semantic", self._records.run(None, _check, self.semantic, report, own, given, keep)
         )
 
+    async def agree(self, own: bytes, given: bytes) -> bool | None:
+        """Whether two answers to one request say the same, as `check` compares them; None where that is not known."""
+        return await self._guarded(
+            "comparison", self._records.run(None, _agree, self.semantic, own, given)
+        )
+
     async def report_wrong(self, hit_id: str) -> None:
         """A hit was wrong: see `SemanticCache.report_wrong`."""
         if self.semantic is not None and hit_id:
@@ -455,6 +462,12 @@ def _check(
     if keep:
         semantic.add_observation(report.unchanged(), text_of(own))
     return same
+
+
+def _agree(semantic: SemanticCache | None, own: bytes, given: bytes) -> bool:
+    same = same_text if semantic is None else semantic.same_answer
+    first = text_of(own)
+    return bool(first) and same(first, text_of(given))
 
 
 def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:

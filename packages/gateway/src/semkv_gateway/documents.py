@@ -122,13 +122,13 @@ class Documents:
         if not asked.is_plain or _is_templated(asked.given):
             return UNKNOWN, asked
         said = layout.said(asked.given)
-        why = objection(said.in_front, said.behind)
+        why = objection(said.in_front, said.behind, said.documents)
         if not why and may_tell_by_place(_words_of(asked.given)):
             why = TOLD
         if why:
             return why, asked
         # The assistant may refer to documents by the places in which they were sent to it.
-        answered = bool(objection((), said.answered))
+        answered = bool(objection((), said.answered, said.documents))
         visit = _Choice(self._order, _scope_of(asked), only_known=answered)
         body = layout.visited(asked.given, visit)
         if not visit.moved:
@@ -182,22 +182,25 @@ class _Choice:
 
 
 class Said:
-    """What a request says outside of its documents.
+    """What a request says outside of its documents, and in them.
 
     Attributes:
+        documents: their texts.
         in_front: of all documents.
         behind: any of them.
         answered: by the assistant, wherever it stands.
     """
 
     def __init__(self) -> None:
+        self.documents: list[str] = []
         self.in_front: list[str] = []
         self.behind: list[str] = []
         self.answered: list[str] = []
         self._now = self.in_front
 
-    def meet_document(self) -> None:
-        """What follows is behind a document."""
+    def meet_documents(self, texts: Iterable[str]) -> None:
+        """What follows is behind documents."""
+        self.documents.extend(texts)
         self._now = self.behind
 
     def hear(self, texts: Iterable[str]) -> None:
@@ -257,8 +260,10 @@ class Layout:
         """What a body says outside of its documents."""
         said = Said()
         said.in_front.extend(_texts_of(body.get("system")))
-        if self._field and body.get("documents"):
-            said.meet_document()
+        listed = body.get("documents")
+        if self._field and listed:
+            is_plain = isinstance(listed, list) and _are_documents(listed)
+            said.meet_documents(_texts_in(listed) if is_plain else ())
         for message in body["messages"]:
             content = message.get("content")
             role = message.get("role")
@@ -274,7 +279,7 @@ class Layout:
     def _hear(self, message: Mapping[str, Any], said: Said) -> None:
         for kind, text in _flat(self._pieces(message)):
             if kind == _DOCUMENT:
-                said.meet_document()
+                said.meet_documents([text])
             else:
                 said.hear(_texts_of([text]) if kind == _OTHER else [text])
 
@@ -411,8 +416,13 @@ def _is_text(part: Any) -> bool:
 
 def _are_documents(listed: Iterable[Any]) -> bool:
     """Whether each of them is a text, or texts by name."""
-    items = (item.values() if isinstance(item, dict) else [item] for item in listed)
-    return all(isinstance(value, str) for values in items for value in values)
+    return all(isinstance(value, str) for value in _texts_in(listed))
+
+
+def _texts_in(listed: Iterable[Any]) -> Iterator[Any]:
+    """What documents say, where they are texts, or texts by name."""
+    for item in listed:
+        yield from item.values() if isinstance(item, dict) else [item]
 
 
 def _is_templated(body: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from semkv_dashboard.hit_ids import HitIds, WrongHit
 from semkv_dashboard.recent import Hit, Recent, near_of
 from semkv_gateway import http, strict_json
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
+from semkv_gateway.document_reuse import APPROXIMATE, DocumentReuse, Reuse, without_spans
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
@@ -115,6 +116,7 @@ class Asking:
     streams: bool  # a stream is asked for
     started: float  # by `time.perf_counter`
     since: str  # an invalidation after it removes the answer
+    reuse: Reuse | None = None  # documents are reused, so the answer is approximate
     begun: float = 0.0  # what `Worth.sent` returned
 
     async def send(self) -> Reply:
@@ -135,12 +137,14 @@ class Asking:
         )
 
     def _call(self, salted: bool) -> Call:
-        body = _body(self.canonical, stream=self.streams, salted=salted)
+        spans = None if self.reuse is None else self.canonical.spans
+        body = _body(self.canonical, stream=self.streams, salted=salted, spans=spans)
         return self.request.call.with_body(body)
 
     def read_head(self, status: int, headers: Headers) -> str:
         """Note what an answer's head says; why the answer may go to nobody else, empty where it may."""
-        return self.gateway.read_head(self.request.client, status, headers)
+        why = self.gateway.read_head(self.request.client, status, headers)
+        return why if self.reuse is None else why or APPROXIMATE
 
     async def keep(self, flight: InFlight) -> None:
         """Store a whole answer that has the form that was asked for."""
@@ -200,6 +204,7 @@ class Gateway:
         self.advice = Advice(steady=settings.default_temperature is not None)
         count = metrics.documents_settled
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
+        self.reuse = DocumentReuse(settings.document_error_rate, metrics.document_reused)
         self._sampling = sampling
         self.rules = cache.rules
         self.secret = secret
@@ -413,7 +418,8 @@ class Gateway:
         """Send the canonical request of a lookup upstream for a request that waits for the answer, and record what it
         brings. ``shared``: others may join from here on, by ``form`` where they want no other form."""
         canonical = lookup.canonical
-        shared = shared and request.shared
+        reuse = self.reuse.accept(canonical)
+        shared = shared and request.shared and reuse is None
         asking = Asking(
             gateway=self,
             request=request,
@@ -421,6 +427,7 @@ class Gateway:
             streams=canonical.stream if stream is None or not canonical.route.converts else stream,
             started=time.perf_counter(),
             since=self.cache.responses.begin(),
+            reuse=reuse,
         )
         flight = InFlight(
             self.flights,
@@ -432,6 +439,8 @@ class Gateway:
         )
         request.reader = self.flights.start(flight, shared=shared)
         asking.begun = self.worth.sent(flight)
+        if reuse is not None:
+            flight.task.add_done_callback(lambda _: self._came(request, reuse, flight))
         if lookup.report is not None:
             if shared:
                 self.pending[flight] = lookup
@@ -778,6 +787,8 @@ class Gateway:
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
+        if self.reuse.is_on and b'"spans"' in call.body:  # nobody would count its answer
+            call = call.with_body(await asyncio.to_thread(without_spans, call.body))
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
@@ -827,6 +838,7 @@ class Gateway:
             headers=client.headers,
             known_fields=self._known_fields,
             stateless=settings.stateless_responses,
+            reuses_documents=self.reuse.is_on,
         )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 
@@ -893,6 +905,22 @@ class Gateway:
         if own is not None and own.payload is not None:
             await self.cache.check(report, own.payload, given, keep=own.stored)
 
+    def _came(self, request: GatewayRequest, reuse: Reuse, flight: InFlight) -> None:
+        """An answer for which documents were reused is there, or has failed."""
+        if reuse.came(flight):
+            assert flight.payload is not None
+            self.spawn(self._check_reuse(replace(request, reader=None), reuse, flight.payload))
+
+    async def _check_reuse(self, request: GatewayRequest, reuse: Reuse, given: bytes) -> None:
+        """Compare it with the exact one."""
+        same = None
+        try:
+            own = await self._fetch(request, request.canonical)
+            if own is not None and own.payload is not None:
+                same = await self.cache.agree(own.payload, given)
+        finally:
+            reuse.checked(same=same)
+
     def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
         """Compare the near-hit that a request was not given with the answer that it gets."""
         if found is held or held.found is None or request.reader is None:
@@ -903,7 +931,7 @@ class Gateway:
 
     async def _compare(self, flight: InFlight, report: ReuseReport, given: bytes) -> None:
         await asyncio.wait((flight.task,))
-        if flight.whole and flight.payload is not None:
+        if flight.whole and flight.payload is not None and flight.refused != APPROXIMATE:
             same = await self.cache.check(report, flight.payload, given, keep=flight.stored)
             if same is not None:
                 self.holdout.compared(same=same)
@@ -911,7 +939,8 @@ class Gateway:
     async def _fetch(
         self, request: GatewayRequest, canonical: CanonicalRequest, *, stream: bool = False
     ) -> InFlight | None:
-        """The upstream's answer to a request, stored on the way where it may be; None where there is none."""
+        """The upstream's exact answer, stored on the way where it may be; None where there is none."""
+        canonical = canonical.exactly
         if request.reader is None and not self._join(request, canonical):
             self._start(request, Lookup(canonical), stream=stream)
         assert request.reader is not None
@@ -991,9 +1020,17 @@ def _read(raw: bytes, deployment: Deployment) -> CanonicalRequest:
 _read_again = lru_cache(_KNOWN)(_read)
 
 
-def _body(canonical: CanonicalRequest, *, stream: bool, salted: bool) -> bytes:
-    """What is sent upstream."""
+def _body(
+    canonical: CanonicalRequest,
+    *,
+    stream: bool,
+    salted: bool,
+    spans: Mapping[str, Any] | None,
+) -> bytes:
+    """What is sent upstream; ``spans``: what of it is reused."""
     body = canonical.body(salted=salted)
+    if spans is not None:
+        body["kv_transfer_params"] = {"semkv": dict(spans)}
     if not canonical.route.converts:
         return _encode(body).encode()
     body.pop("stream_options", None)

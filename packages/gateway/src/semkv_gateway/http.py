@@ -111,8 +111,11 @@ def busy_answer(what: str) -> Answer:
 
 def header(scope: Scope, name: bytes) -> str:
     """What a header says, several of one name joined by commas; an empty string without it. ``name`` in lower case."""
-    found = [value for key, value in scope["headers"] if key == name]
-    return b",".join(found).decode("latin-1") if found else ""
+    found: bytes | None = None
+    for key, value in scope["headers"]:
+        if key == name:
+            found = value if found is None else found + b"," + value
+    return "" if found is None else found.decode("latin-1")
 
 
 def is_event_stream(headers: Headers) -> bool:

@@ -164,6 +164,11 @@ class Metrics:
             "Requests with several documents, by what became of their order.",
             "outcome",
         )
+        self._document_reuse = self.counter(
+            "document_reuse",
+            "Requests that say where their documents stand, by what became of them, and checks of their answers.",
+            "outcome",
+        )
         self._values: Latest[int, None] = Latest(_VALUES)
         self._split = Busiest(_COUNTED)
         self._labels: set[str] = set()
@@ -241,6 +246,10 @@ class Metrics:
     def documents_settled(self, outcome: str) -> None:
         """Count a request with several documents: its documents are `reordered`, or why they are not."""
         self._documents.labels(outcome).inc()
+
+    def document_reused(self, outcome: str) -> None:
+        """Count a request whose documents may be reused, or a check of its answer."""
+        self._document_reuse.labels(outcome).inc()
 
     def separated(self, unknown: Iterable[tuple[bytes, bytes]]) -> None:
         """Count the new values of headers by their names, of which many may be made up: only those that come often

@@ -122,7 +122,11 @@ _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
     " bad_words allowed_token_ids logprobs top_logprobs skip_special_tokens spaces_between_special_tokens"
     " return_token_ids return_tokens_as_token_ids add_generation_prompt echo service_tier truncation background".split()
 )
-_UNKEYABLE = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
+_TRANSFER = "kv_transfer_params"
+_UNKEYABLE = ("prompt_embeds", _TRANSFER, "ec_transfer_params")
+_REUSE = frozenset(
+    ("spans", "repair")
+)  # what a request says that asks to reuse documents, and nothing else
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
 _MOST_SEGMENTS = 1000
@@ -148,6 +152,8 @@ class Deployment:
         headers: those of the request that the answer may depend on, by `semkv_gateway.tenancy.Client`.
         known_fields: of which the operator says that all they say is in the request.
         stateless: the upstream keeps no response of `/v1/responses`, whatever a request leaves open.
+        reuses_documents: an answer for which documents were reused (``kv_transfer_params.semkv.spans``) is kept apart
+            from exact ones, so that such a request has a key: that of the same request without.
     """
 
     endpoint: str
@@ -158,6 +164,7 @@ class Deployment:
     headers: tuple[tuple[str, str], ...] = ()
     known_fields: frozenset[str] = frozenset()
     stateless: bool = False
+    reuses_documents: bool = False
 
     def key(self, body: str) -> str:
         head = _encode(
@@ -185,6 +192,14 @@ class CanonicalRequest:
     _content: Content = field(repr=False)
     _deployment: Deployment = field(repr=False)
     reordered: bool = False  # its documents stand in another order than the client's
+    spans: Mapping[str, Any] | None = (
+        None  # what it asks of semkv's KV connector: to reuse documents
+    )
+
+    @property
+    def exactly(self) -> CanonicalRequest:
+        """The same without reuse of documents."""
+        return self if self.spans is None else replace(self, spans=None)
 
     @property
     def given(self) -> Mapping[str, Any]:
@@ -195,7 +210,11 @@ class CanonicalRequest:
     def is_plain(self) -> bool:
         """Whether no field of the body may go by the order of documents, or makes an answer show the prompt."""
         ordered = self._body.keys() & (_BY_PLACE | self._deployment.known_fields)
-        return not ordered and not any(self._shows(name) for name in _SHOWS_PROMPT)
+        return (
+            not ordered
+            and self.spans is None
+            and not any(self._shows(name) for name in _SHOWS_PROMPT)
+        )
 
     def reordered_as(self, body: Mapping[str, Any]) -> CanonicalRequest:
         """The same with its documents in another order. Raises `Unkeyable` as `canonicalise` does."""
@@ -221,7 +240,7 @@ class CanonicalRequest:
             return None
         body = {**self._body, "temperature": 0}
         built = _build(body, self._content, self._deployment)
-        return replace(built, steadied=True, reordered=self.reordered)
+        return replace(built, steadied=True, reordered=self.reordered, spans=self.spans)
 
     @cached_property
     def kept(self) -> CanonicalRequest:
@@ -364,6 +383,9 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
 
     Use `loads` for the JSON of ``body``.
     """
+    spans = _spans_of(body) if deployment.reuses_documents else None
+    if spans is not None:
+        body = {name: value for name, value in body.items() if name != _TRANSFER}
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
@@ -375,9 +397,20 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
         store = body.get("store")
         if route.stores and store is not False and not (store is None and deployment.stateless):
             raise Unkeyable("store")
-        return _build(body, content, deployment)
+        built = _build(body, content, deployment)
+        return built if spans is None else replace(built, spans=spans)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
+
+
+def _spans_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a body asks of semkv's KV connector, where that is to reuse documents and nothing else; else None."""
+    given = body.get(_TRANSFER)
+    if not isinstance(given, dict) or given.keys() != {"semkv"}:
+        return None
+    wish = given["semkv"]
+    is_reuse = isinstance(wish, dict) and "spans" in wish and wish.keys() <= _REUSE
+    return dict(wish) if is_reuse else None
 
 
 def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) -> CanonicalRequest:

@@ -217,6 +217,7 @@ class ResponseCache:
         self._cursor = ""
         self._heard = time.monotonic()
         self._following = threading.Lock()
+        self._follows = 0  # that have begun
         self._follower: Every | None = None
         self._write_fault = ""  # why the store took nothing when it was last written to
         self._unwritten: Latest[str, str] = Latest(_UNWRITTEN)  # by key: where the store's log was
@@ -447,8 +448,15 @@ class ResponseCache:
         return gone
 
     def follow(self) -> None:
-        """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second."""
+        """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second.
+
+        Of callers that come while one is at it, the next one does it for all.
+        """
+        begun = self._follows
         with self._following:
+            if self._follows != begun:  # another began after this call, and has ended
+                return
+            self._follows += 1
             cursor = self._cursor
             news = self._ask("news", lambda store: store.news(cursor), None)
             if news is None:

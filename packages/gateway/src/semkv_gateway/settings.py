@@ -86,6 +86,7 @@ LIFE = Parameter(group="Lifetimes and labels")
 TENANTS = Parameter(group="Tenants")
 WORTH = Parameter(group="Worth")
 PRICE = Allowed(PRICE_FORM, is_price, each=True)
+RATE = Allowed("a share above 0 and below 1, such as 0.02", lambda share: 0.0 < share < 1.0)
 SHARE = Allowed("0, or a share below 1, such as 0.01", lambda share: 0.0 <= share < 1.0)
 
 
@@ -127,6 +128,8 @@ class ServerSettings(LookupConfig):
         reorder_documents: Documents go upstream in the order that its prefix cache most likely holds. `field` is vLLM's
             `documents`, `parts` long text parts before a user's last text, `<document>` texts between such tags; may be
             repeated.
+        document_error_rate: Most answers, by model and tenant, that may change where vLLM reuses documents at another
+            position; such requests are answered from the cache too, and a share of them is checked.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
@@ -177,6 +180,7 @@ class ServerSettings(LookupConfig):
     single_tenant: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     reorder_documents: Annotated[tuple[str, ...], DOCUMENTS] = ()
+    document_error_rate: Annotated[float | None, RATE] = None
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()

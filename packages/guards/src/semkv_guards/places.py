@@ -58,6 +58,10 @@ class _Places:
         known = sum(language.stem(word) in language.known for word in words)
         return known >= _KNOWN * len(words)
 
+    def knows(self, word: str) -> bool:
+        """Whether a table has a word, in small letters."""
+        return word in self._language.telling or self._language.stem(word) in self._language.known
+
     @cached_property
     def _together(self) -> re.Pattern[str]:
         """Phrases for all documents at once, in front of them."""
@@ -168,6 +172,28 @@ def is_understood(text: str) -> bool:
     (True, False)
     """
     return is_read(text) and any(places.has(text) for places in _places())
+
+
+def words_of(text: str) -> frozenset[str]:
+    """The words and numbers of a text, in small letters.
+
+    >>> sorted(words_of("Emma, of 1815"))
+    ['1815', 'emma', 'of']
+    """
+    return frozenset(word.lower() for word in _TOKEN.findall(text))
+
+
+def unknown_words(text: str) -> frozenset[str]:
+    """Words of which no table says anything, and all numbers. They may name a document by its place.
+
+    >>> sorted(unknown_words("Who wrote Emma in 1815?"))
+    ['1815', 'emma']
+    """
+    return frozenset(
+        word
+        for word in words_of(text)
+        if word.isdigit() or not any(places.knows(word) for places in _places())
+    )
 
 
 def may_tell_by_place(text: str, *, in_front: bool = False) -> bool:

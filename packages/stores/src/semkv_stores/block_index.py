@@ -241,22 +241,20 @@ def reserve(
 
     Returns how many files and blocks went for it; None where there is no room. A bound of 0 is none.
     """
-    if any(bound and new.nbytes > bound for bound in (max_bytes, tenant_bytes)):
+    if max(_over(max_bytes, new.nbytes), _over(tenant_bytes, new.nbytes)):
         return None
-    if max_blocks and len(new.keys) > max_blocks:
+    if _over(max_blocks, len(new.keys)):
         return None
     pending = microseconds(new.created - PENDING_S)
     own = {"owner": new.owner}
-    over = held(db, own) + new.nbytes - tenant_bytes if tenant_bytes else 0
-    his = _victims(db, over, 0, pending, own)
+    his_bytes = held(db, own) if tenant_bytes else 0
+    his = _victims(db, _over(tenant_bytes, his_bytes + new.nbytes), 0, pending, own)
     if his is None:
         return None
-    stored = totals(db)
-    freed_blocks = sum(victim.blocks for victim in his)
-    freed_bytes = sum(victim.nbytes for victim in his)
-    over_blocks = stored[1] - freed_blocks + len(new.keys) - max_blocks if max_blocks else 0
-    over_bytes = stored[2] - freed_bytes + new.nbytes - max_bytes if max_bytes else 0
     let_go(db, root, [victim.file for victim in his])
+    _, blocks, nbytes = totals(db)
+    over_bytes = _over(max_bytes, nbytes + new.nbytes)
+    over_blocks = _over(max_blocks, blocks + len(new.keys))
     rest = _victims(db, over_bytes, over_blocks, pending, {})
     if rest is None:
         return None
@@ -281,6 +279,11 @@ def held(db: sqlite3.Connection, which: Mapping[str, str]) -> int:
     where, values = condition(which)
     query = f"SELECT total(nbytes) FROM files WHERE here=1 AND {where}"  # noqa: S608 (our own words)
     return int(db.execute(query, values).fetchone()[0])
+
+
+def _over(bound: int, wanted: int) -> int:
+    """By how much what is wanted is beyond a bound, of which 0 is none."""
+    return max(0, wanted - bound) if bound else 0
 
 
 class Victim(NamedTuple):

@@ -1,0 +1,156 @@
+"""Documents whose KV the upstream reuses at another position, with a bound on how often that changes an answer.
+
+A request says where its documents stand (``kv_transfer_params.semkv.spans``), and semkv's KV connector reuses them.
+The answer is approximate. So a request is sent with its spans only where the policy `Bounded` accepts that, for its
+model and tenant by themselves. Requests that the policy selects are also sent without spans, in the background, and the
+two answers are compared. What is sent without spans has an exact answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Final
+
+from semkv.latest import Latest
+from semkv.tiers.bounded import Bounded
+from semkv.tiers.policies import Decision
+from semkv.types import Entry, Exactness, Match, Namespace, Request
+from semkv_gateway import strict_json
+from semkv_gateway.request_key import CanonicalRequest
+from semkv_gateway.singleflight import InFlight
+
+# What becomes of requests with spans, and of checks.
+REUSED: Final = "reused"
+UNUSED: Final = "nothing reused"
+REFUSED: Final = "beyond the bound"
+BUSY: Final = "too many checks"
+UNCHECKABLE: Final = "cannot be compared"
+SAME: Final = "checked, same"
+OTHER: Final = "checked, other"
+LOST: Final = "not checked"
+OUTCOMES: Final = (REUSED, UNUSED, REFUSED, BUSY, UNCHECKABLE, SAME, OTHER, LOST)
+
+APPROXIMATE: Final = "approximate"
+"""Why such an answer is not kept."""
+
+_KNOWN = (
+    256  # pairs of a model and a tenant; one that is forgotten begins anew, with an empty budget
+)
+_CHECKS = 4  # requests at once that are to be checked
+# The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0.5 to 9.5% with 16 tokens or more.
+_PRIOR_SCORE = 0.948
+_MATCH = Match(
+    tier="documents",
+    entry_id="",
+    score=_PRIOR_SCORE,
+    exactness=Exactness.APPROXIMATE,
+)
+
+
+class DocumentReuse:
+    """See the module. For the event loop.
+
+    Args:
+        rate: most changed answers of a model and tenant, by their requests with spans; None where such requests pass
+            by the cache as they came.
+        count: called with what became of a request or a check.
+    """
+
+    def __init__(self, rate: float | None, count: Callable[[str], None]) -> None:
+        self._rate = rate
+        self.count = count
+        self.checks = 0  # requests that are to be checked, and are not yet
+        self._bounds: Latest[tuple[str, str], Bounded] = Latest(_KNOWN)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests may be sent with spans."""
+        return self._rate is not None
+
+    def accept(self, canonical: CanonicalRequest) -> Reuse | None:
+        """How a request is sent with its spans; None where it is sent without, or has none."""
+        if self._rate is None or canonical.spans is None:
+            return None
+        if canonical.sampled or not canonical.route.converts:
+            self.count(UNCHECKABLE)
+            return None
+        name = (canonical.model, canonical.partition)
+        bound = self._bounds.get(name) or Bounded(self._rate)
+        self._bounds[name] = bound
+        bound.arrived()
+        if self.checks >= _CHECKS:
+            self.count(BUSY)
+            return None
+        space = Namespace(canonical.partition, canonical.model)
+        request = Request(canonical.key, space, (), chunk_text=canonical.key)
+        donor = Entry("", space, (), chunk_text="", response="")
+        decision = bound.accept(request, donor, _MATCH)
+        if not decision.accept:
+            self.count(REFUSED)
+            return None
+        return Reuse(self, bound, decision)
+
+
+class Reuse:
+    """A request that is sent with its spans: what becomes of its answer.
+
+    Args:
+        requests: which accepted it.
+        bound: of its model and tenant.
+        decision: what that said.
+    """
+
+    def __init__(self, requests: DocumentReuse, bound: Bounded, decision: Decision) -> None:
+        self._requests = requests
+        self._bound = bound
+        self._decision = decision
+        self._is_checked = decision.check > 0.0
+        requests.checks += self._is_checked
+
+    def came(self, flight: InFlight) -> bool:
+        """The answer has come, or none has; whether to check it, after which `checked` must be called."""
+        if flight.whole and (flight.streamed or _may_have_reused(flight.payload)):
+            self._requests.count(REUSED)
+            if self._is_checked:
+                return True
+        elif flight.whole or flight.status not in (0, 200):
+            self._requests.count(UNUSED)
+            self._bound.give_back(self._decision)
+        else:  # how much of it its client has is not known
+            self._requests.count(LOST)
+        self._requests.checks -= self._is_checked
+        return False
+
+    def checked(self, *, same: bool | None) -> None:
+        """The outcome of a check; None where there is none, which the budget pays for as for a wrong answer."""
+        self._requests.checks -= 1
+        if same is None:
+            self._requests.count(LOST)
+            return
+        self._requests.count(SAME if same else OTHER)
+        self._bound.observe(_MATCH, correct=same, served=self._decision)
+
+
+def without_spans(raw: bytes) -> bytes:
+    """A body that asks for no reuse of documents. What is no JSON object stays as it is."""
+    try:
+        body = json.loads(raw)
+        del body["kv_transfer_params"]["semkv"]["spans"]
+        return json.dumps(body, separators=(",", ":")).encode()
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return raw
+
+
+def _may_have_reused(payload: bytes | None) -> bool:
+    """Whether documents may have been reused for an answer: all but one that says that none were.
+
+    An answer that ends with one of the request's stop strings says nothing: vLLM ends it before the connector does.
+    """
+    try:
+        body = strict_json.read(payload or b"")
+    except (ValueError, RecursionError):
+        return True
+    found = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    said = found.get("semkv") if isinstance(found, dict) else None
+    return not isinstance(said, dict) or bool(said.get("approximate_tokens"))
