@@ -622,7 +622,13 @@ def table(result: Mapping[str, Any]) -> str:
                     cell += f" ({arm['lookup_ms']:.0f}; {arm['hits']} of {arm['count']})"
                 cells.setdefault((size, row["request"], when, name), {})[shape["shape"]] = cell
     shapes = [shape["shape"] for shape in result["shapes"]]
-    head = ["size", "request", "comes", "arm", *(shape.rpartition("-")[2].upper() for shape in shapes)]
+    head = [
+        "size",
+        "request",
+        "comes",
+        "arm",
+        *(shape.rpartition("-")[2].upper() for shape in shapes),
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for key, found in cells.items():
         columns = [*key, *(found.get(shape, "-") for shape in shapes)]
