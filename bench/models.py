@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def write_family(family: str, directory: Path) -> None:
     """The configuration as transformers writes it."""
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     architecture, kind, more = FAMILIES[family]
     config = CONFIG_MAPPING[kind](**(COMMON | more), architectures=[architecture], dtype="bfloat16")

@@ -34,7 +34,7 @@ import uvicorn
 from common import ROOT, machine, write_json
 from gateway import free_port, gateway, process
 from scale_model import DONOR_BYTES, Costs, Replica, Row, Sizes, prompt_in, replay, summary
-from scale_trace import TOKEN_BYTES, Asked, Judgement, Shape, drawn, read
+from scale_trace import TOKEN_BYTES, Asked, Judgement, Shape, drawn, read, wordings
 
 from semkv.tiers import sharing
 from semkv_gateway import donors
@@ -48,6 +48,7 @@ from scripted_upstream import chunks
 THRESHOLD = 0.9
 OFF_HITS, OFF_TIMES = 0.10, 0.25
 CALIBRATED = 8  # requests of each kind
+_STORED = 6  # texts; with fewer a lookup may do without the encoder
 _PATIENCE_S = 60.0
 CHECK = {
     "device": 3_000,
@@ -232,15 +233,30 @@ async def calibrated(urls: Sequence[str], costs: Costs, judgement: Judgement) ->
             waits.append(waited)
             for name, one in zip(times, [*rows, row], strict=True):
                 times[name].append(one.seconds)
+        times["known"] = await _lookups(session, urls[0])
     mid = {name: median(seconds) for name, seconds in times.items()}
     say(", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in mid.items()))
     client = mid["memory"] - costs.hit
+    # Two keys of a stream.
     trip = max(0.0001, (mid["store"] - mid["memory"]) / 2)
-    # Two keys of a stream, the log of invalidations, the donors and the removals are asked for.
-    lookup = max(0.0, mid["near"] - mid["store"] - 5 * trip)
-    miss = max(0.0, mid["empty"] - mid["memory"] - 4 * trip - costs.step - costs.unencoded)
+    # The two keys twice, the log of invalidations, donors and pairs found wrong.
+    search = max(0.0, mid["near"] - mid["store"] - 4 * trip)
+    miss = max(0.0, mid["empty"] - mid["memory"] - 5 * trip - costs.step - costs.unencoded)
+    lookup = max(search, mid["known"] - mid["empty"] + costs.unencoded)
     known = max(0.0, median(waits) - mid["memory"] - mid["store"])
-    return replace(costs, client=client, trip=trip, lookup=lookup, miss=miss, known=known)
+    found = {"client": client, "trip": trip, "search": search, "lookup": lookup, "miss": miss}
+    return replace(costs, known=known, **found)
+
+
+async def _lookups(session: aiohttp.ClientSession, url: str) -> list[float]:
+    """Times of misses behind a beginning with many stored texts, each of a text that the encoder does not know."""
+    times = []
+    for number, (text, _) in enumerate(wordings()[-CALIBRATED - _STORED :]):
+        messages = (("system", "You know many things."), ("user", text))
+        row = await ask(session, url, Asked(0.0, "calibration", messages, 1))
+        if number >= _STORED and row.how == "miss":
+            times.append(row.seconds)
+    return times
 
 
 def check(trace: Sequence[Asked], sizes: Sizes, costs: Costs, seed: int) -> Found:
@@ -252,14 +268,21 @@ def check(trace: Sequence[Asked], sizes: Sizes, costs: Costs, seed: int) -> Foun
         rows = asyncio.run(play_really(trace, urls))
         really = summary(rows)
         really["kv_tokens"] = dict(_tokens(upstreams) - before)
-        really["redis_commands"] = sum((_commands(server) - commands).values())
+        calls = _commands(server) - commands
+        really["redis_requests"] = {"get": calls["cmdstat_hmget"], "scripts": calls["cmdstat_eval"]}
     modeled = replay(trace, judgement, sizes=sizes, costs=costs, seed=seed)
     modeled["how"]["stored"] = modeled["how"].pop("memory", 0) + modeled["how"].pop("store", 0)
-    off = {"hits": _off(modeled["hits"], really["hits"])}
-    for place in ("device", "host"):
-        off[f"tokens on {place}"] = _off(
-            modeled["kv_tokens"].get(place, 0), really["kv_tokens"].get(place, 0)
-        )
+    asked = modeled["redis_requests"]
+    scripts = asked["put"] + asked["add donor"]
+    off = {
+        "requests of answers": _off(asked["get"], really["redis_requests"]["get"]),
+        "requests that write": _off(scripts, really["redis_requests"]["scripts"]),
+    }
+    off |= {"hits": _off(modeled["hits"], really["hits"])}
+    total = sum(really["kv_tokens"].values())
+    for place in ("device", "host", "computed"):
+        own = modeled["kv_tokens"].get(place, 0) - really["kv_tokens"].get(place, 0)
+        off[f"tokens {place}, of all"] = round(own / total, 3)
     for name in ("ttft", "ttft_misses", "ttft_hits"):
         for quantile, seconds in really[name].items():
             off[f"{name} {quantile}"] = _off(modeled[name][quantile], seconds)
@@ -370,7 +393,7 @@ def _bucket(found: Found, sizes: Sizes, costs: Costs) -> Found:
         "gets_of_records_a_second": round(gets, 1),
         "dollars_a_month": round(price / 1000 * MONTH_S),
         "computed_kv_gib_a_day": round(kv_gib),
-        "hours_until_1_tib": round(24 * 1024 / kv_gib, 2) if kv_gib else None,
+        "minutes_until_1_tib": round(1440 * 1024 / kv_gib, 2) if kv_gib else None,
         "dollars_a_month_for_1_tib": round(1024 * GIB_PRICE),
         "blocks_in_1_tib": round(blocks),
         "index_mib_of_each_machine": round(blocks * INDEX_BYTES / (1 << 20)),

@@ -8,6 +8,7 @@ is what things take: each request of a store, each lookup, each prefill.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import selectors
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import xxhash
 from scale_trace import Asked, Judgement, chain
 
+from semkv.encoders.text import SentenceEncoder
 from semkv.latest import Latest
 from semkv.tiers import sharing
 from semkv_gateway import donors
@@ -30,6 +32,7 @@ from semkv_vllm.bucket_log import POLL_S
 from semkv_vllm.shared import BreakEven
 
 PLACES = ("device", "host", "disk", "peer", "bucket")
+_REMEMBERED = inspect.signature(SentenceEncoder).parameters["remembered"].default
 _MEASURED = 4  # measurements that `BreakEven` wants
 _PROGRESS_S = 2.0
 _ANSWER_OVERHEAD = 320  # bytes of an answer's JSON without its text
@@ -44,7 +47,7 @@ class Costs:
         hit: of a gateway's event loop, for a request that memory answers.
         miss: the same for one that is sent upstream.
         lookup: of a lookup among donors: encoder, guards, search. A gateway does ``lookups`` at once.
-        unencoded: of one that finds its partition empty.
+        search: of one whose text the encoder remembers; ``unencoded`` of one that finds its partition empty.
         known: until an answer that is stored can be found by others.
         trip: of a request to Redis and back, without Redis's own time.
         command: of Redis, for one command; ``script`` for one that changes several keys; ``row`` for a donor read.
@@ -61,6 +64,7 @@ class Costs:
     miss: float = 0.001
     lookup: float = 0.012
     lookups: int = 2
+    search: float = 0.001
     unencoded: float = 0.001
     known: float = 0.1
     trip: float = 0.0003
@@ -417,6 +421,7 @@ class Gateway:
         self._donors: Latest[tuple[Any, str], bool] = Latest(sizes.max_entries)
         self._has: Latest[Any, bool] = Latest(sharing._KNOWN)  # partitions with donors
         self._read: Latest[Any, tuple[float, int]] = Latest(sharing._KNOWN)  # when, and up to where
+        self._remembered: Latest[str, bool] = Latest(_REMEMBERED)
         self.loop_time = Queue()
         self.lookups = Queue(costs.lookups)
         self.counts: Counter[str] = Counter()
@@ -462,9 +467,14 @@ class Gateway:
         """How a donor answers it; empty where none does."""
         partition = asked.partition
         await self._bring(partition)
-        known = partition in self._has or partition in self._pending
-        await self.lookups.take(self._costs.lookup if known else self._costs.unencoded)
-        self.counts["lookups" if known else "lookups of nothing"] += 1
+        if partition not in self._has and partition not in self._pending:
+            await self.lookups.take(self._costs.unencoded)
+        elif asked.text in self._remembered:
+            await self.lookups.take(self._costs.search)
+        else:
+            await self.lookups.take(self._costs.lookup)
+            self.counts["encoded"] += 1
+            self._remembered[asked.text] = True
         for text in self._judgement.donors(asked.text):
             donor = asked._replace(messages=(*asked.messages[:-1], ("user", text)))
             if (partition, text) in self._donors:

@@ -79,7 +79,7 @@ class Shape:
 def drawn(shape: Shape, seed: int) -> list[Asked]:
     """A trace in the order of its times."""
     chance = random.Random(seed)  # noqa: S311
-    wordings = _wordings()
+    known = wordings()
     questions = _Zipf(shape.classes, shape.zipf, chance)
     tenants = _Zipf(shape.tenants, 1.0, chance)
     systems = [_system(number, shape.system_tokens) for number in range(shape.tenants)]
@@ -91,7 +91,7 @@ def drawn(shape: Shape, seed: int) -> list[Asked]:
         later = at
         for _ in range(shape.turns):
             question = questions.draw()
-            text = _question(wordings, question, chance.random() < 0.5)
+            text = _question(known, question, chance.random() < 0.5)
             messages = (*messages, ("user", text))
             found.append(Asked(later, f"tenant-{tenant}", messages, shape.answer_tokens))
             messages = (*messages, ("assistant", f"This is the answer to question {question}."))
@@ -122,17 +122,18 @@ class _Zipf:
         return bisect(self._sums, self._chance.random() * self._sums[-1])
 
 
-def _wordings() -> list[tuple[str, str]]:
+def wordings() -> list[tuple[str, str]]:
+    """Questions, each in two wordings."""
     lines = (ROOT / "bench/data/paraphrases.jsonl").read_text(encoding="utf-8").splitlines()
     rows = (json.loads(line) for line in lines)
     return [(row["a"], row["b"]) for row in rows if row["kind"] == "question"]
 
 
-def _question(wordings: Sequence[tuple[str, str]], number: int, other: bool) -> str:
+def _question(known: Sequence[tuple[str, str]], number: int, other: bool) -> str:
     """One of the two wordings of a question. Beyond the questions that there are, they are asked of another case, which
     no guard lets match."""
-    case, place = divmod(number, len(wordings))
-    text = wordings[place][other]
+    case, place = divmod(number, len(known))
+    text = known[place][other]
     return f"In case {case}: {text}" if case else text
 
 

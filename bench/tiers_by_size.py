@@ -604,9 +604,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Markdown: a line for each arm with semkv."""
-    head = "model | size | request | comes | arm | without | with | of it the lookup | hits"
-    lines = [f"| {head} |", "|---" * 9 + "|"]
+    """Markdown: a line for each arm with semkv, a column for each shape.
+
+    A cell has the time without semkv, the time with it and, where there was a lookup, its share and how many hit.
+    """
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for shape in result["shapes"]:
         for row in shape["rows"]:
             size = f"{row['pixels']}²" if "pixels" in row else f"{row['tokens']:,} tokens"
@@ -615,12 +617,22 @@ def table(result: Mapping[str, Any]) -> str:
             for name, arm in row["arms"].items():
                 if name == PLAIN:
                     continue
-                lookup = arm.get("lookup_ms", "-")
-                hits = f"{arm['hits']} of {arm['count']}" if "hits" in arm else "-"
-                model = shape["shape"].rpartition("-")[2].upper()
-                cells = [model, size, row["request"], when, name]
-                figures = [f"{without:.1f}", f"{arm['ms']:.1f}", str(lookup), hits]
-                lines.append(f"| {' | '.join(cells + figures)} |")
+                cell = f"{without:.0f}, {arm['ms']:.0f}"
+                if "lookup_ms" in arm:
+                    cell += f" ({arm['lookup_ms']:.0f}; {arm['hits']} of {arm['count']})"
+                cells.setdefault((size, row["request"], when, name), {})[shape["shape"]] = cell
+    shapes = [shape["shape"] for shape in result["shapes"]]
+    head = [
+        "size",
+        "request",
+        "comes",
+        "arm",
+        *(shape.rpartition("-")[2].upper() for shape in shapes),
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key, found in cells.items():
+        columns = [*key, *(found.get(shape, "-") for shape in shapes)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,3 +292,19 @@ def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
         assert not bench.cache.should_check(report)
     assert bench.cache.stats().checked > 0
     assert bench.cache.stats().wrong_rate == 1.0
+
+
+def test_no_tenant_pushes_out_what_was_found_wrong_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("semkv.stores.catalog._BARRED", 100)
+    with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+        for number in range(10):
+            catalog.bar(f"few {number}", "one", "few")
+        for number in range(300):
+            catalog.bar(f"many {number}", "two", "many")
+        assert all(catalog.is_barred(f"few {number}") for number in range(10))
+        assert catalog.is_barred("many 299")
+        assert not catalog.is_barred("many 0")
+        assert catalog.database.rows("SELECT COUNT(*) FROM barred") == [(100,)]
+        assert catalog.database.rows("SELECT COUNT(*) FROM barred_by") == [(100,)]

@@ -101,6 +101,17 @@ def test_an_invalidation_reaches_the_others_memory(two: Two) -> None:
     assert two.told("news", **stranger) == ("hit", "hit")
 
 
+def test_a_key_that_is_refused_at_one_reads_no_more_at_the_other(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("semkv_gateway.tenancy._GOOD_S", 0.2)
+    key = {"Authorization": "Bearer revoked"}
+    two.in_memory("before", **key)
+    monkeypatch.setattr(two.one.upstream, "script", {"revoked": {"status": "401"}})
+    assert two.one.post("revoked", headers=key).status_code == 401
+    wait_until(lambda: kind(two.other.post("before", headers=key)) == "miss")
+
+
 def test_a_full_redis_is_still_read_and_invalidated(two: Two) -> None:
     """With ``maxmemory`` reached and the default policy, which refuses every write that takes memory."""
     labelled = {"X-Semkv-Tags": "aged"}
@@ -269,6 +280,17 @@ def test_a_near_repeat_hits_at_the_other_gateway_within_its_tenant(near: Two) ->
     assert near.other.upstream.total == 0
     assert near.other.post(OTHER, headers=theirs).headers["x-semkv"] == "miss"
     assert near.other.upstream.total == 1
+
+
+def test_a_near_repeat_called_wrong_at_one_is_none_at_the_other(near: Two) -> None:
+    tenant = {"X-Semkv-Tenant": "calls it wrong"}
+    near.one.post(ONE, headers=tenant)
+    until_known(near.other, ONE, tenant)
+    hit = near.other.post(OTHER, headers=tenant).headers["x-semkv-hit"]
+    url = f"{near.one.url}/v1/semkv/feedback"
+    said = httpx.post(url, json={"id": hit}, headers=tenant, timeout=60).json()
+    assert said["refused_from_now_on"]
+    wait_until(lambda: kind(near.other.post(OTHER, headers=tenant)) == "miss")
 
 
 @pytest.mark.parametrize("by", ["wrong", "tenant", "everything"])

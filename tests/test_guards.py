@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import semkv_guards as guards
 from growth import assert_linear
-from semkv_guards import REASONS, RULES, Language, veto, wording
+from semkv_guards import REASONS, RULES, Language, same_words, veto, wording
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.guard import objection, pair_of
 from semkv_guards.language import WORDS, languages
@@ -78,7 +78,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "passed", "lost"),
     [
-        ("traps.jsonl", 21, 0),
+        ("traps.jsonl", 19, 0),
         ("classes.jsonl", 4, 8),
         ("added.jsonl", 4, 5),
         ("other_languages.jsonl", 3, 0),
@@ -294,6 +294,20 @@ def test_neither_veto_nor_wording_depends_on_which_text_came_first(a: str, b: st
     assert all(
         0.0 <= part <= most for part, most in zip(wording(a, b), (8.0, 1.0, 1.0), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("Is there a dark mode?", "Do you have a dark mode?", True),
+        ("How can I make money online?", "Can you make money online?", False),
+        ("Does the dog chase the cat?", "Does the cat chase the dog?", False),
+        ("Is there a dark mode?", "Is there a dark theme mode?", False),
+    ],
+)
+def test_the_same_words_ask_for_the_same_kind_of_answer(a: str, b: str, same: bool) -> None:
+    assert same_words(a, b) is same
+    assert same_words(b, a) is same
 
 
 @pytest.mark.parametrize(

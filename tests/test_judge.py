@@ -385,6 +385,27 @@ def test_a_late_verdict_is_a_miss_and_counts_for_the_next_time(pair: Pair) -> No
     assert len(pair.upstream.asked) == 1
 
 
+def test_no_tenant_takes_all_of_the_judge(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("semkv_gateway.judge._AT_ONCE", 2)
+    judge = pair.app.gateway.judge
+    assert judge is not None
+    monkeypatch.setattr(judge, "_limit_s", 0.05)
+    me = a_tenant()
+    another = a_tenant()
+    for tenant in (me, another):
+        stored(pair, tenant)
+    alone = counted(pair, "left alone")
+    asked = len(pair.upstream.asked)
+    pair.upstream.free.clear()
+    for tenant, text in ((me, OTHER), (me, MORE[0]), (another, OTHER)):
+        assert kind(pair.post(text, headers=tenant)) == "miss"
+    assert counted(pair, "left alone") == alone + 1
+    pair.upstream.free.set()
+    wait_until(lambda: not judge._running)
+    assert len(pair.upstream.asked) == asked + 2
+    assert not judge._tenants
+
+
 def test_a_judge_that_fails_is_left_alone(pair: Pair) -> None:
     me = a_tenant()
     pair.upstream.answers = lambda _: "500"

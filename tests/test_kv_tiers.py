@@ -12,7 +12,7 @@ import pytest
 
 from kv_engines import NOTHING, Answer, Engine, connector, differs, in_child, prompt, token_ids
 from semkv_stores.block_file import PAGE
-from semkv_vllm import KVSettings
+from semkv_vllm import KVSettings, seals
 from semkv_vllm.params import client_params
 from semkv_vllm.seals import Seals, check_tier
 from semkv_vllm.shared import KVShared
@@ -154,6 +154,43 @@ def test_a_tier_that_fails_is_a_miss(tmp_path: Path) -> None:
         (77, True),
     ]
     assert shared.counters["errors"] == 3
+
+
+def test_a_tier_that_does_not_say_is_waited_for_a_short_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    class Silent(SecondaryTierManager):
+        def __init__(self) -> None:
+            self.tier_type = "silent"
+
+        def lookup(self, key: Any, req_context: Any) -> LookupResult:
+            return LookupResult.RETRY
+
+        def submit_store(self, *_: Any) -> Any:
+            raise NotImplementedError
+
+        on_new_request = get_finished_jobs = submit_load = drain_jobs = submit_store
+
+    moment = [100.0]
+    monkeypatch.setattr(seals.time, "monotonic", lambda: moment[0])
+    shared = KVShared(KVSettings(tmp_path), None, None, dict)
+    tier: Any = Silent()
+    check_tier(tier, shared, Seals(np.zeros((1, 2 * PAGE), np.uint8), str))
+    context = ReqContext("a", {"remote_kv_source": PEER})
+    found = []
+    for _ in range(6):
+        found.append(tier.lookup(b"a", context))
+        moment[0] += 0.5
+    assert found == [LookupResult.RETRY] * 4 + [LookupResult.MISS] * 2
+    assert shared.is_away("10.0.0.1:5000")
+    # Another request, and the same one looked up again later, wait anew.
+    moment[0] += 100.0
+    assert not shared.is_away("10.0.0.1:5000")
+    for each in (context, ReqContext("b")):
+        assert tier.lookup(b"a", each) is LookupResult.RETRY
 
 
 @pytest.mark.parametrize(

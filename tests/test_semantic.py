@@ -210,6 +210,7 @@ def test_krites_lets_a_judged_text_have_the_curated_answer() -> None:
         (["--max-error-rate", "0.01", "2"], "a share above 0 and below 1"),
         (["--parts", "pairs", "pairs"], "each once"),
         (["--parts", "traps"], "bench/data/traps.jsonl is not here"),
+        (["--board", "mine"], "fow-cache"),
         (["--out", "a file/f.json"], "a place that can be written"),
         (["--pairs", "none.jsonl"], "none.jsonl: No such file"),
         (["--pairs", "same.jsonl", "--caches", "cosine"], "same.jsonl: each half of the clusters"),

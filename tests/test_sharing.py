@@ -16,6 +16,7 @@ from redis_server import RedisCluster, RedisServer, valkey
 from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.stores.maintenance import purge
+from semkv.tiers.checking import pair_of
 from semkv.tiers.sharing import Place
 from semkv.types import MediaSegment, Namespace, Request, ReuseReport, TextSegment
 from semkv_gateway.responses.redis import connect
@@ -104,6 +105,22 @@ def test_a_pair_found_wrong_at_one_is_no_hit_at_the_other(caches: Caches) -> Non
     assert not other.finds("bread~0.95")
     assert other.finds("bread~0.96")
     assert other.count("barred") == 1
+
+
+def test_a_pair_that_a_gateway_without_the_donor_hears_of_is_no_hit_anywhere(
+    caches: Caches,
+) -> None:
+    one, other = caches.one, caches.other
+    entry_id = one.record("bread")
+    hit = other.look("bread~0.95")
+    with caches.cache("third") as third:
+        third.cache.bar(pair_of(hit.request, entry_id), entry_id)
+        for each in (one, other):
+            wait_until(lambda each=each: not each.finds("bread~0.95"))
+            assert each.finds("bread~0.96"), "the donor stays"
+        with caches.cache("cold") as cold:
+            assert not cold.finds("bread~0.95")
+            assert cold.finds("bread~0.96")
 
 
 def test_a_similar_image_finds_a_donor_of_the_other_with_its_bytes(caches: Caches) -> None:
@@ -209,6 +226,7 @@ def test_a_node_that_fails_costs_its_own_partitions_for_a_while(
             ("killed", node.kill, node.start),
         ):
             with caches.cache(name, limit_s=0.5) as third:
+                wait_until(third.cache._sharing._followed.is_set)
                 third.cache._sharing._store._db = connect(cluster.url, 0.5)
                 fail()
                 found = [third.finds("bread~0.95", history=history) for history in histories]

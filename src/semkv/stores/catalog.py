@@ -19,6 +19,7 @@ from semkv.errors import CorruptValue
 from semkv.keys import Keyed, entry_of, namespace_key
 from semkv.types import Entry, MediaSegment, Namespace, Request, Role, Segment, TextSegment
 from semkv_stores.database import Database, Schema
+from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
     from semkv.types import Vector
@@ -63,13 +64,14 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 
 # Files of earlier versions are without these tables, and had two that are dropped. `shared` has one row where the file
 # shares entries with other files: the place in the log of removals up to which it has read. `removals` are those that
-# are not in the log yet. `barred` are the texts that an entry must not answer. `judged` are pairs of texts, and
-# whether a judge said that one answer serves both.
+# are not in the log yet. `barred` are the texts that an entry must not answer, and `barred_by` says whose they are.
+# `judged` are pairs of texts, and whether a judge said that one answer serves both.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS barred (pair TEXT NOT NULL UNIQUE, entry TEXT NOT NULL)",
     "CREATE INDEX IF NOT EXISTS barred_entry ON barred (entry)",
+    "CREATE TABLE IF NOT EXISTS barred_by (pair TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS judged (pair TEXT NOT NULL UNIQUE, same INTEGER NOT NULL)",
     "DROP TABLE IF EXISTS sentences",
     "DROP TABLE IF EXISTS contexts",
@@ -97,7 +99,9 @@ _KEEP_VECTOR = (
 _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=MAX(used, ?1) WHERE entry_id=?2"
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that other processes have not seen yet; beyond it one removal of everything takes their place
-_BARRED = 65_536  # the latest pairs found wrong
+_BARRED = 65_536  # pairs found wrong that are kept
+_BARRED_SHARE = 100  # all of them to those that make room for others at once
+_BARRED_TENANTS = "SELECT barred.rowid, COALESCE(tenant, '') AS tenant FROM barred LEFT JOIN barred_by USING (pair)"
 _JUDGED = 65_536  # the judged pairs that were used last
 _USE_VERDICT = "UPDATE judged SET rowid=(SELECT MAX(rowid) FROM judged)+1 WHERE pair=?"
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
@@ -112,7 +116,8 @@ _TESTS = {
 }
 
 Criteria = dict[str, str | float | list[str]]
-"""Which entries to remove: those that meet all of ``tag``, ``entry_id``, ``space``, ``before`` and ``tenants``."""
+"""Which entries to remove: those that meet all of ``tag``, ``entry_id``, ``space``, ``before`` and ``tenants``. With
+``wrong`` none is: the entry was wrong for a text, and this names the pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,17 +337,21 @@ class Catalog:
         """Add a vector that an entry lacks, with the next write."""
         self.database.later(_KEEP_VECTOR, layer, pack(vector), entry_id)
 
-    def bar(self, pair: str, entry_id: str) -> int:
+    def bar(self, pair: str, entry_id: str, tenant: str | None = None) -> int:
         """Note that an entry was wrong for a text, which ``pair`` names together with it. Returns for how many texts it
-        was."""
+        was. Where there are too many pairs, the oldest of the tenant that has the most go. ``tenant`` is that of an
+        entry which is not here."""
         with self.database.write() as db:
+            own = db.execute("SELECT tenant FROM entries WHERE entry_id=?", (entry_id,)).fetchone()
+            whose = tenant if own is None else str(own[0])
             db.execute("INSERT OR IGNORE INTO barred VALUES (?, ?)", (pair, entry_id))
-            db.execute(
-                "DELETE FROM barred WHERE rowid<=(SELECT MAX(rowid) FROM barred)-?", (_BARRED,)
-            )
-            return int(
-                db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,)).fetchone()[0]
-            )
+            if whose is not None:
+                name = digest("barred by", whose)[:16]
+                db.execute("INSERT OR IGNORE INTO barred_by VALUES (?, ?)", (pair, name))
+            if db.execute("SELECT COUNT(*) FROM barred").fetchone()[0] > _BARRED:
+                _trim_barred(db)
+            count = db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,))
+            return int(count.fetchone()[0])
 
     def is_barred(self, pair: str) -> bool:
         """Whether an entry was wrong for a text."""
@@ -404,13 +413,13 @@ class Catalog:
                 return removal(db, self._meeting(db, criteria))
         with self.database.write() as db:
             if db.execute("SELECT COUNT(*) FROM shared").fetchone()[0]:
-                if (
-                    db.execute("SELECT COUNT(*) FROM removals").fetchone()[0] >= _REMOVALS
-                ):  # others were away for long
-                    db.execute("DELETE FROM removals")
-                    db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
-                db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
+                _tell(db, criteria)
             return self._remove(db, criteria)
+
+    def tell_wrong(self, pair: str, entry_id: str) -> None:
+        """Let caches that share entries know, with the removals, that an entry was wrong for a text."""
+        with self.database.write() as db:
+            _tell(db, {"wrong": pair, "entry_id": entry_id})
 
     def asking(self, tenant: str, text: str) -> list[str]:
         """Ids of a tenant's entries with this chunk text."""
@@ -681,3 +690,22 @@ def load_segments(text: str) -> tuple[Segment, ...]:
         else TextSegment(row["text"], Role(row["role"]))
         for row in json.loads(text)
     )
+
+
+def _tell(db: sqlite3.Connection, criteria: Criteria) -> None:
+    """Let caches that share entries know of a removal."""
+    waiting = db.execute("SELECT COUNT(*) FROM removals").fetchone()[0]
+    if waiting >= _REMOVALS:  # others were away for long
+        db.execute("DELETE FROM removals")
+        db.execute("INSERT INTO removals (criteria) VALUES ('{}')")
+    db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
+
+
+def _trim_barred(db: sqlite3.Connection) -> None:
+    """Drop the oldest pairs found wrong of the tenant that has the most."""
+    most = f"SELECT tenant FROM ({_BARRED_TENANTS}) GROUP BY tenant ORDER BY COUNT(*) DESC LIMIT 1"  # noqa: S608 (our own words)
+    (tenant,) = db.execute(most).fetchone()
+    oldest = f"SELECT rowid FROM ({_BARRED_TENANTS}) WHERE tenant=? ORDER BY rowid LIMIT ?"  # noqa: S608 (our own words)
+    share = max(1, _BARRED // _BARRED_SHARE)
+    db.execute(f"DELETE FROM barred WHERE rowid IN ({oldest})", (tenant, share))  # noqa: S608 (our own words)
+    db.execute("DELETE FROM barred_by WHERE pair NOT IN (SELECT pair FROM barred)")

@@ -39,7 +39,7 @@ import numpy as np
 import xxhash
 
 from semkv.counting import Tally
-from semkv.errors import CorruptValue
+from semkv.errors import CorruptValue, StoreError
 from semkv.keys import media_id as digest_of
 from semkv.keys import namespace_key
 from semkv.latest import Latest
@@ -75,10 +75,18 @@ _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
 _IMAGE_S = 3600.0  # for which they are not
 _READERS = 2
+_FAILURES = 3  # one after the other, at which a store is left alone
 _NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
 _CHECKSUM = 32
-_KINDS = {"tag": str, "entry_id": str, "space": str, "before": (int, float), "tenants": list}
+_KINDS = {
+    "tag": str,
+    "entry_id": str,
+    "space": str,
+    "before": (int, float),
+    "tenants": list,
+    "wrong": str,
+}
 
 
 # -- the store ----------------------------------------------------------------------------------------------------
@@ -272,9 +280,11 @@ class Sharing:
         self._waiting: deque[_Waiting] = deque()
         self._some = threading.Event()
         self._closing = threading.Event()
+        self._followed = threading.Event()  # whether the log of removals was read, by any process
         self._known: Latest[str, _Partition] = Latest(_KNOWN)
         self._knowing = threading.Lock()
-        self._quiet_until = 0.0  # no partition is read after a fault, by the monotonic clock
+        self._quiet_until = 0.0  # no partition is read after several faults, by the monotonic clock
+        self._failures = 0  # of reads, one after the other
         self._sought: Latest[str, Sequence[str]] = Latest(_WAITING)  # partitions of removed entries
         self._removals: deque[Criteria] = deque()  # whose rows are to be deleted
         self._images_sent: Latest[str, float] = Latest(_IMAGES_SENT)  # when
@@ -292,7 +302,11 @@ class Sharing:
     def add_wrong(self, pair: str, entry_id: str) -> None:
         """Share that an entry was found wrong for a text. Raises `sqlite3.Error`."""
         entry = self._catalog.get(entry_id)
-        if entry is not None:
+        if (
+            entry is None
+        ):  # another gateway gave the hit: nothing here says in which partitions it lies
+            self._catalog.tell_wrong(pair, entry_id)
+        else:
             self._wait(entry, dump_wrong(pair, entry), wrong=True)
 
     def removing(self, entry_id: str) -> None:
@@ -341,17 +355,41 @@ class Sharing:
         with suppress(BlockingIOError), lock(self._catalog.path.with_name(LOCK), 0.0):
             self._send_removals()
             self._follow()
-        while self._waiting and (since := self._catalog.read_from()):
-            row = self._waiting[0]
-            # It is looked for after the place was read, so that a removal after the place concerns the row.
-            if not self._catalog.missing([row.entry.entry_id]):
-                self._send_images(row.entry, since)  # first: who finds the row looks for them
-                for partition in row.partitions:
-                    self._send(partition, row, since)
-                self._tally.add("shared out")
-            self._waiting.popleft()
+        if self._catalog.read_from():
+            self._followed.set()
+        self._send_rows()
 
-    def _send(self, partition: str, row: _Waiting, since: str) -> None:
+    def _send_rows(self) -> None:
+        """Send what waits. A row that fails is sent again later, behind the others: its node of a cluster may be away.
+        Where several fail one after the other, the rest waits, too. Raises the last `StoreError`."""
+        failed: StoreError | None = None
+        failures = 0
+        for _ in range(len(self._waiting)):
+            since = self._catalog.read_from()
+            if not since or failures == _FAILURES:
+                break
+            row = self._waiting[0]
+            try:
+                self._send(row, since)
+                failures = 0
+            except StoreError as error:
+                failed = error
+                failures += 1
+                self._waiting.append(row)
+            self._waiting.popleft()
+        if failed is not None:
+            raise failed
+
+    def _send(self, row: _Waiting, since: str) -> None:
+        # It is looked for after the place was read, so that a removal after the place concerns the row.
+        if self._catalog.missing([row.entry.entry_id]):
+            return
+        self._send_images(row.entry, since)  # first: who finds the row looks for them
+        for partition in row.partitions:
+            self._send_to(partition, row, since)
+        self._tally.add("shared out")
+
+    def _send_to(self, partition: str, row: _Waiting, since: str) -> None:
         if row.wrong:
             self._store.add(partition, row.data, since, wrong=True)
             return
@@ -374,7 +412,9 @@ class Sharing:
         for number, text in self._catalog.removals():
             self._store.remove(text.encode())
             self._catalog.sent(number)
-            self._removals.append(read_criteria(text.encode()))
+            criteria = read_criteria(text.encode())
+            if "wrong" not in criteria:
+                self._removals.append(criteria)
         if self._removals:
             self._images_sent.clear()
             self._sweeper.submit(self._sweep)
@@ -403,15 +443,20 @@ class Sharing:
             self._images_sent.clear()
             with self._knowing:
                 self._known.clear()
-        for _, data in removals.rows if text else ():
+        for _, data in removals.rows:
             try:
-                self._remove(read_criteria(data))
+                criteria = read_criteria(data)
+                if text or "wrong" in criteria:  # at first there is nothing to remove
+                    self._remove(criteria)
             except CorruptValue as error:  # later removals are followed all the same
                 self._tally.fault("shared removal", error)
         if str(removals.end) != text:
             self._catalog.read_to(str(removals.end))
 
     def _remove(self, criteria: Criteria) -> None:
+        if "wrong" in criteria:
+            self._catalog.bar(str(criteria["wrong"]), str(criteria["entry_id"]))
+            return
         removed = self._catalog.apply_removal(criteria)
         self._tally.add("shared removals")
         if removed.entry_ids:
@@ -423,13 +468,20 @@ class Sharing:
         """Bring what others have in some partitions. Never raises, and waits for ``limit_s`` at most: what takes longer
         goes on, and is there for a later request."""
         now = time.monotonic()
-        if now < self._quiet_until:
+        if now < self._quiet_until or not self._is_following():
             return
         reading = [self._reading(partition, now) for partition in partitions]
         for job, began in reading:
             if job is not None:
                 left_s = began + self._limit_s - time.monotonic()
                 wait([job], max(0.0, left_s))
+
+    def _is_following(self) -> bool:
+        """Whether the log was read, so that no pair found wrong is unheard of. Waits as `bring`."""
+        found = self._followed.wait(self._limit_s)
+        if not found:
+            self._quiet_until = time.monotonic() + _PAUSE_S
+        return found
 
     def _reading(self, name: str, now: float) -> tuple[Future[None] | None, float]:
         """The job that reads a partition, and when it began; None where the partition was read a moment ago."""
@@ -456,8 +508,20 @@ class Sharing:
             if self._reads_all or not known.is_large:
                 known.cursor = self._read_rows(name, known.cursor, wrong=False)
             done = True
-        if not done:
-            self._quiet_until = time.monotonic() + _PAUSE_S
+        self._note_read(known, done=done)
+
+    def _note_read(self, known: _Partition, *, done: bool) -> None:
+        """Leave a partition that could not be read alone for a while: its node of a cluster may be away. Where several
+        fail one after the other, all are left alone."""
+        if done:
+            self._failures = 0
+            return
+        self._failures += 1
+        later = time.monotonic() + _PAUSE_S
+        known.looked = later
+        if self._failures >= _FAILURES:
+            self._failures = 0
+            self._quiet_until = later
 
     def _read_rows(self, name: str, after: str, *, wrong: bool) -> str:
         """Bring rows after a place; the last place."""
@@ -481,26 +545,30 @@ class Sharing:
 
     def bring_nearest(self, name: str, vector: Vector) -> None:
         """Bring the entries of a partition that are nearest to a unit vector. Never raises, and waits as `bring`."""
-        if time.monotonic() < self._quiet_until or self._closing.is_set():
+        now = time.monotonic()
+        with self._knowing:
+            known = self._known.get(name, _Partition())
+        # Only a partition that was brought is searched, and so the log was read.
+        if now < max(self._quiet_until, known.looked) or self._closing.is_set():
             return
         with suppress(RuntimeError):  # it is being closed
-            job = self._readers.submit(self._read_nearest, name, vector)
+            job = self._readers.submit(self._read_nearest, name, known, vector)
             wait([job], self._limit_s)
 
-    def _read_nearest(self, name: str, vector: Vector) -> None:
+    def _read_nearest(self, name: str, known: _Partition, vector: Vector) -> None:
         done = False
         with self._tally.boundary("shared entries"):
             near = self._store.nearest(name, vector, _NEAREST)
             self._take(self._store.rows_of(name, self._catalog.missing(near)))
             done = True
-        if not done:
-            self._quiet_until = time.monotonic() + _PAUSE_S
+        self._note_read(known, done=done)
 
     def _take(self, rows: Sequence[SharedRow]) -> None:
         arrivals = self._unremoved(self._arrivals(rows))
         for arrival in arrivals:  # first, so that no request gets what was found wrong for it
             if arrival.row.wrong:
-                self._catalog.bar(arrival.row.wrong, arrival.entry_id)
+                tenant = arrival.row.entry.namespace.tenant
+                self._catalog.bar(arrival.row.wrong, arrival.entry_id, tenant)
         arrivals = [arrival for arrival in arrivals if not arrival.row.wrong]
         ids = [arrival.entry_id for arrival in arrivals]
         missing = set(self._catalog.missing(ids))
@@ -713,6 +781,8 @@ def read_criteria(data: bytes) -> Criteria:
         right = all(isinstance(value, _KINDS[name]) for name, value in criteria.items())  # type: ignore[arg-type]
         if not right or not math.isfinite(criteria.get("before", 0.0)):  # type: ignore[arg-type]
             raise ValueError("a criterion of another type")
+        if "wrong" in criteria and criteria.keys() != {"wrong", "entry_id"}:
+            raise ValueError("no pair")
         return criteria
 
 
@@ -725,6 +795,8 @@ def _criteria_or_none(data: bytes) -> Criteria | None:
 
 def _concerns(criteria: Criteria, entry: Entry) -> bool:
     """Whether a removal is one of an entry."""
+    if "wrong" in criteria:
+        return False
     own = {"entry_id": entry.entry_id, "space": namespace_key(entry.namespace)}
     tests: dict[str, Callable[[Any], bool]] = {
         "tag": lambda tag: tag in entry.tags,

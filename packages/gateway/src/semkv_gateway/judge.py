@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any
@@ -37,7 +38,7 @@ FAILED = "failed"
 LEFT = "left alone"
 _CONNECT_S = 5.0
 _LONGEST_S = 30.0  # for a verdict that nobody waits for
-_AT_ONCE = 8  # pairs that are judged at once
+_AT_ONCE = 16  # pairs that are judged at once, of all tenants: half of them of one
 _BYTES = 64 * 1024  # of an answer
 _BREAKERS = 1024
 _KEYS = frozenset((b"authorization", b"api-key", b"x-api-key"))
@@ -82,6 +83,7 @@ class Judge:
         self._worth = worth
         self._account = cache.account
         self._running: dict[str, asyncio.Task[bool | None]] = {}
+        self._tenants: Counter[str] = Counter()  # how many of each are running
         # The key of one tenant may be refused, or the model of another be slow.
         self._breaker = lru_cache(_BREAKERS)(_new_breaker)
         self._lateness = lru_cache(_BREAKERS)(_new_breaker)
@@ -110,7 +112,7 @@ class Judge:
         if messages is None:
             return None
         breaker = self._breaker(asked.partition, self._model or asked.model)
-        is_busy = len(self._running) >= _AT_ONCE
+        is_busy = self._is_busy(asked.partition)
         pays = self._account.pays(JUDGE)
         if breaker.is_open or is_busy or (self._account.auto and not pays):
             self._metrics.judged.labels(LEFT).inc()
@@ -119,8 +121,21 @@ class Judge:
         judging = self._judge(asking, breaker=breaker, asked=asked, report=report, pays=pays)
         task = asyncio.ensure_future(judging)
         self._running[pair] = task
-        task.add_done_callback(lambda _: self._running.pop(pair, None))
+        self._tenants[asked.partition] += 1
+        task.add_done_callback(lambda _: self._over(pair, asked.partition))
         return task
+
+    def _is_busy(self, tenant: str) -> bool:
+        """Whether a tenant's share is in use. One more tenant would find room, unless all are taken by others."""
+        own = self._tenants[tenant]
+        others = len(self._tenants.keys() - {tenant})
+        share = max(1, _AT_ONCE // (others + 2))
+        return own >= share or self._tenants.total() >= _AT_ONCE
+
+    def _over(self, pair: str, tenant: str) -> None:
+        self._running.pop(pair, None)
+        self._tenants[tenant] -= 1
+        self._tenants += Counter()  # which drops those without any
 
     async def _in_time(self, judging: asyncio.Task[bool | None], lateness: Breaker) -> bool:
         """Whether the judge says yes before the request's time is up."""

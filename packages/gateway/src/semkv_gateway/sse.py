@@ -196,10 +196,7 @@ class _Calls:
             raise _NotUnderstood
         if before is not None and not is_json_object("".join(before["arguments"])):
             raise _NotUnderstood
-        if index is None and not is_json_object(arguments):
-            raise _NotUnderstood
-        if index is not None and (type(index) is not int or index < 0):
-            raise _NotUnderstood
+        _check_index(index, arguments)
         begun = {"index": index, "id": number, "name": name, "arguments": [arguments]}
         self._calls.append(begun)
         if index is not None:
@@ -218,6 +215,14 @@ class _Calls:
         elif any(index is not None for index in indices):
             raise _NotUnderstood
         return [_whole_call(call) for call in calls]
+
+
+def _check_index(index: object, arguments: str) -> None:
+    """Raise where an index is no place in a list; a call without one must be whole."""
+    if index is None and not is_json_object(arguments):
+        raise _NotUnderstood
+    if index is not None and (type(index) is not int or index < 0):
+        raise _NotUnderstood
 
 
 def _whole_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _MOST = 4  # slips in a text; one with more is no slip
 _WORDS = 3  # of texts that are the same but for one word, at least
-_MORE_COMMON = 5.0  # times as common as all other words that may have been meant
+_MORE_COMMON = 4.0  # times as common as all other words that may have been meant
 _RARE = 20_000  # rank of a word that is not among the frequent ones
 _USUAL = 3_000  # rank of a word that may be meant by one that is hardly ever used
 # What is asked may be the very word, which is slang, a brand or an abbreviation.
@@ -140,14 +140,20 @@ def _is_slip_of(slip: str, word: str) -> bool:
     is_function_word = word in language.stop_words
     if len(slip) < SHORTEST_ALONE and not is_function_word and not _is_cut_short(slip, word):
         return False  # it may be an abbreviation
-    others = [each for each in _near(slip) & known.common if slip in slips_alone(each)]
-    if is_function_word:  # a word of content would not stand in its place
-        others = [each for each in others if each in language.stop_words]
-    stem = language.stem(word)
-    rivals = [each for each in others if language.stem(each) != stem]
+    rivals = _rivals(slip, word)
     if any(each.endswith(word) or word.endswith(each) for each in rivals):
         return False  # such as "mmoral": "moral", or "immoral"
     return known.frequency(word) >= _MORE_COMMON * sum(map(known.frequency, rivals))
+
+
+def _rivals(slip: str, word: str) -> list[str]:
+    """Common words that a slip may stand for instead of a word, but for forms of that word."""
+    language = languages()[0]
+    near = _near(slip) & _spelling().common
+    if word in language.stop_words:  # a word of content would not stand in its place
+        near &= language.stop_words
+    stem = language.stem(word)
+    return [each for each in near if slip in slips_alone(each) and language.stem(each) != stem]
 
 
 def _is_unlikely(slip: str, word: str) -> bool:

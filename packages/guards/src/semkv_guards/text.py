@@ -87,15 +87,16 @@ _TAG = re.compile(r"<.*>")
 _CONNECTIVES = frozenset(("AND", "OR", "NOT", "XOR"))
 
 
+def _in_ascii_forms(text: str) -> str:
+    """A text with one form of each sign, the ASCII one where there is one."""
+    return unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
+
+
 class Text:
     """A text taken apart: what the guards compare."""
 
     def __init__(self, text: str, language: Language) -> None:
-        plain = (
-            text
-            if text.isascii()
-            else unicodedata.normalize("NFKC", _one_form(text)).replace("’", "'")
-        )
+        plain = text if text.isascii() else _in_ascii_forms(text)
         pieces = plain.split()
         self.language = language
         self._case_is_style = (plain.isupper() or plain.istitle()) and one_style(plain)
@@ -136,8 +137,11 @@ class Text:
         self.lone_signs = _lone_signs(pieces) if odd else _NONE
         """Signs that stand alone, but for marks, dashes, brackets and operators; faces, and tags."""
         self.quotes = _quoted(plain) if _MARK.search(odd) else _NONE
-        self.cased = None if self._titled else self._cased
+
+    @property
+    def cased(self) -> set[str] | None:
         """Words with capitals that are no way of typing, as written; None where the case of the text says nothing."""
+        return None if self._titled else self._cased
 
     @cached_property
     def content_stems(self) -> list[str]:

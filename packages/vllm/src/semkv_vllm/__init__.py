@@ -108,7 +108,8 @@ BUCKET = Allowed(
 
 
 def _is_peer(text: str) -> bool:
-    host, _, port = text.rpartition(":")
+    host = text.rpartition(":")[0]
+    port = text.rpartition(":")[2]
     return bool(host) and host.isprintable() and port.isdecimal() and 0 < int(port) < 1 << 16
 
 

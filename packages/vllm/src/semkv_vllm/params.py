@@ -44,11 +44,11 @@ def client_params(given: object, allowed: Collection[str] = ()) -> dict[str, Any
 def peer_params(peer: str) -> dict[str, Any]:
     """What vLLM's ``p2p`` reads of the peer (``host:port``) that a request's blocks are asked of. Each request has an
     id of its own there, which nobody else can name."""
-    host, _, port = peer.rpartition(":")
+    parts = peer.rpartition(":")
     return {
         "kv_request_id": uuid.uuid4().hex,
-        "remote_host": host,
-        "remote_port": int(port),
+        "remote_host": parts[0],
+        "remote_port": int(parts[2]),
     }
 
 
