@@ -53,11 +53,11 @@ BIN = Path(sys.executable).parent
 FORKS = prepare()
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-_OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and bench/shape.py
+_OTHER_FLAGS = set(  # of vLLM, uv, docker, curl, bench/shape.py and bench/scale.py
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
     "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type --worker-cls "
     "--kv-transfer-config --ec-transfer-config --extra --ipc --retry --retry-connrefused --retry-delay "
-    "--mm-processor-cache-type --shm-size --places --write".split()
+    "--mm-processor-cache-type --shm-size --places --write --check --large --trace".split()
 )
 _OTHER_CLASSES = set(
     "OffloadingConnector MultiConnector ExampleConnector OpenAI Anthropic ChatOpenAI Agent".split()
@@ -344,7 +344,8 @@ def test_the_gateway_does_what_the_page_shows(page: str, least: int, tmp_path: P
     if shutil.which("curl") is None:
         pytest.skip("needs curl: apt-get install curl")
     redis = RedisServer(tmp_path) if page == "serving.md" and shutil.which("redis-server") else None
-    left_out = re.compile("(vllm|pip) |.*redis://" if redis is None else "(vllm|pip) ")
+    elsewhere = "(vllm|pip) |.*--peer "  # what needs another machine
+    left_out = re.compile(elsewhere + "|.*redis://" if redis is None else elsewhere)
     shown = [(command, said) for command, said in typed(page) if not left_out.match(command)]
     assert sum(bool(said) for _, said in shown) >= least
     port = free_port()

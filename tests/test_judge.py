@@ -27,14 +27,13 @@ from semkv.types import Entry, Exactness, Match, Namespace, Request, TextSegment
 from semkv_guards.judge import MOST, PROMPT, messages, quoted, verdict
 
 ONE = "How do I bake sourdough bread at home?"
-OTHER = (
-    "What are the steps to bake sourdough bread at home?"  # no guard objects, below the threshold
-)
+# No guard objects, it is below the threshold, and its words are not the same.
+OTHER = "How can I bake a loaf of sourdough at home?"
 MORE = (
     "How can I make sourdough bread in my kitchen at home?",
     "How is sourdough bread baked at home?",
     "Can you tell me how to bake sourdough at home?",
-    "How do people bake sourdough bread at home?",
+    "How can I bake sourdough at home in my kitchen?",
 )
 DONOR = Entry("d", Namespace(), (), "", "")
 ATTACKS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from test_sweep import apart, folder, hits, rows, spec, sweep
+from test_sweep import apart, folder, hits, rows, spec
 
 pytest.importorskip("ray", reason="needs Ray: pip install './packages/lab[ray]'")
 
@@ -49,5 +49,5 @@ def test_a_lost_worker_costs_a_sweep_nothing(folder: Path) -> None:
         assert found[name]["summary"]["samples"] == 40
         assert hits(folder, name) == 20, "each has a cache of its own"
         assert found[name]["samples"] == f"samples/{name}.jsonl"
-    again = sweep(folder, "--resume", "--only", "a", "--only", "b")
+    again = apart(folder, "--resume", "--only", "a", "--only", "b")
     assert "2 of 2 experiments are in" in again.stdout

@@ -217,9 +217,9 @@ class CacheClient:
 
     async def running_lookups_over(self) -> None:
         """Wait until nobody waits for any lookup that is running now."""
-        over = [running.over for running in self._waited_for]
-        if over:
-            await asyncio.wait(over)
+        for running in list(self._waited_for):  # by the end of one, most others are over
+            if not running.over.done():
+                await asyncio.wait((running.over,))
 
     async def _find(self, canonical: CanonicalRequest) -> Lookup:
         """The stored answer, else a donor."""

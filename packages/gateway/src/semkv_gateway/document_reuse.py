@@ -38,7 +38,7 @@ _KNOWN = (
     256  # pairs of a model and a tenant; one that is forgotten begins anew, with an empty budget
 )
 _CHECKS = 4  # requests at once that are to be checked
-# The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0.5 to 9.5% with 16 tokens or more.
+# The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0 to 13.5% with 16 tokens or more.
 _PRIOR_SCORE = 0.948
 _MATCH = Match(
     tier="documents",

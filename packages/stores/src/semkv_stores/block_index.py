@@ -252,9 +252,9 @@ def reserve(
     if his is None:
         return None
     let_go(db, root, [victim.file for victim in his])
-    _, blocks, nbytes = totals(db)
-    over_bytes = _over(max_bytes, nbytes + new.nbytes)
-    over_blocks = _over(max_blocks, blocks + len(new.keys))
+    stored = totals(db)
+    over_blocks = _over(max_blocks, stored[1] + len(new.keys))
+    over_bytes = _over(max_bytes, stored[2] + new.nbytes)
     rest = _victims(db, over_bytes, over_blocks, pending, {})
     if rest is None:
         return None

@@ -42,9 +42,14 @@ def missing() -> list[str]:
 # ---------------------------------------------------------------------- host memory
 
 
+def _held_by(primary: Any) -> Any:
+    """What host memory holds (``CachePolicy``)."""
+    return primary._policy
+
+
 def chunk_of(primary: Any, key: bytes) -> Any | None:
     """The place of a block in host memory, or None. vLLM's lookup says that there is one, not who uses it."""
-    return primary._policy.get(key)
+    return _held_by(primary).get(key)
 
 
 def remove_unused(primary: Any, key: bytes) -> bool | None:
@@ -57,7 +62,7 @@ def remove_unused(primary: Any, key: bytes) -> bool | None:
         return False
     if chunk.ref_cnt != 0:
         return None
-    primary._policy.remove(key)
+    _held_by(primary).remove(key)
     primary._num_evictable_cache_chunks -= 1
     primary._free_chunk(chunk)
     return True
