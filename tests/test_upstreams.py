@@ -350,9 +350,7 @@ def test_one_that_is_ill_is_left_out_until_it_is_well(
         assert other.total == before + 1
 
 
-def test_a_look_that_fails_is_not_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstreams, "_LOOK_S", 0.02)
     looks: list[str] = []
 

@@ -37,7 +37,8 @@ def salted(
     raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
 ) -> tuple[bytes, str, Conversation | None]:
     """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; its
-    model, empty for none; and its conversation. With ``hints`` a client's own hints for vLLM's KV connector are left out.
+    model, empty for none; and its conversation. With ``hints`` a client's own hints for vLLM's KV connector are left
+    out.
 
     It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
     `NoPlace` where it is no JSON object.
