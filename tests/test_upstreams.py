@@ -312,6 +312,8 @@ def test_an_upstream_hears_of_a_conversation_and_of_who_had_it(tmp_path: Path) -
             said = {"semkv": {"conversation": wish, "hints": {"keep_s": 5}}}
             several.post("hello", kv_transfer_params=said, prompt_cache_key="tour")
             assert hints(home.calls[-1]) == {**one, **hint}
+        several.post(LONG * 200, prompt_cache_key="tour")
+        assert hints(home.calls[-1]) == one
 
 
 def test_an_upstream_that_refuses_hints_gets_none(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ _POLL_S = 0.25
 _PAUSE_S = 1.0
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
 _AGAIN_S = (
-    600.0  # from which on one is read from its start, where the catalog may have dropped some of it
+    600.0  # after which one is read from its start, where a full catalog may have dropped rows
 )
 _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
