@@ -162,6 +162,47 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
 
 
 @pytest.mark.parametrize("kind", ["server", "cluster"])
+def test_a_gateway_with_another_encoder_or_none_takes_the_others_vectors_along(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(kind).url
+
+    def made(encoder: str) -> RedisDonors:
+        store = RedisDonors(url, timeout_s=60.0, name=f"mixed {kind}", vector_sets=True)
+        if encoder:
+            store.search_by(encoder)
+        return store
+
+    one, other, none = made("one"), made("other"), made("")
+    vectors = drawn(8)
+    for number, vector in enumerate(vectors):
+        one.add("tenant:0", b"own %d" % number, "log 0-0", item=str(number), vector=vector)
+    other.add("tenant:0", b"other", "log 0-0", item="0", vector=vectors[0])
+    none.add("tenant:0", b"none", "log 0-0", item="none", most=3)
+    assert len(none.read("tenant:0", "", "")) == 10, "it is searched, so no row goes"
+    sets = one._keys("tenant:0")[2:3] + other._keys("tenant:0")[2:3]
+
+    def counts() -> list[int]:
+        return [int(one._db.execute_command("VCARD", key) or 0) for key in sets]
+
+    assert counts() == [8, 1]
+    size = sum(one._db.memory_usage(key) or 0 for key in none._keys("tenant:0"))
+    assert int(one._db.hget(one._about[1], "tenant:0")) == size
+    made("").sweep(lambda data: data == b"own 0", ["tenant:0"])
+    assert counts() == [7, 1], "the other's row is there"
+    other.sweep(lambda data: data != b"other", ["tenant:0"])
+    assert counts() == [0, 1]
+    # A partition goes with all that it has, also where one without an encoder lets it go.
+    one.add("tenant:0", b"own", "log 0-0", item="1", vector=vectors[1])
+    one._db.zincrby(one._about[0], -90_000.0, "tenant:0")  # a day and more
+    made("").add("tenant:1", b"x", "log 0-0")
+    assert counts() == [0, 0]
+    assert not one.read("tenant:0", "", "")
+    for store in (one, other, none):
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["server", "cluster"])
 def test_a_partition_with_more_than_is_read_is_searched(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from redis_server import RedisCluster, RedisServer, valkey
 from semkv.errors import ConfigError
 from semkv.keys import media_id
 from semkv.stores.maintenance import purge
+from semkv.tiers import sharing
 from semkv.tiers.checking import pair_of
 from semkv.tiers.sharing import Place
 from semkv.types import MediaSegment, Namespace, Request, ReuseReport, TextSegment
@@ -175,8 +176,9 @@ def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
 
 
 def test_a_full_catalog_keeps_what_was_asked_for_last(
-    servers: dict[str, Any], tmp_path: Path
+    servers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What it has dropped it reads again after a while."""
     with Caches(tmp_path, servers["single"].url) as caches:
         for number in range(6):
             caches.one.record(f"bread {number}", history=f"History {number}.")
@@ -185,6 +187,9 @@ def test_a_full_catalog_keeps_what_was_asked_for_last(
                 assert small.finds(f"bread {number}~0.95", history=f"History {number}.")
             assert small.cache.stats().entries <= 2
             assert small.finds("bread 5~0.95", history="History 5.")
+            assert not small.finds("bread 0~0.95", history="History 0.")
+            monkeypatch.setattr(sharing, "_AGAIN_S", 0.0)
+            wait_until(lambda: small.finds("bread 0~0.95", history="History 0."))
 
 
 def test_a_log_of_removals_that_has_lost_its_end_reaches_no_row(caches: Caches) -> None:

@@ -238,6 +238,10 @@ class Catalog:
     def __len__(self) -> int:
         return int(self.database.rows("SELECT COUNT(*) FROM entries")[0][0])
 
+    def is_full(self) -> bool:
+        """Whether entries may have gone to keep the bound."""
+        return len(self) >= self.max_entries - self._at_once()
+
     def close(self) -> None:
         """Close the file; later calls raise `sqlite3.ProgrammingError`."""
         self.database.close()
@@ -377,11 +381,14 @@ class Catalog:
         excess = len(self) - self.max_entries
         if excess <= 0:
             return Removed()
-        most = max(excess, min(self.max_entries // 100, _AT_ONCE))
+        most = max(excess, self._at_once())
         rows = db.execute(
             "SELECT id FROM entries WHERE id<>? ORDER BY used, id LIMIT ?", (keep, most)
         )
         return delete(db, [int(r[0]) for r in rows.fetchall()])
+
+    def _at_once(self) -> int:
+        return min(self.max_entries // 100, _AT_ONCE)
 
     def invalidate(
         self,

@@ -71,6 +71,9 @@ _WAITING = 1024  # rows that wait for the store
 _POLL_S = 0.25
 _PAUSE_S = 1.0
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
+_AGAIN_S = (
+    600.0  # after which one is read from its start, where a full catalog may have dropped rows
+)
 _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
 _IMAGE_S = 3600.0  # for which they are not
@@ -219,6 +222,7 @@ class _Partition:
 
     cursor: str = ""
     cursor_wrong: str = ""
+    begun: float = math.inf  # when it was read from its start, by the monotonic clock
     is_large: bool = False
     looked: float = -math.inf  # when, by the monotonic clock
     job: Future[None] | None = None
@@ -506,6 +510,11 @@ class Sharing:
             known.cursor_wrong = self._read_rows(name, known.cursor_wrong, wrong=True)
             known.is_large = self._searches and self._store.is_large(name)
             if self._reads_all or not known.is_large:
+                again = time.monotonic() - known.begun > _AGAIN_S
+                if again and self._catalog.is_full():
+                    known.cursor = ""
+                if not known.cursor:
+                    known.begun = time.monotonic()
                 known.cursor = self._read_rows(name, known.cursor, wrong=False)
             done = True
         self._note_read(known, done=done)

@@ -6,6 +6,7 @@
     {semkv:<name>:1}:removals           stream: the latest 1,000 removals
     {semkv:<name>:1}:begun              a name of that log: who finds another name knows that it was emptied
     {semkv:<name>:1}:partitions         sorted set: partitions by when they were written last
+    {semkv:<name>:1}:encoders           sorted set: encoders that have vectors, by when one of theirs wrote last
     {semkv:<name>:1}:sizes              hash: bytes by partition;  {semkv:<name>:1}:bytes: their sum
 
 A partition has a hash tag of its own, so the nodes of a cluster share them out, and one script changes it. Sizes and
@@ -49,9 +50,18 @@ return redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
 """
 # Times are those of Redis, whatever the gateways' clocks say.
 _NOW = "local time = redis.call('TIME'); local now = time[1] + time[2] / 1000000\n"
-# KEYS: partitions. ARGV: a partition.
-_WRITTEN = _NOW + "return redis.call('ZADD', KEYS[1], now, ARGV[1])"
-# KEYS of a partition: rows, pairs found wrong, vectors. `bytes_taken` are those of all three.
+# KEYS: partitions, encoders. ARGV: a partition, the writer's encoder or '', seconds that an encoder is known, which are
+# more than its vectors live. Returns all encoders.
+_WRITTEN = (
+    _NOW
+    + """
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+if ARGV[2] ~= '' then redis.call('ZADD', KEYS[2], now, ARGV[2]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[3])
+return redis.call('ZRANGE', KEYS[2], 0, -1)
+"""
+)
+# KEYS of a partition: rows, pairs found wrong, vectors, those of each other encoder. `bytes_taken` are those of all.
 _BYTES = """
 local function bytes_taken()
   local bytes = 0
@@ -77,8 +87,8 @@ _TAKE_OUT = """
 local function take_out(rows)
   for _, row in ipairs(rows) do
     local item = row[2][6]
-    if item and redis.call('VGETATTR', KEYS[3], item) == row[1] then
-      redis.call('VREM', KEYS[3], item)
+    for at = 3, item and #KEYS or 0 do
+      if redis.call('VGETATTR', KEYS[at], item) == row[1] then redis.call('VREM', KEYS[at], item) end
     end
     redis.call('XDEL', KEYS[1], row[1])
   end
@@ -95,7 +105,7 @@ _ADD_SEARCHED = (
 if ARGV[4] ~= '' then redis.call('VADD', KEYS[3], 'FP32', ARGV[4], ARGV[3]) end
 local at = redis.call('XADD', KEYS[1], '*', 'row', ARGV[1], 'since', ARGV[2], 'item', ARGV[3])
 if ARGV[4] ~= '' then redis.call('VSETATTR', KEYS[3], ARGV[3], at) end
-for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[5]) end
+for at = 1, 3 do redis.call('EXPIRE', KEYS[at], ARGV[5]) end
 local oldest = string.format('%d000', now - ARGV[5])
 take_out(redis.call('XRANGE', KEYS[1], '-', oldest, 'COUNT', 4))
 if bytes_taken() > tonumber(ARGV[6]) then
@@ -169,18 +179,29 @@ class RedisDonors(DonorStore):
         self._max_bytes = max_bytes
         self._vector_sets = vector_sets
         self._encoder = ""  # whose vectors are searched
+        self._others: Sequence[str] = ()  # encoders by whose vectors other gateways search
         root = root_of(name)
         self._removals = f"{root}:removals"
         self._begun = f"{root}:begun"
+        self._encoders = f"{root}:encoders"
         self._about = [f"{root}:{part}" for part in ("partitions", "sizes", "bytes")]
 
     def _key(self, partition: str) -> str:
         return f"{{semkv:donors:{self._name}:{partition}}}"
 
     def _keys(self, partition: str) -> list[str]:
-        """Of the rows, of the pairs found wrong, and of the vectors, which may not be there."""
+        """Of the rows, of the pairs found wrong, and of the vectors of each encoder, which may not be there."""
         key = self._key(partition)
-        return [key, f"{key}:wrong", f"{key}:vectors:{self._encoder}"]
+        encoders = (self._encoder, *self._others)
+        return [key, f"{key}:wrong", *(f"{key}:vectors:{encoder}" for encoder in encoders)]
+
+    @property
+    def _searched(self) -> bool:
+        """Whether any gateway searches, so that rows have vectors."""
+        return bool(self._encoder or self._others)
+
+    def _note_encoders(self, encoders: Sequence[bytes]) -> None:
+        self._others = [name.decode() for name in encoders if name.decode() != self._encoder]
 
     def search_by(self, encoder: str) -> bool:
         if self._vector_sets:
@@ -198,11 +219,16 @@ class RedisDonors(DonorStore):
         item: str = "",
         vector: Vector | None = None,
     ) -> None:
-        keys = self._keys(partition)
         with asking():
-            self._run(_WRITTEN, self._about[:1], partition)  # first: all that is there is known
-            if item and self._encoder:
-                packed = b"" if vector is None else vector.astype("<f4").tobytes()
+            # First: all that is there is known.
+            written = [self._about[0], self._encoders]
+            known_s = 2 * _KEPT_S
+            self._note_encoders(self._run(_WRITTEN, written, partition, self._encoder, known_s))
+            keys = self._keys(partition)
+            if item and self._searched:
+                packed = b""
+                if vector is not None and self._encoder:
+                    packed = vector.astype("<f4").tobytes()
                 largest = self._max_bytes // _LARGEST_SHARE
                 size = self._run(_ADD_SEARCHED, keys, data, since, item, packed, _KEPT_S, largest)
             else:
@@ -295,6 +321,8 @@ class RedisDonors(DonorStore):
     def sweep(
         self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
     ) -> None:
+        with asking():
+            self._note_encoders(self._db.zrange(self._encoders, 0, -1))
         chosen = filter(among, self._partitions()) if callable(among) else iter(among)
         for partition in chosen:
             for row in self._rows(partition):
@@ -308,7 +336,7 @@ class RedisDonors(DonorStore):
     def _take_out(self, partition: str, row: SharedRow) -> None:
         keys = self._keys(partition)
         with asking():
-            if self._encoder:
+            if self._searched:
                 self._run(_SWEEP, keys, row.at)
             else:
                 self._db.xdel(keys[0], row.at)

@@ -127,7 +127,11 @@ class Asking:
         conversation = None
         hints = self.gateway.hints(self.canonical.endpoint)
         if hints:
-            conversation = conversation_of(self.canonical.given, tenant, self.gateway.secret)
+            about = (self.canonical.given, tenant, self.gateway.secret)
+            if len(self.request.call.body) > _LARGE:
+                conversation = await asyncio.to_thread(conversation_of, *about)
+            else:
+                conversation = conversation_of(*about)
         return await self.gateway.upstreams.send(
             self._call,
             tenant=tenant,
@@ -793,7 +797,7 @@ class Gateway:
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
         hints = self.hints(scope["path"])
-        body, conversation = await asyncio.to_thread(
+        body, model, conversation = await asyncio.to_thread(
             salted,
             call.body,
             tenant,
@@ -803,6 +807,7 @@ class Gateway:
         return await self.upstreams.send(
             lambda salts: replace(call, body=body) if salts else call,
             tenant=tenant,
+            model=model,
             conversation=conversation,
             hints=hints and PARAMS.encode() not in body,
         )

@@ -35,9 +35,10 @@ class NoPlace(ValueError):  # noqa: N818
 
 def salted(
     raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
-) -> tuple[bytes, Conversation | None]:
-    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; and its
-    conversation. With ``hints`` a client's own hints for vLLM's KV connector are left out.
+) -> tuple[bytes, str, Conversation | None]:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; its
+    model, empty for none; and its conversation. With ``hints`` a client's own hints for vLLM's KV connector are left
+    out.
 
     It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
     `NoPlace` where it is no JSON object.
@@ -53,7 +54,9 @@ def salted(
         if hints:
             conversation = conversation_of(body, tenant, secret)
             body = without_hints(body)
-        return json.dumps(body, separators=(",", ":")).encode(), conversation
+        model = body.get("model")
+        text = json.dumps(body, separators=(",", ":"))
+        return text.encode(), model if isinstance(model, str) else "", conversation
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error
 

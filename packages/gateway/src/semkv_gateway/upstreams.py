@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -145,19 +145,21 @@ class Upstreams:
         known = []
         if self._several:
             call = cache(call)
-            known = list(_beginnings(tenant, call(True).body))
+            known = list(_beginnings(tenant, model, call(True).body))
             self._looking = self._looking or asyncio.ensure_future(self._look_after())
         left = [member for member in self.members if member.can(model)] or list(self.members)
         while True:
             member = self._chosen(left, known)
             left.remove(member)
             made = call
+            peer = ""
             if hints:
-                made = hinted(call, conversation, self._peer_of(member, known))
+                peer = self._peer_of(member, known, model)
+                made = hinted(call, conversation, peer)
             for beginning in known:
                 self._sent_last[beginning] = member
             try:
-                return await self._send_to(member, made)
+                reply = await self._send_to(member, made)
             except UpstreamError as error:
                 if error.begun:
                     raise
@@ -165,6 +167,10 @@ class Upstreams:
                 self._leave_out(member, "cannot be reached")
                 if not left:
                     raise
+            else:
+                if peer and member.salts.on:  # hints go with salts only
+                    self._moved.labels(member.name).inc()
+                return reply
 
     async def _send_to(self, member: Member, call: Callable[[bool], Call]) -> Reply:
         self._turn += 1
@@ -196,14 +202,11 @@ class Upstreams:
                 last = before
         return last
 
-    def _peer_of(self, member: Member, known: Sequence[bytes]) -> str:
+    def _peer_of(self, member: Member, known: Sequence[bytes], model: str) -> str:
         """Where a server can get a request's beginning; empty where it is itself the one that has it, or nobody is."""
-        up = [each for each in self.members if not each.down]
+        up = [each for each in self.members if each.can(model) and not each.down]
         last = self._last(known, up)
-        if last is None or last is member or not last.peer:
-            return ""
-        self._moved.labels(member.name).inc()
-        return last.peer
+        return "" if last is None or last is member else last.peer
 
     # -- servers that are away ----------------------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class Upstreams:
 
     async def _look_after(self) -> None:
         """Ask each server again and again whether it answers, and which models it has when it begins to."""
-        await asyncio.gather(*map(self._learn, self.members))
+        await self._of_each(self._learn)
         lists = {member.models for member in self.members if member.models is not None}
         if len(lists) > 1:
             log.warning(
@@ -228,7 +231,13 @@ class Upstreams:
             )
         while True:
             await asyncio.sleep(_LOOK_S)
-            await asyncio.gather(*map(self._look, self.members))
+            await self._of_each(self._look)
+
+    async def _of_each(self, ask: Callable[[Member], Awaitable[None]]) -> None:
+        """Ask all servers at once. A fault of ours is logged, and they are asked again all the same."""
+        for fault in await asyncio.gather(*map(ask, self.members), return_exceptions=True):
+            if fault is not None:
+                log.error("a look whether an upstream answers failed", exc_info=fault)
 
     async def _look(self, member: Member) -> None:
         if await member.upstream.ready():
@@ -294,9 +303,9 @@ class Counted:
         await self._reply.aclose()
 
 
-def _beginnings(tenant: str, body: bytes) -> Iterator[bytes]:
-    """Digests of a body's beginnings, the shortest first. Those of tenants differ."""
-    state = xxhash.xxh3_128(tenant.encode())
+def _beginnings(tenant: str, model: str, body: bytes) -> Iterator[bytes]:
+    """Digests of a body's beginnings, the shortest first. Those of tenants and of models differ."""
+    state = xxhash.xxh3_128(json.dumps([tenant, model]).encode())
     length = _SHORTEST
     done = 0
     while length <= min(len(body), _LONGEST):
