@@ -480,6 +480,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_COUNTED = "gateways replicas nodes block_tokens lookups rate seconds tenants classes turns".split()
+
+
+def _check(made: Sequence[Any]) -> None:
+    """End where a number is none that a deployment can have."""
+    for name, value in (pair for one in made for pair in vars(one).items()):
+        least = 1e-9 if name in _COUNTED else 0
+        if not least <= value < float("inf"):
+            raise SystemExit(f"--{name.replace('_', '-')}: {value} is not allowed")
+
+
+def _read(path: Path) -> list[Asked]:
+    try:
+        return read(path)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise SystemExit(f"--trace: {path} is no trace ({error})") from None
+
+
 def main() -> None:
     args = _parser().parse_args()
     if args.serve:
@@ -494,10 +512,13 @@ def main() -> None:
         values = {name: value for name, value in given.items() if name in known}
         values |= {name: v for name, v in vars(args).items() if name in known and v is not None}
         made.append(kind(**values))
+    _check(made)
     sizes, shape, costs = made
     start = time.monotonic()
-    trace = read(args.trace) if args.trace else drawn(shape, args.seed)
+    trace = _read(args.trace) if args.trace else drawn(shape, args.seed)
     say(f"{len(trace)} requests")
+    if not trace:
+        raise SystemExit("there is nothing to ask")
     out: Found = {"machine": machine("redis", "aiohttp"), "seed": args.seed, "shape": asdict(shape)}
     status = 0
     if args.check:

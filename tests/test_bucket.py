@@ -198,6 +198,8 @@ def test_a_purge_of_what_is_no_bucket(tmp_path: Path, url: str) -> None:
         run(["purge", "--bucket", "nonsense"])
     with pytest.raises(ConfigError, match="--tag"):
         run(["purge", "--bucket", url, "--tag", "a"])
+    with pytest.raises(StoreError, match="cannot be read"):
+        run(["purge", "--bucket", f"{url}/{'long' * 100}"])
     one = Replica(tmp_path / "one", url)
     one.save(0)
     assert one.share()

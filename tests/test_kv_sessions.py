@@ -34,7 +34,7 @@ class Small(Engine):
     """An engine whose host memory holds few blocks."""
 
     def __init__(self, model: str, folder: str, **settings: Any) -> None:
-        kv = connector(folder, host_bytes=ROWS * ROW, **settings)
+        kv = connector(folder, **{"host_bytes": ROWS * ROW, **settings})
         super().__init__(model, kv, max_num_batched_tokens=256)
         self.shared = self.connectors()[0].shared
         self.manager = self.connectors()[0].manager
@@ -104,6 +104,10 @@ def conversations(model: str, folder: str) -> None:
         assert longer["loaded"] == 6 * BLOCK
         assert engine.kept == 8
         engine.say(first, "stranger", session="one", keep_s=0)
+        assert engine.kept == 8
+        # Nor does a stranger with more of them than are remembered end it.
+        for number in range(20):
+            engine.say(blocks(rng, 9), "stranger", session=str(number), keep_s=0)
         assert engine.kept == 8
         # At the tenant's budget the conversation that spoke longest ago is let go.
         references["second"] = engine.say(second, "a", session="two", keep_s=600)
@@ -186,6 +190,22 @@ def test_a_tenants_bound_holds_in_host_memory_and_on_disk(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     in_child(bounds, checkpoint("llama"), tmp_path)
+
+
+def least(model: str, folder: str) -> None:
+    rng = random.Random(5)
+    kept, long = blocks(rng, 9), blocks(rng, 8)
+    with Small(model, folder, keep_bytes=100 * ROW, host_bytes=12 * ROW) as engine:
+        engine.say(kept, "a", session="one", keep_s=600)
+        assert engine.kept == 4
+        engine.say(long, "b")
+        assert engine.on_disk("b") > 8 * ROW, "a step's blocks have room beside what is kept"
+        assert engine.shared.counters["errors"] == 0
+
+
+@pytest.mark.engine
+def test_what_is_kept_leaves_room_for_a_step(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    in_child(least, checkpoint("llama"), tmp_path)
 
 
 PEER = "10.0.0.1:5710"

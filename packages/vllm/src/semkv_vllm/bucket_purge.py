@@ -53,9 +53,9 @@ def purge_bucket(
 
 def _is_there(address: Address) -> bool:
     """Whether there is a log. None is begun, nor is a folder made."""
-    if address.folder is not None:
-        return (address.folder / address.kind / "semkv.json").is_file()
     try:
+        if address.folder is not None:
+            return (address.folder / address.kind / "semkv.json").is_file()
         Objects(address, "a purge").get("semkv.json")
     except FileNotFoundError:
         return False

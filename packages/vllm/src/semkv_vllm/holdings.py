@@ -5,8 +5,8 @@ vLLM's own LRU decides what leaves host memory. Two things come before it:
 - A tenant at his bound gives up a block of his own for each new one, the one that was used longest ago.
 - Blocks of a conversation are kept: to vLLM they are as if they were being read, so it evicts none of them. A tenant
   keeps no more than his budget, and half of his bound. There the conversation that spoke longest ago is let go, which
-  leaves its blocks to the LRU. All tenants together keep half of host memory at most, and nobody's new conversation
-  ends another's.
+  leaves its blocks to the LRU. All tenants together keep half of host memory at most, and leave room for the blocks of
+  a step. Nobody's new conversation ends another's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingEvent, PrepareStoreOutput, ReqContext
@@ -39,7 +40,8 @@ class _Session:
 
     Attributes:
         facts: of its last request.
-        keys: of its last request's blocks, in the order of the prompt, with the token where each ends.
+        keys: of its last request's blocks, as many as may be kept, in the order of the prompt, with the token where
+            each ends.
         kept: those that are kept.
         until: when it is let go, by the clock.
     """
@@ -71,8 +73,11 @@ class Holdings:
         self._primary = primary
         self._clock = clock
         self._most = settings.tenant_host_bytes // row_bytes if settings.tenant_host_bytes else rows
-        self._most_kept = min(settings.keep_bytes // row_bytes, self._most // 2, rows // 2)
-        self._most_kept_by_all = rows // 2
+        # vLLM stores the blocks of a step or none of them: what is kept leaves room for one.
+        self._most_kept_by_all = max(0, min(rows // 2, rows - shared.step_rows))
+        self._most_kept = min(
+            settings.keep_bytes // row_bytes, self._most // 2, self._most_kept_by_all
+        )
         self._most_keys = _REMEMBERED * rows
         self._bounded = self._most < rows
         # By tenant, what he holds and nobody keeps, used longest ago first.
@@ -93,13 +98,14 @@ class Holdings:
         if not self._bounded:
             return keys
         owner = facts_of(context).owner
-        there = [key for key in keys if key in self._owner]
         new = [key for key in keys if key not in self._owner]
         room = self._most - self._count(owner)
         if room < len(new):
             own = private.key_positions(context)
-            room += self._give_up(owner, len(new) - room, keys, own)
-        return [*there, *new[: max(0, room)]]
+            room += self._give_up(owner, len(new) - room, set(keys), own)
+        refused = set(new[max(0, room) :])
+        # In their order: vLLM pairs them with the blocks that it copies.
+        return [key for key in keys if key not in refused]
 
     def _count(self, owner: str) -> int:
         return len(self._loose.get(owner, ())) + self._kept_by[owner]
@@ -127,9 +133,8 @@ class Holdings:
     def came(self, keys: Iterable[bytes], context: Any) -> None:
         """Blocks have a place in host memory now."""
         owner = facts_of(context).owner
-        loose = self._loose.setdefault(owner, OrderedDict())
         for key in keys:
-            loose[key] = None
+            self._loose.setdefault(owner, OrderedDict())[key] = None
             self._owner[key] = owner
 
     @ours("a tenant's bound")
@@ -164,17 +169,20 @@ class Holdings:
             return
         if not keys:  # it was given up before it was scheduled
             return
+        if facts.hints.keep_s:
+            self.shared.counters["unkept_blocks"] += max(0, len(keys) - self._most_kept)
+        keys = dict(islice(keys.items(), self._most_kept))
         name = (facts.owner, facts.hints.session)
         session = self._sessions.get(name) or _Session(facts)
         self._await_no_more(name, session)
         self._let_go(session, session.kept.difference(keys))
         self._keys += len(keys) - len(session.keys)
         session.facts = facts
-        session.keys = dict(keys)
+        session.keys = keys
         self._sessions[name] = session
         self._sessions.move_to_end(name)
         self._keep(name, session)
-        self._forget_oldest()
+        self._forget_oldest(name)
 
     @ours("a conversation", otherwise=None)
     def prefetched(self, context: Any) -> ReqContext | None:
@@ -190,7 +198,7 @@ class Holdings:
         session.facts = facts
         self._keep(name, session)
         found = ReqContext(f"{context.req_id} prefetch", {REPORT_KEY: facts})
-        for key, end in list(session.keys.items())[: self._most_kept]:
+        for key, end in session.keys.items():
             found.set_offload_key_position(key, end)
         return found
 
@@ -300,12 +308,16 @@ class Holdings:
             if session.kept and session.until <= now:
                 self._end(name, session)
 
-    def _forget_oldest(self) -> None:
-        """Remember so many conversations and blocks at most."""
+    def _forget_oldest(self, speaker: Name) -> None:
+        """Remember so many conversations and blocks at most. First go others of the tenant who spoke, then those of
+        which nothing is kept."""
         while len(self._sessions) > _MOST_SESSIONS or (
             self._keys > self._most_keys and len(self._sessions) > 1
         ):
-            self._forget(next(iter(self._sessions)))
+            own = (name for name in self._sessions if name[0] == speaker[0] and name != speaker)
+            idle = (name for name, session in self._sessions.items() if not session.kept)
+            oldest = next(iter(self._sessions))
+            self._forget(next(own, None) or next(idle, oldest))
 
     def _forget(self, name: Name) -> None:
         session = self._sessions.pop(name)

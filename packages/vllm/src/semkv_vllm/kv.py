@@ -167,6 +167,7 @@ class SemKVConnector(OffloadingConnector):
         """
         offloading = build_offloading_config(self._config, kv_cache_config)
         need = Need(offloading, self._config, sealed=self._settings.sealed)
+        self._step_rows = need.rows
         wanted = self._settings.host_bytes or max(default_host_bytes(), need.host_bytes)
         try:
             self._host_bytes, self._first = agreed_host_bytes(self._engine, wanted)
@@ -196,6 +197,7 @@ class SemKVConnector(OffloadingConnector):
         )  # for the spec; in the scheduler's half for others, too
         if role == KVConnectorRole.SCHEDULER:
             self.shared = make_shared(config, kv_cache_config, settings)
+            self.shared.step_rows = self._step_rows
         transfer.kv_connector_extra_config["semkv"] = self.shared
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:

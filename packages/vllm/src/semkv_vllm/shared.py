@@ -100,6 +100,7 @@ class KVShared:
         loading: False while nothing may be loaded, after a reset that failed.
         old: what may rest on weights from before a reset; None where nothing does.
         row_bytes: of a block in host memory, without its seal.
+        step_rows: as many blocks as one step may compute.
         renamed: whether a reset gave this engine a namespace of its own, which ends with it.
         away: peers that did not answer, and until when none is asked again, by the monotonic clock.
     """
@@ -119,6 +120,7 @@ class KVShared:
     loading: bool = True
     old: OldWeights | None = None
     row_bytes: int = 0
+    step_rows: int = 0
     renamed: bool = False
     away: dict[str, float] = field(default_factory=dict)
     _quiet: dict[str, float] = field(default_factory=dict)  # by place, until when
