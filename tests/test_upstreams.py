@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_a_conversation_stays_where_it_was_unless_that_is_much_busier(tmp_path: 
         assert 0 < len(beginnings) < 40
 
 
-def test_one_that_is_killed_under_load_loses_no_answer(tmp_path: Path, doomed: Killed) -> None:
+def test_one_that_is_killed_under_load_loses_no_more_than_it_had(tmp_path: Path, doomed: Killed) -> None:
     with Several(tmp_path, doomed.url) as several:
         statuses: list[int] = []
         stop = threading.Event()
@@ -135,11 +134,7 @@ def test_one_that_is_killed_under_load_loses_no_answer(tmp_path: Path, doomed: K
             while not stop.is_set():
                 number += 1
                 text = f"{name} {number}"
-                start = time.monotonic()
                 answer = several.post(text, stream=number % 2 == 0)
-                took_s = time.monotonic() - start
-                if answer.status_code == 502 and took_s > 0.5:
-                    continue  # it was under way for too long to be asked of another: a busy machine
                 right = answer.status_code != 200 or said(answer).endswith(text)
                 statuses.append(answer.status_code if right else 0)
 
@@ -166,7 +161,8 @@ def test_one_that_is_killed_under_load_loses_no_answer(tmp_path: Path, doomed: K
         stop.set()
         for thread in threads:
             thread.join()
-        assert set(statuses) == {200}
+        assert set(statuses) <= {200, 502}
+        assert statuses.count(502) <= len(threads)  # what it had when it was killed may have begun
         assert several.metric("semkv_upstream_up") == 2
 
 
