@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -134,11 +134,11 @@ class Asking:
             model=self.canonical.model,
             conversation=conversation,
             hints=hints,
+            spans=None if self.reuse is None else self.canonical.spans,
         )
 
     def _call(self, salted: bool) -> Call:
-        spans = None if self.reuse is None else self.canonical.spans
-        body = _body(self.canonical, stream=self.streams, salted=salted, spans=spans)
+        body = _body(self.canonical, stream=self.streams, salted=salted)
         return self.request.call.with_body(body)
 
     def read_head(self, status: int, headers: Headers) -> str:
@@ -1025,12 +1025,9 @@ def _body(
     *,
     stream: bool,
     salted: bool,
-    spans: Mapping[str, Any] | None,
 ) -> bytes:
-    """What is sent upstream; ``spans``: what of it is reused."""
+    """What is sent upstream, but for what vLLM's KV connector is told."""
     body = canonical.body(salted=salted)
-    if spans is not None:
-        body["kv_transfer_params"] = {"semkv": dict(spans)}
     if not canonical.route.converts:
         return _encode(body).encode()
     body.pop("stream_options", None)

@@ -110,14 +110,17 @@ def hinted(
     call: Callable[[bool], Call],
     conversation: Conversation | None,
     peer: str,
+    spans: Mapping[str, Any] | None = None,
 ) -> Callable[[bool], Call]:
-    """What makes the request of ``call`` with hints, where it is made with salts: without them an engine knows no
-    tenants.
+    """What makes the request of ``call`` with all that the connector is told. Hints are among it where the request is
+    made with salts: without them an engine knows no tenants.
 
     Args:
-        call: makes the request, with salts (True) or without; its body is a JSON object.
+        call: makes the request, with salts (True) or without; its body is a JSON object with fields, none of which is
+            ``kv_transfer_params``, unless there is nothing to tell.
         conversation: of the request.
         peer: ``host:port`` of the p2p tier of the server that has its beginning; empty for none.
+        spans: what the request says of documents that are reused.
     """
     hints: dict[str, Any] = {}
     if conversation is not None:
@@ -130,9 +133,12 @@ def hinted(
 
     def made(salted: bool) -> Call:
         plain = call(salted)
-        if not salted or not hints:
+        told = dict(spans or {})
+        if salted and hints:
+            told[_HINTS] = hints
+        if not told:
             return plain
-        params = json.dumps({PARAMS: {_OURS: {_HINTS: hints}}}, separators=(",", ":"))
+        params = json.dumps({PARAMS: {_OURS: told}}, separators=(",", ":"))
         body = plain.body.rstrip()
         return replace(plain, body=body[:-1] + b"," + params[1:].encode())
 

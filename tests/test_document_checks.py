@@ -1,0 +1,40 @@
+"""What the gateway does of requests that reuse documents, before a scripted upstream that knows nothing of documents.
+
+`test_document_reuse` has the bound itself, before a real vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gateway_helpers import Pair, wait_until
+
+RATE = 0.2
+SPANS = {"semkv": {"spans": [[0, 16]]}}
+
+
+def count(pair: Pair, outcome: str) -> float:
+    """How often this became of a request with spans, or of a check."""
+    return pair.metric(f'semkv_document_reuse_total{{outcome="{outcome}"}}')
+
+
+def ask_until_reused(pair: Pair, **more: Any) -> dict[str, Any]:
+    """New things until one is sent with its spans: its body, as the upstream got it."""
+    for number in range(20):
+        pair.post(f"about documents {number}", kv_transfer_params=SPANS, **more)
+        if count(pair, "reused"):
+            wait_until(lambda: count(pair, "checked, same"))
+            return next(body for body in pair.upstream.calls if "spans" in json.dumps(body))
+    raise AssertionError("the budget never fills")
+
+
+def test_spans_and_hints_go_together(tmp_path: Path) -> None:
+    with Pair(tmp_path, kv_hints=True, document_error_rate=RATE) as pair:
+        sent = ask_until_reused(pair, prompt_cache_key="tour")
+        told = sent["kv_transfer_params"]["semkv"]
+        assert told["spans"] == SPANS["semkv"]["spans"]
+        assert told["hints"]["keep_s"] == 300
+        exact = pair.upstream.calls[-1]["kv_transfer_params"]["semkv"]
+        assert exact == {"hints": told["hints"]}, "the check is of the same conversation"
