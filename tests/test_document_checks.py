@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gateway_helpers import Pair, wait_until
+import httpx
+
+from gateway_helpers import Pair, chat, wait_until
 
 RATE = 0.2
 SPANS = {"semkv": {"spans": [[0, 16]]}}
@@ -38,3 +40,16 @@ def test_spans_and_hints_go_together(tmp_path: Path) -> None:
         assert told["hints"]["keep_s"] == 300
         exact = pair.upstream.calls[-1]["kv_transfer_params"]["semkv"]
         assert exact == {"hints": told["hints"]}, "the check is of the same conversation"
+
+
+def test_what_passes_by_the_cache_is_read_as_json(tmp_path: Path) -> None:
+    with Pair(tmp_path, kv_hints=True, document_error_rate=RATE) as pair:
+        body = chat("passed", prompt_cache_key="tour", kv_transfer_params=SPANS)
+        hidden = json.dumps(body).replace("spans", r"sp\u0061ns")
+        assert "spans" in json.dumps(json.loads(hidden))
+        headers = {"X-Semkv-Bypass": "1", "Content-Type": "application/json"}
+        for path in ("chat/completions", "of/another/server"):
+            httpx.post(f"{pair.url}/v1/{path}", content=hidden, headers=headers)
+            assert "spans" not in json.dumps(pair.upstream.calls[-1])
+        pair.post("What are kv_transfer_params?", prompt_cache_key="tour", headers=headers)
+        assert pair.upstream.calls[-1]["kv_transfer_params"]["semkv"]["hints"]["keep_s"] == 300

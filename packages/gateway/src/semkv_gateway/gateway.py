@@ -35,7 +35,7 @@ from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
-from semkv_gateway.kv_hints import HINTED, PARAMS, conversation_of
+from semkv_gateway.kv_hints import HINTED, conversation_of
 from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
@@ -787,24 +787,25 @@ class Gateway:
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
-        if self.reuse.is_on and b'"spans"' in call.body:  # nobody would count its answer
-            call = call.with_body(await asyncio.to_thread(without_spans, call.body))
+        if self.reuse.is_on and call.body:
+            bare = await asyncio.to_thread(without_spans, call.body)
+            if bare is not call.body:  # nobody would count its answer
+                call = call.with_body(bare)
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
-        hints = self.hints(scope["path"])
-        body, conversation = await asyncio.to_thread(
+        body, conversation, may_hint = await asyncio.to_thread(
             salted,
             call.body,
             tenant,
             self.secret,
-            hints=hints,
+            hints=self.hints(scope["path"]),
         )
         return await self.upstreams.send(
             lambda salts: replace(call, body=body) if salts else call,
             tenant=tenant,
             conversation=conversation,
-            hints=hints and PARAMS.encode() not in body,
+            hints=may_hint,
         )
 
     def hints(self, path: str) -> bool:

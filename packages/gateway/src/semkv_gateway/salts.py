@@ -35,9 +35,10 @@ class NoPlace(ValueError):  # noqa: N818
 
 def salted(
     raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
-) -> tuple[bytes, Conversation | None]:
-    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; and its
-    conversation. With ``hints`` a client's own hints for vLLM's KV connector are left out.
+) -> tuple[bytes, Conversation | None, bool]:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; its
+    conversation; and whether hints for vLLM's KV connector may be added. With ``hints`` a client's own ones are left
+    out. Where it says anything else to a connector, none may be added.
 
     It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
     `NoPlace` where it is no JSON object.
@@ -53,7 +54,8 @@ def salted(
         if hints:
             conversation = conversation_of(body, tenant, secret)
             body = without_hints(body)
-        return json.dumps(body, separators=(",", ":")).encode(), conversation
+        may_hint = hints and PARAMS not in body
+        return json.dumps(body, separators=(",", ":")).encode(), conversation, may_hint
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error
 
