@@ -409,5 +409,12 @@ def test_a_conversation_is_what_a_client_calls_one() -> None:
     assert of({"tools": [{"name": "t", **mark}]}) == marked
     assert of({"messages": [{**user, "content": "Who?"}], **mark}).name != marked.name
     assert of({"prompt_cache_key": "tour", **hour}).keep_s == 3600
+    # The mark is on the newest message, and wanders.
+    asked = {"type": "text", "text": "Where is it?"}
+    first = of({"messages": [{**user, "content": [{**asked, **mark}]}]})
+    answer = {"role": "assistant", "content": [{**part, **mark}]}
+    for content in ([asked], "Where is it?"):
+        assert of({"messages": [{**user, "content": content}, answer]}) == first
+    assert of({"messages": [], "input": "Where is it?", **mark}) is None
     odd = {"messages": [5, {"content": 5}, {"content": [5]}], "system": 5, "tools": "x", **mark}
     assert of(odd).keep_s == 300

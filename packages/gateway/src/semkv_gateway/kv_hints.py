@@ -53,7 +53,7 @@ def conversation_of(body: Mapping[str, Any], tenant: str, secret: bytes) -> Conv
     marks = list(_marks(body))
     if isinstance(given, str) and 0 < len(given) <= _MOST_CHARACTERS:
         name = f"key {given}"
-    elif marks:
+    elif marks and _objects(body.get("messages")):
         name = f"beginning {_beginning(body)}"
     else:
         return None
@@ -100,10 +100,24 @@ def _beginning(body: Mapping[str, Any]) -> str:
     """What all turns of a conversation have in common: all up to the first message of a user."""
     first = []
     for message in _objects(body.get("messages")):
-        first.append([message.get("role"), message.get("content")])
+        first.append([message.get("role"), _unmarked(message.get("content"))])
         if message.get("role") == "user":
             break
-    return json.dumps([body.get("model"), body.get("system"), first], sort_keys=True)
+    system = _unmarked(body.get("system"))
+    return json.dumps([body.get("model"), system, first], sort_keys=True)
+
+
+def _unmarked(content: Any) -> Any:
+    """A content without marks, which clients move from turn to turn. A text is the part that a mark makes of it."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return content
+    return [_without_mark(part) if isinstance(part, dict) else part for part in content]
+
+
+def _without_mark(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != HINT}
 
 
 def hinted(
