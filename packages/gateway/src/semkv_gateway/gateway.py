@@ -29,7 +29,14 @@ from semkv_dashboard.hit_ids import HitIds, WrongHit
 from semkv_dashboard.recent import Hit, Recent, near_of
 from semkv_gateway import http, strict_json
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
-from semkv_gateway.document_reuse import APPROXIMATE, DocumentReuse, Reuse, without_spans
+from semkv_gateway.document_reuse import (
+    APPROXIMATE,
+    COMPARED,
+    LOST,
+    DocumentReuse,
+    Reuse,
+    without_spans,
+)
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
@@ -914,13 +921,13 @@ class Gateway:
 
     async def _check_reuse(self, request: GatewayRequest, reuse: Reuse, given: bytes) -> None:
         """Compare it with the exact one."""
-        same = None
+        outcome = LOST
         try:
             own = await self._fetch(request, request.canonical)
             if own is not None and own.payload is not None:
-                same = await self.cache.agree(own.payload, given)
+                outcome = COMPARED[await self.cache.agree(own.payload, given)]
         finally:
-            reuse.checked(same=same)
+            reuse.checked(outcome)
 
     def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
         """Compare the near-hit that a request was not given with the answer that it gets."""
