@@ -124,7 +124,9 @@ def test_a_conversation_stays_where_it_was_unless_that_is_much_busier(tmp_path: 
         assert 0 < len(beginnings) < 40
 
 
-def test_one_that_is_killed_under_load_loses_no_more_than_it_had(tmp_path: Path, doomed: Killed) -> None:
+def test_one_that_is_killed_under_load_loses_no_more_than_it_had(
+    tmp_path: Path, doomed: Killed
+) -> None:
     with Several(tmp_path, doomed.url) as several:
         statuses: list[int] = []
         stop = threading.Event()
@@ -455,5 +457,12 @@ def test_a_conversation_is_what_a_client_calls_one() -> None:
     assert of({"tools": [{"name": "t", **mark}]}) == marked
     assert of({"messages": [{**user, "content": "Who?"}], **mark}).name != marked.name
     assert of({"prompt_cache_key": "tour", **hour}).keep_s == 3600
+    # The mark is on the newest message, and wanders.
+    asked = {"type": "text", "text": "Where is it?"}
+    first = of({"messages": [{**user, "content": [{**asked, **mark}]}]})
+    answer = {"role": "assistant", "content": [{**part, **mark}]}
+    for content in ([asked], "Where is it?"):
+        assert of({"messages": [{**user, "content": content}, answer]}) == first
+    assert of({"messages": [], "input": "Where is it?", **mark}) is None
     odd = {"messages": [5, {"content": 5}, {"content": [5]}], "system": 5, "tools": "x", **mark}
     assert of(odd).keep_s == 300

@@ -166,6 +166,7 @@ class Bounded(Decider):
         calibration: estimates the risk in the tiers in ``tiers``; None takes `cautious`.
         tiers: status keys whose scores are cosines of the calibrated encoder.
         judged_from: least score of a match that a judge may be asked about; None where there is no judge.
+        texts: of which it is remembered that a hit has answered them, the latest ones.
     """
 
     learns = True
@@ -177,6 +178,7 @@ class Bounded(Decider):
         calibration: Calibration | None = None,
         tiers: frozenset[str] = frozenset(),
         judged_from: float | None = None,
+        texts: int = _TEXTS,
     ) -> None:
         self._rate = max_error_rate
         self._judged_from = judged_from
@@ -194,7 +196,7 @@ class Bounded(Decider):
         self._until_review = 0
         # Its first match was counted. With several threads some requests count twice.
         self._latest: Request | None = None
-        self._texts: Latest[str, None] = Latest(_TEXTS)
+        self._texts: Latest[str, None] = Latest(texts)
         self._random = SystemRandom()  # of no fixed seed: after a restart, too, each draw is new
         self._lock = threading.Lock()
 

@@ -28,7 +28,7 @@ from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Found, ResponseCache
 from semkv_gateway.responses.store import Selector
 from semkv_gateway.rules import Rules
-from semkv_gateway.sse import text_of
+from semkv_gateway.sse import choices_of, text_of
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +373,8 @@ class CacheClient:
         )
 
     async def agree(self, own: bytes, given: bytes) -> bool | None:
-        """Whether two answers to one request say the same, as `check` compares them; None where that is not known."""
+        """Whether two answers to one request say the same: their choices are equal, or the texts of these, as `check`
+        compares them. None where that is not known: neither has a text, or one cannot be read."""
         return await self._guarded(
             "comparison", self._records.run(None, _agree, self.semantic, own, given)
         )
@@ -465,10 +466,17 @@ def _check(
     return same
 
 
-def _agree(semantic: SemanticCache | None, own: bytes, given: bytes) -> bool:
+def _agree(semantic: SemanticCache | None, own: bytes, given: bytes) -> bool | None:
     same = same_text if semantic is None else semantic.same_answer
-    first = text_of(own)
-    return bool(first) and same(first, text_of(given))
+    choices = choices_of(own), choices_of(given)
+    if None in choices:
+        return None
+    if choices[0] == choices[1]:
+        return True
+    first, second = text_of(own), text_of(given)
+    if not (first or second):
+        return None
+    return bool(first and second) and same(first, second)
 
 
 def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, float]]:

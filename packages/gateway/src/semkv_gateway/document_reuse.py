@@ -9,16 +9,17 @@ two answers are compared. What is sent without spans has an exact answer.
 from __future__ import annotations
 
 import json
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from semkv.latest import Latest
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Decision
 from semkv.types import Entry, Exactness, Match, Namespace, Request
 from semkv_gateway import strict_json
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.singleflight import InFlight
+from semkv_stores.digests import digest
 
 # What becomes of requests with spans, and of checks.
 REUSED: Final = "reused"
@@ -29,14 +30,15 @@ UNCHECKABLE: Final = "cannot be compared"
 SAME: Final = "checked, same"
 OTHER: Final = "checked, other"
 LOST: Final = "not checked"
+COMPARED: Final = {True: SAME, False: OTHER, None: UNCHECKABLE}
 OUTCOMES: Final = (REUSED, UNUSED, REFUSED, BUSY, UNCHECKABLE, SAME, OTHER, LOST)
 
 APPROXIMATE: Final = "approximate"
 """Why such an answer is not kept."""
 
-_KNOWN = (
-    256  # pairs of a model and a tenant; one that is forgotten begins anew, with an empty budget
-)
+# Pairs of a model and a tenant; one that is forgotten begins anew, with an empty budget.
+_KNOWN = 256
+_TEXTS = 1024  # of each pair: the latest requests with reuse, which take 250 bytes each
 _CHECKS = 4  # requests at once that are to be checked
 # The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0 to 13.5% with 16 tokens or more.
 _PRIOR_SCORE = 0.948
@@ -61,7 +63,7 @@ class DocumentReuse:
         self._rate = rate
         self.count = count
         self.checks = 0  # requests that are to be checked, and are not yet
-        self._bounds: Latest[tuple[str, str], Bounded] = Latest(_KNOWN)
+        self._bounds: OrderedDict[tuple[str, str], Bounded] = OrderedDict()
 
     @property
     def is_on(self) -> bool:
@@ -75,9 +77,7 @@ class DocumentReuse:
         if canonical.sampled or not canonical.route.converts:
             self.count(UNCHECKABLE)
             return None
-        name = (canonical.model, canonical.partition)
-        bound = self._bounds.get(name) or Bounded(self._rate)
-        self._bounds[name] = bound
+        bound = self._bound_of(canonical.partition, canonical.model, self._rate)
         bound.arrived()
         if self.checks >= _CHECKS:
             self.count(BUSY)
@@ -90,6 +90,19 @@ class DocumentReuse:
             self.count(REFUSED)
             return None
         return Reuse(self, bound, decision)
+
+    def _bound_of(self, tenant: str, model: str, rate: float) -> Bounded:
+        """That of a model and tenant. Where there are too many, the oldest of the tenant that has the most goes, since
+        clients choose the names of models."""
+        name = (tenant, digest(model))
+        bound = self._bounds.get(name) or Bounded(rate, texts=_TEXTS)
+        self._bounds[name] = bound
+        self._bounds.move_to_end(name)
+        if len(self._bounds) > _KNOWN:
+            counts = Counter(owner for owner, _ in self._bounds)
+            most = max(counts.values())
+            del self._bounds[next(name for name in self._bounds if counts[name[0]] == most)]
+        return bound
 
 
 class Reuse:
@@ -114,7 +127,7 @@ class Reuse:
             self._requests.count(REUSED)
             if self._is_checked:
                 return True
-        elif flight.whole or flight.status not in (0, 200):
+        elif flight.whole or flight.status != 200:  # 0: not even the head of an answer has come
             self._requests.count(UNUSED)
             self._bound.give_back(self._decision)
         else:  # how much of it its client has is not known
@@ -122,14 +135,13 @@ class Reuse:
         self._requests.checks -= self._is_checked
         return False
 
-    def checked(self, *, same: bool | None) -> None:
-        """The outcome of a check; None where there is none, which the budget pays for as for a wrong answer."""
+    def checked(self, outcome: str) -> None:
+        """The outcome of a check. Where it says neither `SAME` nor `OTHER`, the budget pays as for a wrong answer."""
         self._requests.checks -= 1
-        if same is None:
-            self._requests.count(LOST)
-            return
-        self._requests.count(SAME if same else OTHER)
-        self._bound.observe(_MATCH, correct=same, served=self._decision)
+        self._requests.count(outcome)
+        if outcome in (SAME, OTHER):
+            correct = outcome == SAME
+            self._bound.observe(_MATCH, correct=correct, served=self._decision)
 
 
 def without_spans(raw: bytes) -> bytes:

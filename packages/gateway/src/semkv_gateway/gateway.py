@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -29,13 +29,20 @@ from semkv_dashboard.hit_ids import HitIds, WrongHit
 from semkv_dashboard.recent import Hit, Recent, near_of
 from semkv_gateway import http, strict_json
 from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
-from semkv_gateway.document_reuse import APPROXIMATE, DocumentReuse, Reuse, without_spans
+from semkv_gateway.document_reuse import (
+    APPROXIMATE,
+    COMPARED,
+    LOST,
+    DocumentReuse,
+    Reuse,
+    without_spans,
+)
 from semkv_gateway.documents import Documents
 from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
-from semkv_gateway.kv_hints import HINTED, PARAMS, conversation_of
+from semkv_gateway.kv_hints import HINTED, conversation_of
 from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
@@ -138,11 +145,11 @@ class Asking:
             model=self.canonical.model,
             conversation=conversation,
             hints=hints,
+            spans=None if self.reuse is None else self.canonical.spans,
         )
 
     def _call(self, salted: bool) -> Call:
-        spans = None if self.reuse is None else self.canonical.spans
-        body = _body(self.canonical, stream=self.streams, salted=salted, spans=spans)
+        body = _body(self.canonical, stream=self.streams, salted=salted)
         return self.request.call.with_body(body)
 
     def read_head(self, status: int, headers: Headers) -> str:
@@ -791,25 +798,26 @@ class Gateway:
 
     async def _send_on(self, call: Call, tenant: str) -> Reply:
         scope = call.scope
-        if self.reuse.is_on and b'"spans"' in call.body:  # nobody would count its answer
-            call = call.with_body(await asyncio.to_thread(without_spans, call.body))
+        if self.reuse.is_on and call.body:
+            bare = await asyncio.to_thread(without_spans, call.body)
+            if bare is not call.body:  # nobody would count its answer
+                call = call.with_body(bare)
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
-        hints = self.hints(scope["path"])
-        body, model, conversation = await asyncio.to_thread(
+        body, model, conversation, may_hint = await asyncio.to_thread(
             salted,
             call.body,
             tenant,
             self.secret,
-            hints=hints,
+            hints=self.hints(scope["path"]),
         )
         return await self.upstreams.send(
             lambda salts: replace(call, body=body) if salts else call,
             tenant=tenant,
             model=model,
             conversation=conversation,
-            hints=hints and PARAMS.encode() not in body,
+            hints=may_hint,
         )
 
     def hints(self, path: str) -> bool:
@@ -918,13 +926,13 @@ class Gateway:
 
     async def _check_reuse(self, request: GatewayRequest, reuse: Reuse, given: bytes) -> None:
         """Compare it with the exact one."""
-        same = None
+        outcome = LOST
         try:
             own = await self._fetch(request, request.canonical)
             if own is not None and own.payload is not None:
-                same = await self.cache.agree(own.payload, given)
+                outcome = COMPARED[await self.cache.agree(own.payload, given)]
         finally:
-            reuse.checked(same=same)
+            reuse.checked(outcome)
 
     def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
         """Compare the near-hit that a request was not given with the answer that it gets."""
@@ -1030,12 +1038,9 @@ def _body(
     *,
     stream: bool,
     salted: bool,
-    spans: Mapping[str, Any] | None,
 ) -> bytes:
-    """What is sent upstream; ``spans``: what of it is reused."""
+    """What is sent upstream, but for what vLLM's KV connector is told."""
     body = canonical.body(salted=salted)
-    if spans is not None:
-        body["kv_transfer_params"] = {"semkv": dict(spans)}
     if not canonical.route.converts:
         return _encode(body).encode()
     body.pop("stream_options", None)

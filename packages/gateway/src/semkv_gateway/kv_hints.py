@@ -53,7 +53,7 @@ def conversation_of(body: Mapping[str, Any], tenant: str, secret: bytes) -> Conv
     marks = list(_marks(body))
     if isinstance(given, str) and 0 < len(given) <= _MOST_CHARACTERS:
         name = f"key {given}"
-    elif marks:
+    elif marks and _objects(body.get("messages")):
         name = f"beginning {_beginning(body)}"
     else:
         return None
@@ -100,24 +100,41 @@ def _beginning(body: Mapping[str, Any]) -> str:
     """What all turns of a conversation have in common: all up to the first message of a user."""
     first = []
     for message in _objects(body.get("messages")):
-        first.append([message.get("role"), message.get("content")])
+        first.append([message.get("role"), _unmarked(message.get("content"))])
         if message.get("role") == "user":
             break
-    return json.dumps([body.get("model"), body.get("system"), first], sort_keys=True)
+    system = _unmarked(body.get("system"))
+    return json.dumps([body.get("model"), system, first], sort_keys=True)
+
+
+def _unmarked(content: Any) -> Any:
+    """A content without marks, which clients move from turn to turn. A text is the part that a mark makes of it."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return content
+    return [_without_mark(part) if isinstance(part, dict) else part for part in content]
+
+
+def _without_mark(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name != HINT}
 
 
 def hinted(
     call: Callable[[bool], Call],
     conversation: Conversation | None,
     peer: str,
+    spans: Mapping[str, Any] | None = None,
 ) -> Callable[[bool], Call]:
-    """What makes the request of ``call`` with hints, where it is made with salts: without them an engine knows no
-    tenants.
+    """What makes the request of ``call`` with all that the connector is told. Hints are among it where the request is
+    made with salts: without them an engine knows no tenants.
 
     Args:
-        call: makes the request, with salts (True) or without; its body is a JSON object.
+        call: makes the request, with salts (True) or without; its body is a JSON object with fields, none of which is
+            ``kv_transfer_params``, unless there is nothing to tell.
         conversation: of the request.
         peer: ``host:port`` of the p2p tier of the server that has its beginning; empty for none.
+        spans: what the request says of documents that are reused.
     """
     hints: dict[str, Any] = {}
     if conversation is not None:
@@ -130,9 +147,12 @@ def hinted(
 
     def made(salted: bool) -> Call:
         plain = call(salted)
-        if not salted or not hints:
+        told = dict(spans or {})
+        if salted and hints:
+            told[_HINTS] = hints
+        if not told:
             return plain
-        params = json.dumps({PARAMS: {_OURS: {_HINTS: hints}}}, separators=(",", ":"))
+        params = json.dumps({PARAMS: {_OURS: told}}, separators=(",", ":"))
         body = plain.body.rstrip()
         return replace(plain, body=body[:-1] + b"," + params[1:].encode())
 

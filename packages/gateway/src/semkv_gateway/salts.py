@@ -35,10 +35,10 @@ class NoPlace(ValueError):  # noqa: N818
 
 def salted(
     raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
-) -> tuple[bytes, str, Conversation | None]:
+) -> tuple[bytes, str, Conversation | None, bool]:
     """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; its
-    model, empty for none; and its conversation. With ``hints`` a client's own hints for vLLM's KV connector are left
-    out.
+    model, empty for none; its conversation; and whether hints for vLLM's KV connector may be added. With ``hints`` a
+    client's own ones are left out. Where it says anything else to a connector, none may be added.
 
     It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
     `NoPlace` where it is no JSON object.
@@ -55,8 +55,9 @@ def salted(
             conversation = conversation_of(body, tenant, secret)
             body = without_hints(body)
         model = body.get("model")
+        may_hint = hints and PARAMS not in body
         text = json.dumps(body, separators=(",", ":"))
-        return text.encode(), model if isinstance(model, str) else "", conversation
+        return text.encode(), model if isinstance(model, str) else "", conversation, may_hint
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error
 

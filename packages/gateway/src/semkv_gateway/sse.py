@@ -583,6 +583,15 @@ def text_of(payload: bytes) -> str:
         return ""
 
 
+def choices_of(payload: bytes) -> list[Any] | None:
+    """An answer's choices; None where there are none."""
+    try:
+        choices = strict_json.read(payload)["choices"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return choices if isinstance(choices, list) and choices else None
+
+
 def event(chunk: Mapping[str, Any]) -> bytes:
     """One chunk as an event."""
     return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

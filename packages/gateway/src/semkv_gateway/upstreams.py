@@ -11,7 +11,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import cache
 from typing import Any
 
@@ -129,6 +137,7 @@ class Upstreams:
         model: str = "",
         conversation: Conversation | None = None,
         hints: bool = False,
+        spans: Mapping[str, Any] | None = None,
     ) -> Reply:
         """Send what ``call`` makes with salts (True) or without. Returns when the head of the answer is there.
 
@@ -138,6 +147,7 @@ class Upstreams:
             model: which the request names.
             conversation: that it belongs to.
             hints: whether the request may carry hints for vLLM's KV connector.
+            spans: what it says to that of documents that are reused.
 
         Raises:
             UpstreamError: as the upstream that was asked last does.
@@ -151,11 +161,8 @@ class Upstreams:
         while True:
             member = self._chosen(left, known)
             left.remove(member)
-            made = call
-            peer = ""
-            if hints:
-                peer = self._peer_of(member, known, model)
-                made = hinted(call, conversation, peer)
+            peer = self._peer_of(member, known, model) if hints else ""
+            made = hinted(call, conversation if hints else None, peer, spans)
             for beginning in known:
                 self._sent_last[beginning] = member
             try:
