@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,3 +303,16 @@ def test_a_fault_in_any_hook_is_a_miss(checkpoint: Checkpoint, tmp_path: Path) -
 
 def test_vllm_has_all_that_is_used_of_it_and_is_not_its_api() -> None:
     assert private.missing() == []
+
+
+def test_each_name_that_vllm_may_lose_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = inspect.getsource
+
+    def renamed(module: ModuleType) -> str:
+        names = "|".join(private.NAMES[module])
+        return re.sub(rf"\b({names})\b", r"\1_", read(module))
+
+    monkeypatch.setattr(inspect, "getsource", renamed)
+    assert private.missing() == [
+        f"{module.__name__}: {name}" for module, names in private.NAMES.items() for name in names
+    ]

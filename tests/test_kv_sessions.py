@@ -22,7 +22,7 @@ from kv_engines import (
 from semkv.errors import ConfigError
 from semkv_stores import block_index
 from semkv_stores.block_file import tenant_tag
-from semkv_vllm import KVSettings
+from semkv_vllm import KVSettings, private
 from semkv_vllm.hints import NO_HINTS, Hints, read_hints
 from tiny_models import Checkpoint
 
@@ -144,7 +144,37 @@ def conversations(model: str, folder: str) -> None:
         assert engine.kept == 0
         assert not differs(engine.say(second, "a"), references["second"])
         assert engine.shared.counters["errors"] == 0
+        with_faults(engine, second)
+        assert not differs(engine.say(second, "a"), references["second"])
         assert engine.left() == NOTHING
+
+
+def with_faults(engine: Small, ids: list[int]) -> None:
+    """A fault leaves nothing pinned that nobody keeps, and no request that has not ended."""
+    manager = engine.manager
+    holdings = manager._holdings
+    held = list(holdings._owner)
+    holdings._owner.clear()
+    engine.say(ids, "a", session="three", keep_s=600)
+    assert engine.shared.counters["errors"] == 1
+    assert engine.kept == 0
+    chunks = [private.chunk_of(manager.primary_tier, key) for key in held]
+    assert any(chunks)
+    assert not any(chunk.ref_cnt for chunk in chunks if chunk is not None)
+    engine.forget()
+    engine.say(ids, "a", session="three", keep_s=600)
+    look_up = manager.lookup
+
+    def faulty(key: bytes, context: Any, **fields: Any) -> Any:
+        if context.req_id.endswith(" prefetch"):
+            raise OSError("on purpose")
+        return look_up(key, context, **fields)
+
+    manager.lookup = faulty
+    engine.say(ids[:BLOCK], "a", session="three", keep_s=600, prefetch=True)
+    manager.lookup = look_up
+    assert engine.shared.counters["errors"] == 2
+    assert not manager._req_state
 
 
 @pytest.mark.engine

@@ -1,8 +1,11 @@
-"""What tensor-parallel ranks exchange in a forward pass of ours: one that fails in it leaves no other waiting.
+"""What tensor-parallel ranks exchange in a forward pass of ours: one that fails in it does not leave others waiting.
 
 In every layer all ranks add up what each has computed, and each waits for the others. A rank that fails within a pass
 would leave them waiting for ever. So it takes part in the rest of the exchanges with zeros. What the others compute
 with these is of no use. All ranks agree afterwards whether a pass went well, and nothing of one that did not is used.
+
+What a pass exchanges is learned from the first one that a rank has run to its end. A rank that fails before that makes
+up for nothing, and leaves the others waiting. Such a pass is the first of the check at the start (`semkv_vllm.gate`).
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Exchange:
 
 
 class Exchanges:
-    """Runs passes, and makes up for those that fail. The same in every rank.
+    """Runs passes, and makes up for those that fail after a whole one. The same in every rank.
 
     Args:
         communicator: vLLM's, of all ranks.
@@ -70,7 +73,8 @@ class Exchanges:
             forward: runs the pass of a number.
 
         Raises:
-            Exception: what a pass has raised, after this rank has taken part in all exchanges.
+            Exception: what a pass has raised, after this rank has taken part in all exchanges. Before a whole pass was
+                seen it takes part in none of the rest.
             UnknownExchangeError: the first pass was not like those that can be made up for.
         """
         for number, count in enumerate(tokens):

@@ -101,8 +101,8 @@ class Holdings:
         new = [key for key in keys if key not in self._owner]
         room = self._most - self._count(owner)
         if room < len(new):
-            own = private.key_positions(context)
-            room += self._give_up(owner, len(new) - room, set(keys), own)
+            spared = {*keys, *private.key_positions(context)}
+            room += self._give_up(owner, len(new) - room, spared)
         refused = set(new[max(0, room) :])
         # In their order: vLLM pairs them with the blocks that it copies.
         return [key for key in keys if key not in refused]
@@ -110,7 +110,7 @@ class Holdings:
     def _count(self, owner: str) -> int:
         return len(self._loose.get(owner, ())) + self._kept_by[owner]
 
-    def _give_up(self, owner: str, count: int, *spared: Collection[bytes]) -> int:
+    def _give_up(self, owner: str, count: int, spared: set[bytes]) -> int:
         """Take blocks of a tenant out of host memory; how many went. A request's own beginning is spared: without it
         the rest is of no use."""
         primary = self._primary
@@ -118,7 +118,7 @@ class Holdings:
         for key in self._loose.get(owner, ()):
             if len(gone) >= count:
                 break
-            if any(key in keys for keys in spared):
+            if key in spared:
                 continue
             if private.remove_unused(primary, key) is None:
                 continue
@@ -251,7 +251,10 @@ class Holdings:
     def _has_budget(self, name: Name) -> bool:
         """Whether a tenant may keep a block more, after older conversations of his were let go."""
         owner = name[0]
+        own = self._sessions[name].kept
         while self._kept_by[owner] >= self._most_kept:
+            if len(own) >= self._kept_by[owner]:  # no other has anything to let go
+                return False
             older = (
                 other
                 for other, session in self._sessions.items()
@@ -264,10 +267,13 @@ class Holdings:
         return len(self._keepers) < self._most_kept_by_all
 
     def _hold(self, key: bytes) -> None:
-        self._primary.prepare_read([key], _CONTEXT)
-        self._keepers[key] = 1
         owner = self._owner[key]
-        self._loose[owner].pop(key, None)
+        loose = self._loose[owner]
+        self._primary.prepare_read(
+            [key], _CONTEXT
+        )  # last of what may fail: nothing stays pinned then
+        self._keepers[key] = 1
+        loose.pop(key, None)
         self._kept_by[owner] += 1
         self.shared.counters["kept_blocks"] += 1
 
@@ -281,12 +287,12 @@ class Holdings:
 
     def _release(self, key: bytes) -> None:
         del self._keepers[key]
+        self._primary.complete_read([key], _CONTEXT)  # first: a fault leaves nothing pinned
         owner = self._owner[key]
         self._kept_by[owner] -= 1
         if not self._kept_by[owner]:
             del self._kept_by[owner]
         self._loose[owner][key] = None
-        self._primary.complete_read([key], _CONTEXT)
 
     @ours("a conversation")
     def drop(self, key: bytes) -> None:

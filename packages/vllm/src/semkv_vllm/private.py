@@ -1,42 +1,75 @@
 """What of vLLM is used that is not its API, all of it. `missing` says which of these names a release has lost.
 
+That a name is there does not say that it means what it meant: for that there are the tests with an engine.
+
 Everything else in this package goes by public names. Where vLLM gets a public way, a function here goes.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
+from vllm.v1.kv_offload.cpu import shared_offload_region
+from vllm.v1.kv_offload.cpu.policies import base as policies
 from vllm.v1.kv_offload.tiering import manager as tiering_manager
 from vllm.v1.kv_offload.tiering import metrics, spec
 from vllm.v1.kv_offload.tiering.base import TieringOffloadingMetrics
 
 NAMES: dict[ModuleType, tuple[str, ...]] = {
     base: ("_offload_key_positions",),
+    policies: ("get", "remove", "ref_cnt", "is_ready"),
+    shared_offload_region: ("fd",),
     cpu_manager: ("_policy", "_num_evictable_cache_chunks", "_free_chunk"),
     tiering_manager: ("_maybe_process_finished_jobs", "_request_load_sources", "_metrics"),
-    metrics: ("_request_states", "_stats"),
+    metrics: ("_request_states", "_stats", "observed_lookups", "primary_tier_label"),
     spec: ("_scheduler_mmap", "_manager"),
-    scheduler: ("_maximal_prefix_lookup", "_jobs", "_req_status"),
+    scheduler: (
+        "_maximal_prefix_lookup",
+        "_jobs",
+        "is_store",
+        "keys",
+        "_req_status",
+        "req_context",
+        "transfer_jobs",
+        "group_states",
+        "max_offload_tokens",
+        "num_locally_computed_tokens",
+        "load_key_ranges",
+        "offload_keys",
+        "next_stored_chunk_idx",
+        "kv_group_configs",
+        "tokens_per_chunk",
+    ),
 }
-"""Where each name stands in vLLM."""
+"""What is private in vLLM, or has no word in its documentation, and where it is defined."""
 
 
 def missing() -> list[str]:
-    """The names that the installed vLLM does not have any more."""
-    sources = {module: inspect.getsource(module) for module in NAMES}
-    return [
-        f"{module.__name__}: {name}"
-        for module, names in NAMES.items()
-        for name in names
-        if name not in sources[module]
-    ]
+    """The names that the installed vLLM does not define any more."""
+    found = []
+    for module, names in NAMES.items():
+        defined = set(_defined(ast.parse(inspect.getsource(module))))
+        found += [f"{module.__name__}: {name}" for name in names if name not in defined]
+    return found
+
+
+def _defined(tree: ast.Module) -> Iterator[str]:
+    """Methods, the fields of classes, and attributes that are set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.ClassDef):
+            fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+            yield from (field.id for field in fields if isinstance(field, ast.Name))
 
 
 # ---------------------------------------------------------------------- host memory

@@ -91,7 +91,8 @@ class Repair:
         """Run passes in their order.
 
         Raises:
-            Exception: whatever one of them raises. No other rank waits for this one then.
+            Exception: whatever one of them raises. No other rank waits for this one then, unless it was the first
+                pass of all.
             UnknownExchangeError: as `Exchanges.run`.
         """
         with torch.inference_mode():

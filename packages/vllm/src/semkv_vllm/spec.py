@@ -151,9 +151,11 @@ class SemKVManager(TieringOffloadingManager):
         if found is None:
             return
         super().on_new_request(found)
-        for key in private.key_positions(found):
-            self.lookup(key, found)
-        super().on_request_finished(found)
+        try:
+            for key in private.key_positions(found):
+                self.lookup(key, found)
+        finally:
+            super().on_request_finished(found)
 
     def on_request_finished(self, req_context: Any, *, exclude_tier_idx: int | None = None) -> None:
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
