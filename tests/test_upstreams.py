@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from ports import free_port
 from scripted_upstream import Scripted
 from semkv_gateway import http, upstreams
 from semkv_gateway.gateway import Gateway
-from semkv_gateway.kv_hints import conversation_of
+from semkv_gateway.http import Call
+from semkv_gateway.kv_hints import Conversation, conversation_of, hinted
 from semkv_gateway.upstreams import Member, _beginnings
 from test_server_tenants import Strict
 
@@ -302,6 +304,16 @@ def test_an_upstream_hears_of_a_conversation_and_of_who_had_it(tmp_path: Path) -
             said = {"semkv": {"conversation": wish, "hints": {"keep_s": 5}}}
             several.post("hello", kv_transfer_params=said, prompt_cache_key="tour")
             assert hints(home.calls[-1]) == {**one, **hint}
+
+
+def test_hints_stand_beside_what_a_request_says_of_its_documents() -> None:
+    spans = {"spans": [[0, 9]], "repair": 0}
+    body = {"prompt": "kv_transfer_params", "kv_transfer_params": {"semkv": spans}}
+    call = Call({}, json.dumps(body).encode())
+    made = hinted(lambda _: call, Conversation("tour", keep_s=300), "")
+    said = json.loads(made(True).body)["kv_transfer_params"]["semkv"]
+    assert said == {**spans, "hints": {"session": "tour", "keep_s": 300}}
+    assert made(False) is call
 
 
 def test_an_upstream_that_refuses_hints_gets_none(tmp_path: Path) -> None:

@@ -132,11 +132,20 @@ def hinted(
         plain = call(salted)
         if not salted or not hints:
             return plain
-        params = json.dumps({PARAMS: {_OURS: {_HINTS: hints}}}, separators=(",", ":"))
-        body = plain.body.rstrip()
-        return replace(plain, body=body[:-1] + b"," + params[1:].encode())
+        return replace(plain, body=_with_hints(plain.body, hints))
 
     return made
+
+
+def _with_hints(raw: bytes, hints: Mapping[str, Any]) -> bytes:
+    """A body with hints, beside what it already says to the connector, such as where its documents stand."""
+    said: dict[str, Any] = {_HINTS: hints}
+    if PARAMS.encode() in raw:  # of a name that comes twice only one would count
+        body = json.loads(raw)
+        body[PARAMS] = {_OURS: {**_said(body), **said}}
+        return json.dumps(body, separators=(",", ":")).encode()
+    params = json.dumps({PARAMS: {_OURS: said}}, separators=(",", ":"))
+    return raw.rstrip()[:-1] + b"," + params[1:].encode()
 
 
 def without_hints(body: dict[str, Any]) -> dict[str, Any]:
