@@ -303,6 +303,7 @@ def test_neither_veto_nor_wording_depends_on_which_text_came_first(a: str, b: st
         ("How can I make money online?", "Can you make money online?", False),
         ("Does the dog chase the cat?", "Does the cat chase the dog?", False),
         ("Is there a dark mode?", "Is there a dark mode for phones?", False),
+        ("How do I clean sand at home?", "How do I clean sandal at home?", False),
     ],
 )
 def test_the_same_words_ask_for_the_same_kind_of_answer(a: str, b: str, same: bool) -> None:

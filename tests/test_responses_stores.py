@@ -429,6 +429,9 @@ def test_a_node_that_is_away_takes_its_own_answers_with_it(tmp_path: Path) -> No
         lost = [key for key, reason in reasons.items() if reason]
         assert 3 <= len(lost) <= 8
         assert {reasons[key] for key in lost} == {AWAY}
+        with pytest.raises(StoreError) as of_usage:
+            store.usage()
+        assert of_usage.value.reason == AWAY, "others are read on"
         news = store.news(cursor)
         assert news.selectors == (), "it may be back in a moment"
         store._heard = [0.0] * PARTS

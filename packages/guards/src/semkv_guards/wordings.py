@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from semkv_guards.guard import pair_of
 from semkv_guards.language import Language
+from semkv_guards.pairs import Pair
 from semkv_guards.text import STOPS
 
 MOST_UNMATCHED = 8.0
@@ -49,7 +50,15 @@ def same_words(a: str, b: str) -> bool:
     pair = pair_of(a, b)
     if any(pair.unmatched) or pair.a.asks_yes_or_no != pair.b.asks_yes_or_no:
         return False
+    if any(_begins(x.stem, y.stem, pair) for x in pair.content[0] for y in pair.content[1]):
+        return False
     return not wording(a, b, pair.language).reordered
+
+
+def _begins(x: str, y: str, pair: Pair) -> bool:
+    """Whether one stem begins with another: "printer" may be another thing than "print"."""
+    is_longer = x != y and (x.startswith(y) or y.startswith(x))
+    return is_longer and not pair.language.are_synonyms(x, y)
 
 
 def misspelled(a: str, b: str) -> bool:

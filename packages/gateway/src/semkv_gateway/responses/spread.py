@@ -151,7 +151,10 @@ class SpreadStore(ResponseStore):
         return [(key, heads[key]) for key in keys]
 
     def usage(self) -> tuple[int, int]:
-        held = [part.usage() for part in self._parts]
+        held = []
+        for number in range(PARTS):
+            with self._part(number) as part:
+                held.append(part.usage())
         return sum(entries for entries, _ in held), sum(nbytes for _, nbytes in held)
 
     def close(self) -> None:
