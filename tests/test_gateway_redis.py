@@ -284,13 +284,14 @@ def test_a_near_repeat_hits_at_the_other_gateway_within_its_tenant(near: Two) ->
 
 def test_a_near_repeat_called_wrong_at_one_is_none_at_the_other(near: Two) -> None:
     tenant = {"X-Semkv-Tenant": "calls it wrong"}
-    near.one.post(ONE, headers=tenant)
-    until_known(near.other, ONE, tenant)
-    hit = near.other.post(OTHER, headers=tenant).headers["x-semkv-hit"]
+    one, other = (text.replace("sourdough", "rye") for text in (ONE, OTHER))
+    near.one.post(one, headers=tenant)
+    until_known(near.other, one, tenant)
+    hit = near.other.post(other, headers=tenant).headers["x-semkv-hit"]
     url = f"{near.one.url}/v1/semkv/feedback"
     said = httpx.post(url, json={"id": hit}, headers=tenant, timeout=60).json()
     assert said["refused_from_now_on"]
-    wait_until(lambda: kind(near.other.post(OTHER, headers=tenant)) == "miss")
+    wait_until(lambda: kind(near.other.post(other, headers=tenant)) == "miss")
 
 
 @pytest.mark.parametrize("by", ["wrong", "tenant", "everything"])
