@@ -20,7 +20,13 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 _LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
-_ENDING = 5  # letters that a form may have more: "inform", "information", not "java", "javascript"
+_ENDINGS = frozenset(
+    (
+        "s es d ed ing y ly ally ion ions ation ity ment ments ness nes ance ence ive est len ic ical ful less"
+        " able abl ible ibl"
+    ).split()
+)  # of one word: "inform", "information". Others make another: print and printer, sand and sandal, java and javascript
+_AL = 5  # letters from which "al" is one, too: "arrival", but not "sandal"
 
 
 class View(NamedTuple):
@@ -172,10 +178,15 @@ class Pair:
             return True
         if x.word[0] != y.word[0]:
             return False
-        if _shared_start(x.stem, y.stem):
+        if _shared_start(x.stem, y.stem) or self._compare_alike(x, y):
             return True
         known = x.stem in language.known and y.stem in language.known
         return not known and _typo(x.word, y.word, language.vowels)
+
+    def _compare_alike(self, x: Token, y: Token) -> bool:
+        """Whether a word is the other's comparative, which has "more": "denser", "more dense"."""
+        short, long = sorted((x.stem, y.stem), key=len)
+        return long == short + "er" and ("more" in self.a.words or "more" in self.b.words)
 
     def neighbours(self, x: Token, y: Token) -> int:
         """How many of the two words next to the last of one stand next to the last of the other as well."""
@@ -248,7 +259,8 @@ def _shared_start(x: str, y: str) -> bool:
     if n < _START:
         return False
     if n == len(short):
-        return len(long) - n <= min(_ENDING, n)
+        ending = long[n:]
+        return ending in _ENDINGS or (ending == "al" and n >= _AL)
     return n >= max(0.6 * len(long), len(short) - 2, _START + 1)
 
 

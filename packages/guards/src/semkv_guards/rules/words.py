@@ -63,8 +63,12 @@ def name(pair: Pair) -> str | None:
     vetoes=(
         ("How do I get a work visa?", "How do I get a student visa?"),
         ("Is a cat on the sofa?", "Is a dog on the sofa?"),
+        ("What is the price of a print?", "What is the price of a printer?"),
     ),
-    allows=(("How do I fix a bike?", "How do I repair a bike?"),),
+    allows=(
+        ("How do I fix a bike?", "How do I repair a bike?"),
+        ("Is the ticket refundable?", "Can the ticket be refunded?"),
+    ),
 )
 def substitution(pair: Pair) -> str | None:
     """A word of content stands in the place of another that is no kin."""
