@@ -57,7 +57,6 @@ from semkv_gateway.metrics import Metrics
 from semkv_gateway.prices import Prices, parse_price
 from semkv_gateway.response_cache import FOREVER, Lifetime, ResponseCache, parse_rule
 from semkv_gateway.responses.opening import open_store
-from semkv_gateway.responses.sqlite import SqliteStore
 from semkv_gateway.responses.store import SteadyClock
 from semkv_gateway.routes import ROUTES
 from semkv_gateway.rules import Rules
@@ -73,8 +72,6 @@ _HOME = "/semkv"
 _PATHS = frozenset((*SALTED, FEEDBACK))  # of requests that the gateway reads
 FULL = "semkv.full"  # extension of a scope: there are too many connections, so only operators' routes are answered
 _STORE_AWAY_S = 600.0  # for which responses in memory are served while the store cannot be reached
-_REMOTE_THREADS = 8  # that may use the store at a time
-_FILE_THREADS = 3  # of one file: it has one lock, and more threads cost time to wait for it
 _CONNECT_S = 10.0
 _CONNECT_SEVERAL_S = 2.0
 _BODIES = 8  # of the largest size may come in at once
@@ -327,7 +324,6 @@ def gateway_of(
         semantic,
         metrics,
         store_s=settings.store_timeout,
-        store_threads=_FILE_THREADS if isinstance(store, SqliteStore) else _REMOTE_THREADS,
         rules=rules,
     )
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)

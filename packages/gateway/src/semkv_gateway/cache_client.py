@@ -121,7 +121,6 @@ class CacheClient:
         metrics: Metrics,
         *,
         store_s: float,
-        store_threads: int,
         rules: Rules,
     ) -> None:
         self.responses = responses
@@ -130,7 +129,7 @@ class CacheClient:
         self._metrics = metrics
         self._store_s = store_s
         self.rules = rules
-        self._store = Pool("semkv-store", threads=store_threads, queued=_QUEUED)
+        self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
         self._lookups = Pool(
             "semkv-lookup",
             threads=2,
