@@ -241,7 +241,7 @@ def measured(folder: Path, *, count: int, cluster: bool, pictures: bool) -> dict
 
 
 class Known:
-    """A text encoder that is told vectors: those of ``near N`` lie at cosine .97 from donor N's."""
+    """A text encoder with given vectors. The vector of ``near N`` has a cosine of .97 with that of donor N."""
 
     dim = DIM
     fingerprint = "bench"

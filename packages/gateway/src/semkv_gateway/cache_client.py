@@ -40,9 +40,8 @@ _LOOKUP_S = 10.0  # longest wait for a semantic lookup
 _RECENT = 64  # weight of the moving average of lookups that found something; 191 that found nothing bring it under 5%
 _RARE = 0.05
 _LOOKUPS = 256  # lookups that may wait for a thread; a further request goes on without one, and waits no seconds
-_UNLIKELY = (
-    16  # the same while few lookups find anything: more of them would take the cores from hits
-)
+# The same while few lookups find anything: more of them would take the cores from hits.
+_UNLIKELY = 16
 _CANDIDATES = 4  # requests on their way that the policy is asked about
 _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a core, so that the event loop goes on
 _QUEUED = (

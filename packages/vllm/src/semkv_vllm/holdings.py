@@ -269,9 +269,8 @@ class Holdings:
     def _hold(self, key: bytes) -> None:
         owner = self._owner[key]
         loose = self._loose[owner]
-        self._primary.prepare_read(
-            [key], _CONTEXT
-        )  # last of what may fail: nothing stays pinned then
+        # The last step that may fail, so a fault leaves nothing pinned.
+        self._primary.prepare_read([key], _CONTEXT)
         self._keepers[key] = 1
         loose.pop(key, None)
         self._kept_by[owner] += 1
