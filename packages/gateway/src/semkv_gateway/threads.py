@@ -114,7 +114,7 @@ class Batches(Generic[_Job, _Result]):
         loop = futures[0].get_loop()
         try:
             if self._drops:
-                raise asyncio.CancelledError
+                raise TimeoutError("nobody does this any more")
             results = self._do([job for job, _ in taken])
             settle = partial(_settle, futures, results)
         except BaseException as error:
@@ -159,9 +159,7 @@ def _settle(futures: list[asyncio.Future[_Result]], results: Sequence[_Result]) 
 
 def _fail(futures: list[asyncio.Future[Any]], error: BaseException) -> None:
     for future in futures:
-        if isinstance(error, asyncio.CancelledError):
-            future.cancel()
-        elif not future.done():
+        if not future.done():
             future.set_exception(error)
 
 
