@@ -384,6 +384,33 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
         store.get("a")
 
 
+def test_several_are_kept_at_once_and_what_one_lacks_costs_the_others_nothing(
+    tmp_path: Path,
+) -> None:
+    store = SqliteStore(tmp_path / "a", max_bytes=100_000)
+    early = store.news("").cursor
+    store.invalidate(Selector(tag="old"))
+    large = answer("large", payload=b"x" * 100_000)
+    gone = answer("gone", tags=("old",))
+    first = answer("twice", payload=b"1")
+    second = answer("twice", payload=b"2")
+    several = [answer("a"), gone, large, first, second, answer("b")]
+    assert store.put_all([(one, early) for one in several]) == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert store.put_all([(gone, store.news("").cursor), (answer("c"), "")]) == [True, True]
+    found = {key: store.get(key) for key in ("a", "b", "c", "gone", "large", "twice")}
+    assert [key for key, one in found.items() if one is None] == ["large"]
+    assert found["twice"] == second
+    assert store.usage()[0] == 5
+    store.close()
+
+
 # -- a cluster --------------------------------------------------------------------------------------------------------
 
 

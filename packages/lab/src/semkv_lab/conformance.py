@@ -25,17 +25,22 @@ from typing import Any
 
 from semkv.errors import ConfigError
 from semkv_lab.console import version
-from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, token_ids
+from semkv_lab.local_engine import (
+    BLOCK,
+    Answer,
+    LocalEngine,
+    answered,
+    connector,
+    differs,
+    prompt,
+    token_ids,
+    write_adapter,
+)
 
 LIMIT_S = 300
 DIR = "$DIR"
 EXTRA: dict[str, dict[str, Any]] = {
-    "SemKVConnector": {
-        "cache_dir": DIR,
-        "host_bytes": 64 << 20,
-        "break_even": False,
-        "report_loads": True,
-    },
+    "SemKVConnector": connector(DIR, host_bytes=64 << 20)["kv_connector_extra_config"],
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
     "LMCacheConnectorV1": {
@@ -496,26 +501,10 @@ def _checkpoint(folder: Path, seed: int) -> Path:
 
 
 def _adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA adapter of rank 8, large enough to change every answer."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    width = HEADS * HEAD
-    for layer in range(LAYERS):
-        for name, rows in (("q_proj", width), ("v_proj", KV_HEADS * HEAD)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, width, generator=generator)
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, 8, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(about | {"task_type": "CAUSAL_LM"}))
-    return folder
+    return write_adapter(
+        folder,
+        seed,
+        layers=[f"model.layers.{layer}.self_attn" for layer in range(LAYERS)],
+        width=HEADS * HEAD,
+        rows={"q_proj": HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
+    )
