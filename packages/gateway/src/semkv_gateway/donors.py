@@ -20,7 +20,6 @@ compared with a request's.
 from __future__ import annotations
 
 import hmac
-import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from semkv.errors import ConfigError, StoreError
 from semkv.tiers.sharing import MOST, DonorStore, Place, Removals, SharedRow, numbers
 from semkv_gateway.responses.opening import is_redis
 from semkv_gateway.responses.redis import asking, connect, root_of
+from semkv_gateway.settings import SEARCHING
 from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _PAGE = 256
 _SHARE = 4  # bytes of answers to one of donors
 _LARGEST_SHARE = 2  # bytes of all partitions to those of the largest one that is searched
 _NEVER = (1 << 63, 0)  # a place that no log reaches
-_SEARCHING = "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets"
 
 # KEYS: removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has written
 # before: so make room first.
@@ -373,10 +372,8 @@ def open_donors(
         search: the setting ``--donor-search``, a Redis with vector sets in which donors lie in place of that one.
 
     Raises:
-        ConfigError: as `RedisDonors`, and where a Redis that answers has no vector sets.
+        ConfigError: as `RedisDonors`, and where the one to search answers and has no vector sets.
     """
-    if search and not is_redis(search):
-        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
     if not is_redis(search or where):
         return None
     donors = RedisDonors(
@@ -388,12 +385,8 @@ def open_donors(
     )
     if search and not donors.has_vector_sets():
         donors.close()
-        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
+        raise ConfigError("--donor-search", search, SEARCHING.text)
     return donors
-
-
-def _without_password(url: str) -> str:
-    return re.sub("//.*@", "//", url)
 
 
 def _end(place: Place, found: Sequence[tuple[Place, bytes]]) -> Place:

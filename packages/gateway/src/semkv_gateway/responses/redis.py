@@ -288,11 +288,7 @@ def connect(url: str, timeout_s: float) -> Any:
         return _clustered(url, timeout_s) if "+cluster://" in url else _single(url, timeout_s)
     except (ValueError, TypeError, redis.RedisError, redis.exceptions.RedisClusterException):
         allowed = "a URL such as redis://host:6379/0 or redis+cluster://host:7000,other:7000"
-        raise ConfigError("--store", _without_password(url), allowed) from None
-
-
-def _without_password(url: str) -> str:
-    return re.sub("//.*@", "//", url)
+        raise ConfigError("--store", url, allowed) from None
 
 
 def _single(url: str, timeout_s: float) -> Any:
