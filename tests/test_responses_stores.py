@@ -19,6 +19,7 @@ import pytest
 from gateway_helpers import wait_until
 from redis_server import RedisCluster, RedisServer, valkey
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv_gateway.response_cache import ResponseCache
 from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.redis import RedisStore
@@ -521,3 +522,28 @@ def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisSe
     assert store.news(cursor).selectors is None
     assert store.usage() == (0, 0)
     store.close()
+
+
+def test_an_invalidation_that_no_replica_has_is_counted(tmp_path: Path) -> None:
+    """A fail-over to that replica would bring the answer back."""
+    folders = [tmp_path / name for name in ("primary", "replica")]
+    for folder in folders:
+        folder.mkdir()
+    with RedisServer(folders[0]) as primary:
+        store = RedisStore(primary.url, timeout_s=1.0)
+        cache = ResponseCache(store)
+        store.put(answer("a"))
+        cache.invalidate(Selector(key="a"))
+        assert store.unreplicated == 0, "there is no replica"
+        follow = ("--replicaof", "127.0.0.1", str(primary.port))
+        with RedisServer(folders[1], *follow) as replica:
+            wait_until(lambda: store._db.info("replication").get("slave0", {}).get("offset"))
+            cache.invalidate(Selector(key="a"))
+            assert store.unreplicated == 0
+            replica.freeze()
+            store.put(answer("a"))
+            assert cache.invalidate(Selector(key="a")) == 1
+            assert store.unreplicated == 1
+            assert cache._tally.counts()["invalidated, not replicated"] == 1
+            assert store.get("a") is None
+        cache.close()

@@ -83,6 +83,8 @@ def open_store(
 class _Guarded:
     """A user's store: whatever it raises is a `StoreError`, and so is an answer that lies under another key."""
 
+    unreplicated = 0
+
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
