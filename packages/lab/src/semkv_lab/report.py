@@ -249,7 +249,10 @@ def _svg(section: Section, _: Path) -> str:
     assert section.figure is not None
     out = io.StringIO()
     section.figure.savefig(
-        out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        out,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None},
     )
     text = out.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")
@@ -264,7 +267,13 @@ def _png(section: Section, page: Path) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **style: Any) -> Any:
+def _error_bar(
+    axes: Any,
+    x: Estimate,
+    y: Estimate | float,
+    factor: float,
+    **style: Any,
+) -> Any:
     """A mark with its intervals; a plain number is a place and has none."""
     places, bars = [], []
     for one in (x, y if isinstance(y, Estimate) else Estimate(1, y / factor)):
@@ -275,7 +284,11 @@ def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **sty
     return axes.errorbar(*places, xerr=bars[0], yerr=bars[1], elinewidth=0.8, **style)
 
 
-def _legend(figure: Figure, marks: Mapping[str, Any], height: float) -> None:
+def _legend(
+    figure: Figure,
+    marks: Mapping[str, Any],
+    height: float,
+) -> None:
     """Below axes of this height, in inches."""
     names = [shorten(name, 130, placeholder=" ...") for name in marks]
     columns = max(1, 110 // max(map(len, names)))
@@ -303,7 +316,11 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
     axes.plot([0, *xs], [ys[0], *ys], drawstyle="steps-pre", color=INK, linewidth=1.1, zorder=1.5)
     for number, place in enumerate(zip(xs, ys, strict=True), 1):
         axes.annotate(
-            str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold"
+            str(number),
+            place,
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontweight="bold",
         )
     axes.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
     _legend(figure, marks, 4.9)
@@ -368,7 +385,11 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
     for place, (_, group, share, time) in enumerate(
         rows
     ):  # one below the other: bars do not cover each other
-        style = {"fmt": "o", "markersize": 3.4, "color": colors[group]}
+        style = {
+            "fmt": "o",
+            "markersize": 3.4,
+            "color": colors[group],
+        }
         marks[group] = _error_bar(served, share, place, 100, **style)
         if time.value is not None:
             _error_bar(saved, time, place, 1000, **style)
@@ -385,5 +406,9 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
         f"Bars are {_INTERVAL}; what leaves the panel is cut."
     )
     return Section(
-        title="Hit rate and saved time by tier", text=said, rows=(), figure=figure, name="tiers"
+        title="Hit rate and saved time by tier",
+        text=said,
+        rows=(),
+        figure=figure,
+        name="tiers",
     )

@@ -174,7 +174,12 @@ def load_table(path: Path) -> "pd.DataFrame":
     )
 
 
-def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
+def to_mlflow(
+    path: str | Path,
+    *,
+    uri: str | None = None,
+    experiment: str = "semkv",
+) -> int:
     """Log a sweep's log to MLflow: a run for each of its experiments, with settings as parameters, figures as metrics.
 
     Names have dots, as in `semkv_lab.load`. The machine and its versions are tags. A log that is handed in again makes

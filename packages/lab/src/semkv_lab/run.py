@@ -185,7 +185,12 @@ class _Runner:
                 f"images without a file: {len(missing)}, such as {first.name!r}: {where}"
             )
 
-    def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
+    def _each(
+        self,
+        stage: str,
+        answer: Callable[[Sample], None],
+        done: Collection[Any],
+    ) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
         alike = 0
         for sample in self._listener.track(self.samples, stage):
@@ -340,7 +345,9 @@ class _Runner:
 
     def _prompt(self, segments: tuple[Any, ...]) -> EnginePrompt:
         return EnginePrompt(
-            segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens
+            segments,
+            tenant=self.settings.tenant,
+            max_tokens=self.settings.max_tokens,
         )
 
 
@@ -359,7 +366,11 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
-def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
+def _among(
+    text: str,
+    choices: Sequence[str],
+    sample: Sample,
+) -> bool | None:
     """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
     if not choices:
         return None
@@ -376,7 +387,11 @@ def bytes_on_disk(settings: RunSettings) -> int:
     return sum(status.st_size for _, status in described(files))
 
 
-def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
+def read_cold(
+    path: Path,
+    samples: Sequence[Sample],
+    builder: RequestBuilder,
+) -> dict[str, Cold]:
     """The cold answers in a file of ``--samples-out``, by sample id."""
     there = {
         record.sample_id: record.cold for record in read_rows(path, SampleRecord, cut_off=True)
@@ -463,7 +478,11 @@ def make_engine(
         if settings.engine == "scripted":
             return ScriptedEngine(name=settings.model)
         answers = label_answers(samples, settings.instruction)
-        return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+        return ScriptedEngine(
+            answer=answers,
+            name="labels",
+            store=set() if attach else None,
+        )
     if settings.engine == "transformers":
         from semkv_lab.reuse import TransformersEngine
 

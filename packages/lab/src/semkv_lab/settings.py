@@ -174,7 +174,11 @@ def refuse_judge(flags: PolicyConfig) -> None:
         )
 
 
-def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def fill_from_preset(
+    app: App,
+    commands: tuple[str, ...],
+    arguments: ArgumentCollection,
+) -> None:
     """A source of flags: the preset's, for what is not given."""
     flags = {name: argument for argument in arguments for name in argument.names}
     for name in ("--preset", "--model"):
@@ -191,7 +195,12 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
             continue
         for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
             argument.append(
-                Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index)
+                Token(
+                    keyword=argument.name,
+                    value=str(part),
+                    source=f"preset {name}",
+                    index=index,
+                )
             )
 
 

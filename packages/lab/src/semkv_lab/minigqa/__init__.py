@@ -187,7 +187,12 @@ def _pictures(
             yield _derive(base, variant, next(ids), rng)
 
 
-def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Picture:
+def _derive(
+    base: _Picture,
+    variant: str,
+    image_id: str,
+    rng: Random,
+) -> _Picture:
     from PIL import Image, ImageChops, ImageEnhance
 
     if variant == "lookalike":
@@ -220,7 +225,10 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
 
 
 def _questions(
-    rates: Mapping[str, float], rng: Random, pictures: Sequence[_Picture], ids: Iterator[str]
+    rates: Mapping[str, float],
+    rng: Random,
+    pictures: Sequence[_Picture],
+    ids: Iterator[str],
 ) -> Iterator[_Asked]:
     """Every question, picture by picture."""
     by_image: dict[str, list[_Asked]] = {}
@@ -233,7 +241,10 @@ def _questions(
 
 
 def _ask_base(
-    rates: Mapping[str, float], rng: Random, picture: _Picture, ids: Iterator[str]
+    rates: Mapping[str, float],
+    rng: Random,
+    picture: _Picture,
+    ids: Iterator[str],
 ) -> list[_Asked]:
     total = max(4, round(rng.gauss(QUESTIONS_PER_IMAGE, QUESTIONS_SPREAD)))
     plan = rng.choices([*rates, ORIGINAL], [*rates.values(), 1 - sum(rates.values())], k=total)
@@ -250,7 +261,12 @@ def _ask_base(
     return made
 
 
-def _original(rng: Random, picture: _Picture, texts: set[str], ids: Iterator[str]) -> _Asked:
+def _original(
+    rng: Random,
+    picture: _Picture,
+    texts: set[str],
+    ids: Iterator[str],
+) -> _Asked:
     while True:
         program = ask_any(picture.scene, rng)
         template = draw_wording(program, rng)
@@ -363,7 +379,11 @@ def _ask_again(
 
 # -- as GQA writes it ------------------------------------------------------------
 
-_GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
+_GQA_NAME = {
+    "shape": "name",
+    "color": "color",
+    "size": "size",
+}
 
 
 def semantic_str(program: Program, object_ids: Sequence[str]) -> str:
@@ -569,7 +589,12 @@ def make_document(rng: Random, words: int = 1100) -> Document:
     return Document(title, topic["opening"], tuple(entries))
 
 
-def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[str, str]]:
+def returning(
+    documents: int,
+    *,
+    seed: int = 0,
+    words: int = 1300,
+) -> list[dict[str, str]]:
     """Questions about documents that return: six rows a document, the original, then at any later time the rest.
 
     1,300 words are about 2,000 tokens of minigqa-vlm's tokenizer.
@@ -587,13 +612,21 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
             question, answer = rng.choice(
                 [pair for entry in described.entries for pair in entry.questions]
             )
-            row = {"variant": variant, "document": str(number), "context": text}
+            row = {
+                "variant": variant,
+                "document": str(number),
+                "context": text,
+            }
             row |= {"question": question, "answer": answer}
             placed.append((first if variant == "original" else rng.uniform(first, 1), row))
     return [row for _, row in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _variants(document: Document, other: Document, rng: Random) -> dict[str, tuple[str, Document]]:
+def _variants(
+    document: Document,
+    other: Document,
+    rng: Random,
+) -> dict[str, tuple[str, Document]]:
     """The text of each of `VARIANTS`, and the document that it describes."""
     at = rng.choice(
         [at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]]
@@ -619,7 +652,11 @@ def _variants(document: Document, other: Document, rng: Random) -> dict[str, tup
     return {**found, "other": (other.text, other)}
 
 
-def _make_entry(rng: Random, topic: Mapping[str, Any], number: int) -> Entry:
+def _make_entry(
+    rng: Random,
+    topic: Mapping[str, Any],
+    number: int,
+) -> Entry:
     fact = rng.choice(topic["facts"])
     slots = {
         "entry": str(number),
