@@ -237,10 +237,15 @@ def test_another_process_comes_to_the_same_facts(
 
     One process is a fork, in which all is imported already, with a hash seed that was drawn. The other one is new.
     """
+    from vllm import envs
+
+    noted = Path(envs.VLLM_CACHE_ROOT, "modelinfos")  # without it vLLM imports itself once more
     said = []
     for python, seqs in ((prepare() / "python", "8"), (sys.executable, "32")):
         folder = tmp_path / seqs
         folder.mkdir()
+        if noted.exists():  # by now the fork has made it
+            shutil.copytree(noted, folder / "modelinfos")
         env = os.environ | {
             "PYTHONHASHSEED": "1",
             "VLLM_CACHE_ROOT": str(folder),
