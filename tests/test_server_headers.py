@@ -132,6 +132,14 @@ class TestTenants:
         found = [self.seen(pair, f"for {name}", {name: value}) for value in ("one", "two")]
         assert [said for said, _, _ in found] == ["miss", "hit"]
 
+    def test_a_proxy_that_names_the_host_makes_a_tenant_and_one_that_names_the_client_does_not(
+        self, pair: Pair
+    ) -> None:
+        for part, second in (("host", "miss"), ("for", "hit")):
+            ways = [{"Forwarded": f"{part}={value};proto=https"} for value in ("a", "b")]
+            found = [self.seen(pair, f"for {part}", way)[0] for way in ways]
+            assert found == ["miss", second]
+
     def test_a_body_in_other_letters_passes(self, pair: Pair) -> None:
         for charset, said in (("UTF-8", "miss"), ("utf-7", "pass reason=content_type")):
             named = {"Content-Type": f"application/json; charset={charset}"}

@@ -195,6 +195,8 @@ class CacheClient:
             and canonical.request.media
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
+        if self.semantic is None:
+            return await self._find(canonical)
         # After an invalidation no lookup that began before it. Rules look at fields that are in no key.
         running = f"{canonical.key} {self.responses.begin()} {self.rules.least_cosine(canonical)}"
         found = await self._shared(running, canonical)

@@ -55,7 +55,8 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``), since an upstream may have a tenant for each host or path."""
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with a host), since an upstream may have a tenant for each
+host or path."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -131,7 +132,7 @@ class Separation:
                     b"*",
                 ):
                     found.chooses.append((name, value))
-            elif not self._is_harmless(name):
+            elif not self._is_harmless(name) or _names_host(name, value):
                 found.unknown.append((name, value))
         for headers in (found.credentials, found.unknown, found.chooses):
             headers.sort(key=_name)
@@ -164,6 +165,11 @@ class Separation:
         if name in CREDENTIALS:
             return not by_credentials
         return name == b"*" or self._is_harmless(name)
+
+
+def _names_host(name: bytes, value: bytes) -> bool:
+    """Whether a proxy says under which host it was asked (RFC 7239)."""
+    return name == b"forwarded" and b"host" in value.lower()
 
 
 def _name(pair: tuple[bytes, bytes]) -> bytes:

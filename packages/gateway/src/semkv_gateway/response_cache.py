@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import threading
@@ -25,6 +26,8 @@ from semkv_gateway.responses.store import (
     Selector,
     StoredResponse,
 )
+
+log = logging.getLogger("semkv.server")
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
@@ -495,10 +498,20 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
+        before = _unreplicated(self._store)
         gone = self._store.invalidate(selector, dry_run=dry_run)
         if not dry_run:
+            self._note_unreplicated(_unreplicated(self._store) - before)
             self.follow()
         return gone
+
+    def _note_unreplicated(self, count: int) -> None:
+        """Warn of invalidations that a fail-over may undo."""
+        if count:
+            self._tally.add("invalidated, not replicated", count)
+            log.warning(
+                "no replica of Redis has confirmed an invalidation; after a fail-over now, repeat it"
+            )
 
     def follow(self) -> None:
         """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second.
@@ -605,6 +618,11 @@ class ResponseCache:
             self._bring(time.monotonic() + _CLOSING_S)
         if self._store is not None:
             self._store.close()
+
+
+def _unreplicated(store: ResponseStore) -> int:
+    """How many invalidations of a store no replica has confirmed, where it can say so."""
+    return int(getattr(store, "unreplicated", 0))
 
 
 def _place(since: str) -> str | None:

@@ -63,11 +63,6 @@ _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
 _CHUNKS = ("chat.completion.chunk", "text_completion")
 _ANSWERS = ("chat.completion", "text_completion")
-# As chats and as all others say it.
-_USAGE = {
-    "prompt_tokens": "input_tokens",
-    "completion_tokens": "output_tokens",
-}
 _BLOCK_TEXTS = {
     "text_delta": "text",
     "thinking_delta": "thinking",
@@ -550,25 +545,9 @@ def read_answer(payload: bytes) -> Any:
             message.add(chunk)
             if chunk.get("type") == "response.completed":
                 answer = chunk["response"]
-            elif "type" not in chunk and isinstance(
-                chunk.get("usage"), dict
-            ):  # of a chat or a completion
-                answer = {"usage": chunk["usage"]}
         return answer or message.whole()
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError("a stream of unknown form") from error
-
-
-def usage_of(payload: bytes) -> dict[str, int]:
-    """The counts of tokens that an answer reports, as ``input_tokens`` and ``output_tokens``."""
-    try:
-        usage = read_answer(payload)["usage"]
-        named = {
-            _USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
-    return {name: named[name] for name in _USAGE.values() if name in named}
 
 
 def text_of(payload: bytes) -> str:
