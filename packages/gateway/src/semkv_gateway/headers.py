@@ -126,10 +126,11 @@ class Separation:
             if name in CREDENTIALS:
                 found.credentials.append((name, value))
             elif name in CHOOSES and name not in self._harmless:
+                # A value with the meaning of no header.
                 if (name, value) != (
                     b"accept-language",
                     b"*",
-                ):  # a value with the meaning of no header
+                ):
                     found.chooses.append((name, value))
             elif not self._is_harmless(name) or _names_host(name, value):
                 found.unknown.append((name, value))

@@ -55,9 +55,10 @@ _CHOICE_KNOWN = frozenset(
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
+# Lists that a stream brings piece by piece.
 _LOGPROBS_KNOWN = frozenset(
     "content refusal tokens token_logprobs top_logprobs text_offset".split()
-)  # lists that a stream brings piece by piece
+)
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
 _CHUNKS = ("chat.completion.chunk", "text_completion")

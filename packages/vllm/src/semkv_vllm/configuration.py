@@ -28,10 +28,11 @@ HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(
 )
 """By class of vLLM's configuration, or ``environment`` or ``packages``: names, and why each changes no value."""
 
+# A variable's name where Python code reads it.
 _READ = re.compile(
     rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\s*\()\s*["'](\w+)["']"""
     rb"""|["'](\w+)["']\s+(?:not\s+)?in\s+os\.environ"""
-)  # a variable's name where Python code reads it
+)
 _FAMILIES = (  # of variables that libraries below vLLM, and its plugins, read
     "AITER_",
     "ATEN_",
@@ -147,10 +148,11 @@ def _object(value: Any) -> object:
         return str(value.to_json_string(use_diff=False))
     if dataclasses.is_dataclass(value):
         return configuration(value)
+    # vLLM's and torch's protocols for what plugins and passes are.
     for own in (
         "compute_hash",
         "uuid",
-    ):  # vLLM's and torch's protocols for what plugins and passes are
+    ):
         if hasattr(value, own):
             return [_name(type(value)), str(getattr(value, own)())]
     raise UnknownError(f"a {_name(type(value))}")
