@@ -275,9 +275,8 @@ FAULTS: tuple[Fault, ...] = (kill, freeze, full, emptied)
 
 def streams(folder: Path, up: Upstream, _: int) -> Iterator[Row]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (1_024, hard)
-    )  # as a shell has it; the gateway inherits it
+    # As a shell has it; the gateway inherits it.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, hard))
     with up(), serving(folder, up, "--no-semantic") as (url, _):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for kind in ("misses", "hits"):

@@ -65,6 +65,7 @@ def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(
     assert same[0] @ same[1] == pytest.approx(1.0, abs=1e-5)  # what `fits` is there to prevent
     assert not minilm.fits(start + "yes")
     assert not minilm.fits("supercalifragilisticexpialidocious " * 60)  # few words, many tokens
+    assert not minilm.fits("a" * 1_000_000)
     assert minilm.fits("What color is the car?")
     assert minilm.window == 256
 

@@ -65,9 +65,8 @@ class Lookup:
 
     request: Request
     statuses: dict[str, Status]  # of each tier
-    vectors: dict[str, Vector] = field(
-        default_factory=dict
-    )  # unit vectors by layer, computed on the way
+    # Unit vectors by layer, computed on the way.
+    vectors: dict[str, Vector] = field(default_factory=dict)
     plan: Plan | None = None  # of the first candidate that can be used
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked

@@ -272,18 +272,16 @@ class GPTCache(Cache):
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (most, most)
-        )  # every group's database stays open
+        # Every group's database stays open.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.name = f"gptcache {threshold:g}"
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold = threshold
         self._folder = Path(tempfile.mkdtemp())
         self._caches: dict[str, Any] = {}
         self._api = api
-        atexit.register(
-            shutil.rmtree, self._folder, ignore_errors=True
-        )  # after its own writes at an exit
+        # After its own writes at an exit.
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _cache(self, group: str) -> Any:
         if group not in self._caches:

@@ -358,9 +358,8 @@ def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | N
         *itertools.product(outputs.items(), inputs.items()),
     ]
     for (key, path), (other, taken) in pairs:
-        if (
-            path is None or taken is None or (path.exists() and not path.is_file())
-        ):  # /dev/null may be named twice
+        # /dev/null may be named twice.
+        if path is None or taken is None or (path.exists() and not path.is_file()):
             continue
         if path.resolve() == taken.resolve() or (
             path.exists() and taken.exists() and path.samefile(taken)

@@ -312,9 +312,8 @@ def _unpack_images(
         if not file.is_file() or file.stat().st_size != len(data):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(
-                    file, durable=False
-                ) as part:  # what a power cut spoils can be made again
+                # What a power cut spoils can be made again.
+                with replacing(file, durable=False) as part:
                     part.write(data)
             except OSError as e:
                 raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e

@@ -218,6 +218,7 @@ def _wrong_row(wrong: Wrong) -> Row:
 # -- figures ------------------------------------------------------------
 
 INK = "#1b2026"
+# Told apart on white and on black.
 SERIES = (
     "#2b7fd6",
     "#d65a1f",
@@ -225,7 +226,7 @@ SERIES = (
     "#a05ccb",
     "#b07d1a",
     "#d6408a",
-)  # told apart on white and on black
+)
 MARKERS = "osD^vPX*"
 STYLE: Any = {
     **dict.fromkeys(
@@ -382,9 +383,8 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
     names = [row[0] for row in rows]
     figure, marks = Figure(layout="constrained"), dict[str, Any]()
     served, saved = figure.subplots(1, 2, sharey=True)
-    for place, (_, group, share, time) in enumerate(
-        rows
-    ):  # one below the other: bars do not cover each other
+    # One below the other: bars do not cover each other.
+    for place, (_, group, share, time) in enumerate(rows):
         style = {
             "fmt": "o",
             "markersize": 3.4,

@@ -186,9 +186,8 @@ class TransformersEngine:
             self._take(kv, kept, moved)
             return self._answer(start, prompt, tokens, kv, first, {own for _, own in moved})
         stand = len(kept.tokens)
-        if (
-            kept.names[-1] != self._names(canonical)[-1]
-        ):  # the request's own segments follow the donor's
+        # The request's own segments follow the donor's.
+        if kept.names[-1] != self._names(canonical)[-1]:
             sent = self._tokens(canonical)
             stand = _shared(kept.tokens, sent)
             most = min(most, len(tokens) - (len(sent) - stand))

@@ -197,17 +197,15 @@ class _Runner:
             try:
                 answer(sample)
             except Exception as e:
-                own = plug.is_path(self.settings.engine) and not isinstance(
-                    e, SemkvError
-                )  # may raise anything
+                # May raise anything.
+                own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)
                 if not own and not isinstance(e, EngineError):
                     raise
                 self._failed.add(sample.sample_id)
                 self.faults["failed samples"] = len(self._failed)
                 self._listener.say(f"[{sample.sample_id}] failed | {e}")
-                alike += not isinstance(
-                    e, MediaError
-                )  # an image that cannot be read is that sample's fault
+                # An image that cannot be read is that sample's fault.
+                alike += not isinstance(e, MediaError)
                 if not done and alike >= _GIVE_UP_AFTER:
                     raise
 
@@ -425,9 +423,8 @@ def execute(
     if settings.engine in ("vllm", "transformers"):
         from semkv_lab.vllm_engine import check_model, set_environment
 
-        check_model(
-            settings.model, settings.revision
-        )  # before a data set is loaded, which may be a download
+        # Before a data set is loaded, which may be a download.
+        check_model(settings.model, settings.revision)
         set_environment(verbose=verbose)  # before the cache's encoders import torch
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:

@@ -182,9 +182,8 @@ def fill_from_preset(
     """A source of flags: the preset's, for what is not given."""
     flags = {name: argument for argument in arguments for name in argument.names}
     for name in ("--preset", "--model"):
-        flags[name].tokens[:] = [
-            token for token in flags[name].tokens if token.value
-        ]  # "$UNSET" is not given
+        # "$UNSET" is not given.
+        flags[name].tokens[:] = [token for token in flags[name].tokens if token.value]
     name = _preset_name(flags)
     if not name:
         return
@@ -233,9 +232,8 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
     """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
     words: dict[str, list[str]] = {}
     for key, value in {**(given or {}), **flags}.items():
-        option = "--" + key.replace("_", "-").replace(
-            "-layers", "-layer"
-        )  # of two names the last one counts
+        # Of two names the last one counts.
+        option = "--" + key.replace("_", "-").replace("-layers", "-layer")
         items = (
             value if option == "--embedding-layer" and isinstance(value, list | tuple) else [value]
         )

@@ -228,9 +228,8 @@ def locked(path: Path) -> Iterator[None]:
         with writing(_LOG_FILE, path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(
-                    lock(path.with_suffix(".lock"), 0)
-                )  # given up with the process, however it ends
+                # Given up with the process, however it ends.
+                held.enter_context(lock(path.with_suffix(".lock"), 0))
             except BlockingIOError:
                 raise ConfigError(
                     _LOG_FILE, str(path), "a log that no other sweep is writing"
@@ -535,9 +534,8 @@ def _run(e: Experiment) -> str:
     try:
         process.join()
     finally:
-        with suppress(
-            OSError
-        ):  # nothing left, or not yet a group: itself, or what a crash left of its engine
+        # Nothing left, or not yet a group: itself, or what a crash left of its engine.
+        with suppress(OSError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()

@@ -122,9 +122,8 @@ def generate(
     prefix = f"{SPLITS.index(split) + 1}{seed:04d}"  # ids are unique over splits and seeds, and digits, as GQA's are
     drawn = list(_pictures(images, pictures, rng, prefix))
     asked = list(_questions(questions, rng, drawn, (f"{prefix}{number:07d}" for number in count())))
-    turn: dict[
-        str, float
-    ] = {}  # what was made from something comes after it, everything else at random
+    # What was made from something comes after it, everything else at random.
+    turn: dict[str, float] = {}
     for p in drawn:
         turn[p.image_id] = rng.uniform(turn.get(p.derived_from, 0.0), 1)
     asked.sort(key=lambda q: (turn[q.image_id], q.place))
