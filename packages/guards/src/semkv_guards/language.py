@@ -193,6 +193,7 @@ class Language:
     leads: Words
     asked: Words
     some: Words
+    framing: Words
     helpers: Words
     hearer: Words
     third: Words
