@@ -21,6 +21,7 @@ import pytest
 
 from kv_engines import BLOCK, NOTHING, SKIP, Engine, connector, in_child, prompt, report, token_ids
 from maintenance_helpers import purge
+from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import spans
 from semkv_vllm.spans import Load, Piece, Span
 from tiny_models import Checkpoint
@@ -233,11 +234,13 @@ class Reuse:
         """Without the connector; vLLM's own cache counts."""
         return self.output(ids, SKIP)
 
-    def together(self, prompts: list[list[int]], *, load: bool = False) -> list[Any]:
+    def together(
+        self, prompts: list[list[int]], *, load: bool = False, tokens: int = 48
+    ) -> list[Any]:
         """Exact answers to many at once; with ``load`` from what is stored."""
         asked = [prompt(ids) for ids in prompts]
         extra = {"kv_transfer_params": {"max_offload_tokens": 0}} if load else SKIP
-        return self.engine.outputs(asked, extra_args=extra, **DECODE)
+        return self.engine.outputs(asked, tokens, extra_args=extra, logprobs=1)
 
     def cold(self, ids: list[int]) -> Any:
         """All of it computed."""
@@ -270,20 +273,6 @@ def off(output: Any, wanted: Any) -> float:
 
 def approximate(output: Any) -> int:
     return int(report(output).get("approximate_tokens", 0))
-
-
-@contextmanager
-def all_computed_again() -> Iterator[None]:
-    """What was moved to its places is computed again, all of it, by the repair."""
-    from semkv_vllm.placement import Placement
-
-    passes = Placement._passes
-
-    def whole(self: Any, loads: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads])
-
-    with mock.patch.object(Placement, "_passes", whole):
-        yield
 
 
 def identity(model: str, cache: str) -> dict[str, Any]:
@@ -325,18 +314,15 @@ def check_identity(found: dict[str, Any], *, layers: int) -> None:
 # -- what is only asked of one of the models: engines are dear ------------------
 
 
-DECODE = {"tokens": 48, "logprobs": 1}
-
-
-def sampling(extra: Any) -> Any:
+def sampling(extra: Any, tokens: int = 48) -> Any:
     """What each request of a crowd asks for."""
     from vllm import SamplingParams
 
     return SamplingParams(
-        max_tokens=DECODE["tokens"],
+        max_tokens=tokens,
         temperature=0,
         ignore_eos=True,
-        logprobs=DECODE["logprobs"],
+        logprobs=1,
         extra_args=extra,
     )
 
@@ -518,7 +504,7 @@ def other_theta(reuse: Reuse) -> dict[str, Any]:
 
 def gates(reuse: Reuse) -> dict[str, Any]:
     """Why engines would be refused."""
-    from semkv_vllm.gate import Layers, RefusedError, check, refusal
+    from semkv_vllm.gate import refusal
 
     config = reuse.engine.scheduler.connector._config
     cache = reuse.engine.scheduler.kv_cache_config
@@ -551,12 +537,7 @@ def gates(reuse: Reuse) -> dict[str, Any]:
     attention = runner.get_model().model.layers[1].self_attn
 
     def reason() -> str:
-        try:
-            layers = Layers(runner, worker._kv_caches)
-            check(layers, worker._placement._repair, runner, BLOCK)
-        except RefusedError as refused:
-            return str(refused)
-        return ""
+        return str(worker._placement._looked_at(runner, worker._kv_caches))
 
     rotary = attention.rotary_emb
     found["as it is"] = reason()
@@ -600,39 +581,52 @@ def check_crowd(crowd: dict[str, Any]) -> None:
 def broken_rank(sign: Path) -> Iterator[None]:
     """One of two ranks fails while a file is there, which says where. For engines that are made inside."""
     from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.model_executor.models.llama import LlamaMLP
 
     from semkv_vllm.placement import Placement
     from semkv_vllm.repair import Repair
+    from semkv_vllm.worker import DocumentWorker
+
+    now = list[str]()  # what of ours runs
 
     def fails(where: str) -> None:
         if get_tensor_model_parallel_rank() == 1 and sign.exists() and sign.read_text() == where:
             raise ValueError(where)
 
-    def before(kind: Any, name: str, where: str) -> Any:
+    def during(kind: Any, name: str, where: str, *, fail: bool = True) -> Any:
         method = getattr(kind, name)
 
-        def breaks(self: Any, *args: Any, **fields: Any) -> Any:
-            if where != "in the pass" or passes:
-                fails(where)
-            return method(self, *args, **fields)
+        def runs(self: Any, *args: Any) -> Any:
+            now.append(where)
+            try:
+                if fail:
+                    fails(where)
+                return method(self, *args)
+            finally:
+                now.pop()
 
-        return mock.patch.object(kind, name, breaks)
+        return mock.patch.object(kind, name, runs)
 
-    passes = list[bool]()  # of ours, while one runs
-    forward = Repair._forward
+    forward = LlamaMLP.forward
 
-    def noted(self: Any, one: Any) -> None:
-        passes.append(True)
-        try:
-            forward(self, one)
-        finally:
-            passes.clear()
+    def layer(self: Any, *args: Any, **fields: Any) -> Any:
+        for where in now:
+            fails(where)
+        return forward(self, *args, **fields)
+
+    def look_again(self: Any) -> str:
+        """As at the start."""
+        connector = get_kv_transfer_group()
+        return str(connector._placement._looked_at(self.model_runner, connector._kv_caches))
 
     with (
-        mock.patch.object(Repair, "_forward", noted),
-        before(Placement, "_moved", "moving"),
-        before(LlamaMLP, "forward", "in the pass"),
+        during(Placement, "_moved", "moving"),
+        during(Placement, "_trial", "before the check"),
+        during(Repair, "rehearse", "in the rehearsal", fail=False),
+        during(Repair, "run", "in the pass", fail=False),
+        mock.patch.object(LlamaMLP, "forward", layer),
+        mock.patch.object(DocumentWorker, "look_again", look_again, create=True),
     ):
         yield
 
@@ -644,7 +638,11 @@ def two_ranks(model: str, cache: str) -> dict[str, Any]:
         reuse = Reuse(model, cache, tensor_parallel_size=2)
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
     wanted = reuse.output(ids, SKIP, tokens=2)
-    found: dict[str, Any] = {"refused": reuse.half.refused, "off": [], "errors": []}
+    found: dict[str, Any] = {"refused": reuse.half.refused, "off": [], "errors": [], "starts": []}
+    reuse.forget()
+    for where in ("before the check", "in the rehearsal", "in the pass", ""):
+        sign.write_text(where)
+        found["starts"].append(reuse.engine.llm.collective_rpc("look_again"))
     for where in ("", "moving", "in the pass", ""):
         reuse.forget()
         sign.write_text(where)
@@ -662,9 +660,14 @@ def two_ranks(model: str, cache: str) -> dict[str, Any]:
 
 @pytest.mark.engine
 def test_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A rank that fails while all are in one pass takes part in it to its end; then vLLM computes the request."""
+    """A rank that fails at the start is refused on both; one that fails within a pass takes part in it to its end, and
+    then vLLM computes the request."""
     found = in_child(two_ranks, checkpoint("llama3"), tmp_path)
     assert (found["refused"], found["mismatches"], found["left"]) == ("", 0, NOTHING)
+    *broken, whole = found["starts"]
+    assert all(all(said) for said in broken)
+    assert "rehearsal" in broken[1][1]
+    assert whole == ["", ""]
     assert max(found["off"]) <= CLOSE
     assert found["errors"] == [0, 1, 3, 3]
     assert found["reused"] > 200

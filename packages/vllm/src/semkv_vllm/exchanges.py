@@ -4,8 +4,8 @@ In every layer all ranks add up what each has computed, and each waits for the o
 would leave them waiting for ever. So it takes part in the rest of the exchanges with zeros. What the others compute
 with these is of no use. All ranks agree afterwards whether a pass went well, and nothing of one that did not is used.
 
-What a pass exchanges is learned from the first one that a rank has run to its end. A rank that fails before that makes
-up for nothing, and leaves the others waiting. Such a pass is the first of the check at the start (`semkv_vllm.gate`).
+What a pass exchanges each rank learns by itself, from a rehearsal in which it exchanges nothing. A rank that fails in
+that has left nobody waiting.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class UnknownExchangeError(Exception):
     """What the ranks exchange cannot be made up for; the text says what it is."""
 
 
+class LeftWaitingError(Exception):
+    """A rank failed, and then failed to take part in what the others wait for. Nothing but the engine's end helps."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """One exchange of a pass.
@@ -54,65 +58,66 @@ class Exchange:
 
 
 class Exchanges:
-    """Runs passes, and makes up for those that fail after a whole one. The same in every rank.
+    """Runs passes, and makes up for those that fail. The same in every rank.
 
     Args:
         communicator: vLLM's, of all ranks.
+        ranks: how many there are.
     """
 
-    def __init__(self, communicator: Any) -> None:
+    def __init__(self, communicator: Any, ranks: int) -> None:
         self._communicator = communicator
-        self._usual: list[Exchange] = []  # of each pass; empty until one was seen
+        self._ranks = ranks
+        self._usual: list[Exchange] = []  # of each pass
         self._seen: list[Exchange] = []  # of the pass that runs
 
+    def rehearse(self, tokens: int, forward: Callable[[], object]) -> None:
+        """Run a pass by this rank alone, as if all ranks computed the same, and learn what it exchanges.
+
+        Raises:
+            Exception: what the pass has raised.
+            UnknownExchangeError: it exchanges something that cannot be made up for, or nothing that can be seen.
+        """
+        self._seen = []
+        with self._replaced(partial(self._pretended, tokens)):
+            forward()
+        if not self._seen:
+            raise UnknownExchangeError("its ranks exchange nothing that can be seen")
+        self._usual = self._seen
+
     def run(self, tokens: Sequence[int], forward: Callable[[int], object]) -> None:
-        """Run passes one after the other.
+        """Run passes one after the other, after a rehearsal.
 
         Args:
             tokens: how many each pass has.
             forward: runs the pass of a number.
 
         Raises:
-            Exception: what a pass has raised, after this rank has taken part in all exchanges. Before a whole pass was
-                seen it takes part in none of the rest.
-            UnknownExchangeError: the first pass was not like those that can be made up for.
+            Exception: what a pass has raised, after this rank has taken part in all exchanges.
+            LeftWaitingError: it could not.
         """
         for number, count in enumerate(tokens):
             try:
                 self._watch(count, partial(forward, number))
-            except UnknownExchangeError:
-                raise
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)  # their tensors may take all memory
-                self._make_up(self._usual[len(self._seen) :], count)
-                for later in tokens[number + 1 :]:
-                    self._make_up(self._usual, later)
+                self._make_up_for(tokens[number:])
                 raise
 
     def _watch(self, tokens: int, forward: Callable[[], object]) -> None:
         self._seen = []
-        with self._watched(tokens):
+        with self._replaced(partial(self._noted, tokens)):
             forward()
-        if not self._usual:
-            self._learn()
-        elif self._seen != self._usual:
-            raise RuntimeError("the ranks exchanged something else than in the first pass")
-
-    def _learn(self) -> None:
-        if not self._seen:
-            raise UnknownExchangeError("its ranks exchange nothing that can be seen")
-        for exchange in self._seen:
-            if exchange.kind not in _KNOWN or not exchange.width:
-                raise UnknownExchangeError(f"its ranks exchange something by {exchange.kind}")
-        self._usual = self._seen
+        if self._seen != self._usual:
+            raise RuntimeError("the ranks exchanged something else than in the rehearsal")
 
     @contextmanager
-    def _watched(self, tokens: int) -> Iterator[None]:
-        """Note what is exchanged meanwhile."""
+    def _replaced(self, instead: Callable[..., Any]) -> Iterator[None]:
+        """Call ``instead`` with a method's name, the method and its arguments, for each exchange meanwhile."""
         names = [name for name in (*_KNOWN, *_OTHERS) if hasattr(self._communicator, name)]
         for name in names:
             method = getattr(self._communicator, name)
-            setattr(self._communicator, name, partial(self._noted, name, method, tokens))
+            setattr(self._communicator, name, partial(instead, name, method))
         try:
             yield
         finally:
@@ -121,25 +126,43 @@ class Exchanges:
 
     def _noted(
         self,
+        tokens: int,
         kind: str,
         method: Callable[..., Any],
-        tokens: int,
         numbers: Any,
         *options: Any,
         **named: Any,
     ) -> Any:
         found = method(numbers, *options, **named)
-        is_plain = isinstance(numbers, torch.Tensor) and len(numbers) == tokens and not named
-        self._seen.append(
-            Exchange(
-                kind=kind,
-                width=tuple(numbers.shape[1:]) if is_plain else (),
-                dtype=getattr(numbers, "dtype", torch.float32),
-                device=getattr(numbers, "device", torch.device("cpu")),
-                options=options,
-            )
-        )
+        self._seen.append(_exchange(tokens, kind, numbers, options, named))
         return found
+
+    def _pretended(
+        self,
+        tokens: int,
+        kind: str,
+        method: Callable[..., Any],
+        numbers: Any,
+        *options: Any,
+        **named: Any,
+    ) -> Any:
+        exchange = _exchange(tokens, kind, numbers, options, named)
+        if kind not in _KNOWN or not exchange.width:
+            raise UnknownExchangeError(f"its ranks exchange something by {kind}")
+        self._seen.append(exchange)
+        if kind == "all_reduce":
+            return numbers.clone()
+        dimension = options[0] if options else -1
+        return torch.cat([numbers] * self._ranks, dimension)
+
+    def _make_up_for(self, tokens: Sequence[int]) -> None:
+        """Take part in the rest of the first of some passes, and in the others."""
+        try:
+            self._make_up(self._usual[len(self._seen) :], tokens[0])
+            for count in tokens[1:]:
+                self._make_up(self._usual, count)
+        except Exception as error:
+            raise LeftWaitingError("other ranks wait for this one") from error
 
     def _make_up(self, exchanges: Sequence[Exchange], tokens: int) -> None:
         """Take part with zeros."""
@@ -150,3 +173,21 @@ class Exchanges:
                 device=exchange.device,
             )
             getattr(self._communicator, exchange.kind)(zeros, *exchange.options)
+
+
+def _exchange(
+    tokens: int,
+    kind: str,
+    numbers: Any,
+    options: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Exchange:
+    """What is exchanged; without a width where that is not numbers by token."""
+    is_plain = isinstance(numbers, torch.Tensor) and len(numbers) == tokens and not named
+    return Exchange(
+        kind=kind,
+        width=tuple(numbers.shape[1:]) if is_plain else (),
+        dtype=getattr(numbers, "dtype", torch.float32),
+        device=getattr(numbers, "device", torch.device("cpu")),
+        options=options,
+    )

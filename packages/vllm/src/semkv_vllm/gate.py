@@ -1,13 +1,13 @@
 """Whether an engine may reuse documents at other positions: what is not known to be right is refused, with the reason.
 
-`refusal` looks at the configuration; it says the same in every process. `check` looks at the loaded model, in a worker:
-it computes a text at two places and compares every layer with what rotation makes of it.
+`refusal` looks at the configuration; it says the same in every process. `Trial` looks at the loaded model, in a worker:
+it compares every layer of a text at two places with what rotation makes of it.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from semkv_vllm.moving import (
     move,
     tolerance,
 )
-from semkv_vllm.repair import Gap, Repair
+from semkv_vllm.repair import Gap, Pass, Repair
 from semkv_vllm.spans import WATCHED
 
 log = logging.getLogger("semkv.connectors")
@@ -46,7 +46,6 @@ _AT_ONCE = 8192  # tokens that are moved at once: their keys and values are in m
 _KEYS = 128  # random keys of a check
 _FUSED = 1e-2  # bfloat16 rounds by up to 0.4%
 _FUSED_BLOCKS = 24  # some hundred tokens: several groups of the kernel's
-_LEAST_BLOCKS = 3  # vLLM's empty one, and one for each of two texts
 
 
 def wanted(vllm_config: Any) -> bool:
@@ -216,19 +215,53 @@ def rotation_error(
     return distance(Turn(rotary, source, target)(at(source)), at(target))
 
 
-def check(
-    layers: Layers,
-    repair: Repair,
-    runner: Any,
-    block: int,
-) -> None:
-    """Compute one text at the first position and at later ones, and compare all layers.
+@dataclass(frozen=True)
+class Trial:
+    """A text that is computed at the first position and at later ones.
 
     Attention sees the text alone each time, so values must be equal, and keys equal but for their rotation. This finds
     layers without rotation, learned positions, and what depends on the length.
 
+    Attributes:
+        passes: compute it: in block 1 at the first position, in the next ones at the others.
+        shifts: from the first position to each of the others.
+        places: of its tokens.
+    """
+
+    layers: Layers
+    passes: list[Pass]
+    shifts: list[int]
+    places: torch.Tensor
+
+    def refuse(self, most: float) -> None:
+        """Compare all layers.
+
+        Raises:
+            RefusedError: some are farther off than ``most``.
+        """
+        for number, shift in enumerate(self.shifts):
+            turns = self.layers.turns(self.places, self.places + shift)
+            reasons = _differing(
+                self.layers,
+                turns,
+                self.places,
+                other=2 + number,
+                most=most,
+            )
+            if reasons:
+                raise RefusedError(reasons[0])
+
+
+def trial_of(
+    layers: Layers,
+    repair: Repair,
+    runner: Any,
+    block: int,
+) -> Trial:
+    """What is to be computed for a check of the model, with nothing computed yet.
+
     Raises:
-        RefusedError: they are not.
+        RefusedError: keys cannot be rotated, or the cache is of another kind.
     """
     model = runner.vllm_config.model_config
     longest = int(model.max_model_len)
@@ -240,40 +273,30 @@ def check(
             raise RefusedError(f"keys cannot be rotated as the model does it (off by {error:.2g})")
     if any(cells.block != block for cells in layers.cells):
         raise RefusedError("its backend has blocks of another size")
-    if int(runner.kv_cache_config.num_blocks) < _LEAST_BLOCKS:
-        raise RefusedError("its KV cache is too small for a check")
     count = min(block, longest // 2)
+    shifts = sorted({0, 1, longest // 3, longest - count})
+    if int(runner.kv_cache_config.num_blocks) <= len(shifts):  # vLLM's empty one comes on top
+        raise RefusedError("its KV cache is too small for a check")
     tokens = _random_tokens(count, model.get_vocab_size())
-    places = torch.arange(count, device=runner.device)
-    reasons = []
-    for shift in sorted({1, longest // 3, longest - count}):  # on every rank all of them
-        first = Gap(
-            blocks=[1],
+    gaps = [
+        Gap(
+            blocks=[1 + number],
             tokens=tokens,
             begin=0,
             end=count,
-        )
-        second = replace(
-            first,
-            blocks=[2],
             shift=shift,
         )
-        repair.run(repair.passes([first, second]))
-        turns = layers.turns(places, places + shift)
-        reasons += _differing(
-            layers,
-            turns,
-            places,
-            block=block,
-            most=most,
-        )
-    if reasons:
-        raise RefusedError(reasons[0])
-    if runner.device.type != "cpu":
-        _fuse(layers, runner.kv_cache_config.num_blocks, longest)
+        for number, shift in enumerate(shifts)
+    ]
+    return Trial(
+        layers=layers,
+        passes=repair.passes(gaps),
+        shifts=shifts[1:],
+        places=torch.arange(count, device=runner.device),
+    )
 
 
-def _fuse(layers: Layers, blocks: int, longest: int) -> None:
+def fuse(layers: Layers, blocks: int, longest: int) -> None:
     """Move tokens by one kernel from now on, where that writes what torch's operations write."""
     try:
         from semkv_vllm.fused import Fused
@@ -341,12 +364,13 @@ def _differing(
     turns: list[Turn],
     places: torch.Tensor,
     *,
-    block: int,
+    other: int,
     most: float,
 ) -> list[str]:
-    """What is wrong with which layers."""
+    """What is wrong with which layers in block ``other``, compared with block 1."""
+    block = layers.cells[0].block
     first = Slots.of(places + block, block)
-    second = Slots.of(places + 2 * block, block)
+    second = Slots.of(places + other * block, block)
     found = []
     for number, (cells, turn) in enumerate(zip(layers.cells, turns, strict=True)):
         keys, values = cells.read(first)

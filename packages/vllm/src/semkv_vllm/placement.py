@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 
-from semkv_vllm.exchanges import UnknownExchangeError
-from semkv_vllm.gate import Layers, RefusedError, check, refusal
+from semkv_vllm.exchanges import LeftWaitingError, UnknownExchangeError
+from semkv_vllm.gate import Layers, RefusedError, Trial, fuse, refusal, trial_of
 from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
 from semkv_vllm.repair import Gap, Pass, Repair
 from semkv_vllm.shared import KVShared
@@ -116,36 +116,53 @@ class Placement:
         self._device = torch.device("cpu")
 
     def bind(self, runner: Any, caches: dict[str, torch.Tensor]) -> None:
-        """Look at the model, once its KV cache is there."""
+        """Look at the model, once its KV cache is there.
+
+        Raises:
+            LeftWaitingError: other ranks wait for this one.
+        """
         if not self._allowed:
             return
         try:
             self.refused = self._looked_at(runner, caches)
+        except LeftWaitingError:
+            raise
         except Exception as error:  # whatever a model or a release of vLLM does not have
             log.warning("semkv: the check of the model for documents failed", exc_info=True)
             self.refused = f"the check of the model failed ({type(error).__name__}: {error})"
 
     def _looked_at(self, runner: Any, caches: dict[str, torch.Tensor]) -> str:
-        """Why the model is refused; the same ranks run the same passes."""
+        """Why the model is refused. No rank begins to compute before all of them are ready for it."""
+        trial: Trial | None = None
         reason = ""
         try:
-            self._layers = Layers(runner, caches)
-            self._repair = Repair(runner, self._block)
-            self._device = runner.device
-        except RefusedError as refused:
+            trial = self._trial(runner, caches)
+        except (RefusedError, UnknownExchangeError) as refused:
             reason = str(refused)
         except Exception as error:
             log.warning("semkv: the model's layers are not as expected", exc_info=True)
             reason = f"its layers are not as expected ({type(error).__name__}: {error})"
-        if not self._all(not reason):
+        if not self._all(trial is not None):
             return reason or "another rank refuses"
-        assert self._layers is not None
-        assert self._repair is not None
+        assert trial is not None
+        if not self._run(trial.passes):
+            return "a text could not be computed"
         try:
-            check(self._layers, self._repair, runner, self._block)
-        except (RefusedError, UnknownExchangeError) as refused:
+            trial.refuse(tolerance(runner.vllm_config.model_config.dtype))
+        except RefusedError as refused:
             return str(refused)
+        if self._device.type != "cpu":
+            longest = int(runner.vllm_config.model_config.max_model_len)
+            fuse(trial.layers, runner.kv_cache_config.num_blocks, longest)
         return ""
+
+    def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
+        self._layers = Layers(runner, caches)
+        self._repair = Repair(runner, self._block)
+        self._device = runner.device
+        trial = trial_of(self._layers, self._repair, runner, self._block)
+        self._repair.rehearse(trial.passes[0])
+        return trial
 
     @property
     def bound(self) -> bool:
@@ -254,6 +271,8 @@ class Placement:
         went_well = True
         try:
             self._repair.run(passes)
+        except LeftWaitingError:
+            raise
         except Exception:
             self._shared.fault("the documents of a step")
             went_well = False

@@ -71,7 +71,9 @@ class Repair:
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
         self._builders = [self._builder(group, config) for group in self._groups]
         ranks = get_tp_group()
-        self._exchanges = Exchanges(ranks.device_communicator) if ranks.world_size > 1 else None
+        self._exchanges = (
+            Exchanges(ranks.device_communicator, ranks.world_size) if ranks.world_size > 1 else None
+        )
 
     def _builder(self, group: Any, config: Any) -> Any:
         kind = group.backend.get_builder_cls()
@@ -91,9 +93,8 @@ class Repair:
         """Run passes in their order.
 
         Raises:
-            Exception: whatever one of them raises. No other rank waits for this one then, unless it was the first
-                pass of all.
-            UnknownExchangeError: as `Exchanges.run`.
+            Exception: whatever one of them raises. No other rank waits for this one then.
+            LeftWaitingError: others do.
         """
         with torch.inference_mode():
             if self._exchanges is None:
@@ -102,6 +103,19 @@ class Repair:
             else:
                 tokens = [len(each.ids) for each in passes]
                 self._exchanges.run(tokens, lambda number: self._forward(passes[number]))
+
+    def rehearse(self, one: Pass) -> None:
+        """Run a pass by this rank alone, and learn what ranks exchange in passes; without other ranks do nothing.
+
+        What it writes is of no use.
+
+        Raises:
+            Exception: whatever it raises; no other rank waits.
+            UnknownExchangeError: as `Exchanges.rehearse`.
+        """
+        if self._exchanges is not None:
+            with torch.inference_mode():
+                self._exchanges.rehearse(len(one.ids), lambda: self._forward(one))
 
     def _parts(self, gaps: list[Gap]) -> Iterator[list[Gap]]:
         """In the order of places; a gap that is too long for one pass goes on in the next."""
