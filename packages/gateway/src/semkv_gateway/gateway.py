@@ -32,6 +32,7 @@ from semkv_gateway.cache_client import EXACT, CacheClient, Lookup
 from semkv_gateway.document_reuse import (
     APPROXIMATE,
     COMPARED,
+    FILE,
     LOST,
     DocumentReuse,
     Reuse,
@@ -235,7 +236,12 @@ class Gateway:
         self.advice = Advice(steady=settings.default_temperature is not None)
         count = metrics.documents_settled
         self.documents = Documents(settings.reorder_documents, count, metrics.fault)
-        self.reuse = DocumentReuse(settings.document_error_rate, metrics.document_reused)
+        self.reuse = DocumentReuse(
+            settings.document_error_rate,
+            metrics.document_reused,
+            settings.cache_dir / FILE,
+            metrics.fault,
+        )
         self._sampling = sampling
         self.rules = cache.rules
         self.secret = secret
@@ -956,6 +962,8 @@ class Gateway:
                 outcome = COMPARED[await self.cache.agree(own.payload, given)]
         finally:
             reuse.checked(outcome)
+        if self.reuse.is_due:
+            await asyncio.to_thread(self.reuse.save)
 
     def _compare_held(self, request: GatewayRequest, found: Lookup, held: Lookup) -> None:
         """Compare the near-hit that a request was not given with the answer that it gets."""
@@ -1019,6 +1027,7 @@ class Gateway:
         if self.background:
             await asyncio.wait(self.background, timeout=_ENDING_S)
         await self.upstreams.aclose()
+        await asyncio.to_thread(self.reuse.save)
         await asyncio.to_thread(self.worth.close)
         if self.metrics.history is not None:
             await asyncio.to_thread(self.metrics.history.close)
