@@ -305,7 +305,13 @@ class Catalog:
         )
         return row
 
-    def _add_vectors(self, db: sqlite3.Connection, row: int, space: str, record: Record) -> None:
+    def _add_vectors(
+        self,
+        db: sqlite3.Connection,
+        row: int,
+        space: str,
+        record: Record,
+    ) -> None:
         db.executemany(
             "INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags]
         )
@@ -409,7 +415,12 @@ class Catalog:
             ValueError: no criterion was given.
         """
         space = None if namespace is None else namespace_key(namespace)
-        given = {"tag": tag, "entry_id": entry_id, "space": space, "before": before}
+        given = {
+            "tag": tag,
+            "entry_id": entry_id,
+            "space": space,
+            "before": before,
+        }
         criteria: Criteria = {name: value for name, value in given.items() if value is not None}
         if tenants is not None:
             criteria["tenants"] = list(tenants)
@@ -547,7 +558,12 @@ class Catalog:
             for (entry_id,) in self.database.rows(statement, json.dumps(list(entry_ids)))
         ]
 
-    def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
+    def vectors(
+        self,
+        layers: Sequence[str],
+        after: int,
+        limit: int,
+    ) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
         statement = (
             "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608

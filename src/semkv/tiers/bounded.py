@@ -335,7 +335,11 @@ class Bounded(Decider):
                 {"key": list(key), **{name: getattr(arm, name) for name in _COUNTS}}
                 for key, arm in self._arms.items()
             ]
-            return {"requests": self._requests, "bands": self._scale, "arms": arms}
+            return {
+                "requests": self._requests,
+                "bands": self._scale,
+                "arms": arms,
+            }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:

@@ -264,7 +264,11 @@ class Checking:
         with self._tally.boundary("decider"):
             policy = self._decider.state()
         if policy is not None:
-            body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy}
+            body = {
+                "format": FORMAT,
+                "fingerprint": self._fingerprint,
+                "policy": policy,
+            }
             with self._tally.boundary("policy"):
                 replace_text(self._file, json.dumps(body), private=True)
 

@@ -797,7 +797,11 @@ class PendingTier:
             hit_id = self._checking.open(report.request, found.plan.match, found.decision)
             self._tally.add(f"hit:{found.plan.match.tier}")
             return replace(
-                report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None
+                report,
+                plan=found.plan,
+                statuses=found.statuses,
+                hit_id=hit_id,
+                near=None,
             )
         return None
 

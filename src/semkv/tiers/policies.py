@@ -191,7 +191,11 @@ class Calibration:
         return high
 
     def save(self, path: Path) -> None:
-        body = {"format": FORMAT, "kind": "semkv calibration", **asdict(self)}
+        body = {
+            "format": FORMAT,
+            "kind": "semkv calibration",
+            **asdict(self),
+        }
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -98,7 +98,13 @@ class SimilarTier:
         with tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
 
-        def layer(name: str, key: str, dim: int, threshold: float, partition: str) -> Layer:
+        def layer(
+            name: str,
+            key: str,
+            dim: int,
+            threshold: float,
+            partition: str,
+        ) -> Layer:
             made = VectorIndex(dim) if index is None else plug.require("index", index(dim), Index)
             return Layer(
                 name,
