@@ -1,6 +1,6 @@
 """Ways to run the sentence encoder on one core, side by side: time by number of texts, and how far vectors differ.
 
-    python bench/encoders.py --out bench/results/cpu/encoders.json
+    python bench/encoders.py --out encoders.json
 
 ``sentence-transformers`` is the library's own way. ``compiled`` is the same BERT through torch.compile. ``onnx`` is
 semkv's: the same in float32 through ONNX Runtime. All have one thread and the same tokens; they take turns. Times are

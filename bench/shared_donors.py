@@ -275,11 +275,13 @@ def large_partition(folder: Path, *, count: int) -> dict[str, Any]:
             wait_until(cache._sharing._followed.is_set)
             since = str(store.removals(0, Place()).end)
             start = time.perf_counter()
-            for number, (partition, data) in enumerate(donors(count, count)):
-                row = load(data)
-                vector = np.frombuffer(row.vectors["semantic_text@bench"], "<f4")
-                encoder.vectors[number] = vector
-                store.add_item(partition, data, since, row.entry.entry_id, vector)
+            with ThreadPoolExecutor(4) as adding:
+                for number, (partition, data) in enumerate(donors(count, count)):
+                    row = load(data)
+                    vector = np.frombuffer(row.vectors["semantic_text@bench"], "<f4")
+                    encoder.vectors[number] = vector
+                    entry_id = row.entry.entry_id
+                    adding.submit(store.add_item, partition, data, since, entry_id, vector)
             filled_s = time.perf_counter() - start
             before = resident_mib(os.getpid())
             asked = np.random.default_rng(1).permutation(count)[:200]
@@ -329,7 +331,7 @@ class Member:
         key = f"{history} {topic}"
         payload = key.encode()
         answer = StoredResponse(key, "ours", "model", payload, created=time.time())
-        self.answers._write(answer, self.answers.begin())
+        self.answers.keep_all([(answer, self.answers.begin())])
 
     def near(self, topic: str, history: str) -> str:
         """``hit``, ``miss`` or ``wrong`` for a near-repeat of a topic."""

@@ -104,7 +104,7 @@ class TestKey:
 SEPARATE = """
     Authorization Cookie X-Portkey-Api-Key X-Portkey-Config Ocp-Apim-Subscription-Key cf-aig-authorization X-Auth-Token
     X-Forwarded-User X-Amz-Security-Token Helicone-Auth X-User-Id X-Session-Id X-Acme-Wristband ticket X_Api_Key
-    L5d-Client-Id X-Forwarded-Host X-Original-URI
+    L5d-Client-Id L5d-Dst-Canonical X-Forwarded-Host X-Original-URI
 """.split()
 SHARE = """
     User-Agent Accept X-Request-Id traceparent X-B3-TraceId b3 X-Amzn-Trace-Id CF-Ray X-Forwarded-For X-Stainless-Lang

@@ -51,7 +51,12 @@ _OF_GATEWAY = (
     "KV blocks and encoder outputs of a gateway's tenant (set SEMKV_SECRET to the gateway's)"
 )
 _IMPORTING = ".semkv-import-"  # begins the name of a folder that is being unpacked
-_KEPT = ("secret", "policy.json", "media/??/*")  # in an archive, beside the database
+_KEPT = (
+    "secret",
+    "policy.json",
+    "document-reuse.json",
+    "media/??/*",
+)  # in an archive, beside the database
 
 CacheDir = Annotated[
     Path | None,

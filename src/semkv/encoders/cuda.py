@@ -43,6 +43,7 @@ def require_cuda() -> None:
 class _Graph:
     """What was recorded for texts of up to so many tokens: a graph, what it reads, and what it writes."""
 
+    bert: Any  # whose memory the graph reads as long as it lives
     graph: Any
     ids: Any
     there: Any
@@ -113,7 +114,7 @@ def _recorded(bert: Any, length: int, pool: Any) -> _Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         found = states()
-    return _Graph(graph, ids, there, found)
+    return _Graph(bert, graph, ids, there, found)
 
 
 def states_of(bert: Any, ids: Any, there: Any) -> Any:

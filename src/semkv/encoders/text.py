@@ -30,6 +30,7 @@ logger = logging.getLogger("semkv")
 DEFAULT_MODEL = "all-MiniLM-L6-v2"
 _KEY = "--index-encoder"
 _PROBES = ("one", "What color is the car, and how many wheels does it have?")
+_LONGEST_WORD = 100  # characters
 _SAME = 1e-5  # by how much the numbers of a probe's unit vector may differ on another device
 
 
@@ -223,8 +224,10 @@ class SentenceEncoder:
         return self._loaded().window
 
     def fits(self, text: str) -> bool:
-        # A token is at least a character, and white space parts tokens: most texts are settled without the tokenizer.
-        if len(text.split()) > self.window:
+        # White space parts tokens, and a longer word is read as one unknown: most texts are settled without the
+        # tokenizer, which takes seconds for a megabyte of signs.
+        words = text.split()
+        if len(words) > self.window or sum(map(len, words)) > self.window * _LONGEST_WORD:
             return False
         return len(self._tokens(text)) <= self.window
 

@@ -45,7 +45,8 @@ _HAS_ANSWERS = "SELECT 1 FROM sqlite_master WHERE name='responses'"
 _IMAGES = f"media/??/{'[0-9a-f]' * 64}"
 _GROUP = "semkv.stores"  # of entry points: a name, and a factory that takes the cache directory
 _WEIGHTS = f"weights/{'?' * 64}.json"
-_STRAYS = ("media/??/*.tmp", "policy.json.*.tmp", f"{_WEIGHTS}.*.tmp")
+_LEARNED = ("policy.json", "document-reuse.json")
+_STRAYS = ("media/??/*.tmp", *(f"{name}.*.tmp" for name in _LEARNED), f"{_WEIGHTS}.*.tmp")
 
 # What semkv writes into a cache directory besides databases and block stores.
 # Earlier versions kept answers on their way to a store in folders `ahead*`.
@@ -53,7 +54,7 @@ _FORMS = (
     f"{CATALOG}.damaged",
     f"{WORTH}*",
     "media/??/*",
-    "policy.json",
+    *_LEARNED,
     _WEIGHTS,
     "ahead*/*.log",
     *_STRAYS,

@@ -38,12 +38,12 @@ HARMLESS: dict[str, str] = {
     "They name a session of an agent, which sends the whole conversation with each request.": """
         x-claude-code-session-id""",
     "A proxy says by them from where, and on which way, the request came.": """
-        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cf-worker cloudfront-viewer-address
+        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cloudfront-viewer-address
         cloudfront-viewer-country fastly-client-ip fastly-ff fly-client-ip fly-forwarded-port fly-forwarded-proto
-        fly-region fly-request-id forwarded front-end-https l5d-dst-canonical render-proxy-ttl true-client-ip via
+        fly-region fly-request-id forwarded front-end-https render-proxy-ttl true-client-ip via
         x-amz-cf-id x-appengine-city x-appengine-citylatlong x-appengine-country x-appengine-region x-arr-log-id
         x-arr-ssl x-azure-clientip x-azure-fdid x-azure-ref x-azure-socketip x-client-ip x-cluster-client-ip
-        x-envoy-attempt-count x-envoy-decorator-operation x-envoy-expected-rq-timeout-ms x-envoy-external-address
+        x-envoy-attempt-count x-envoy-expected-rq-timeout-ms x-envoy-external-address
         x-envoy-internal x-envoy-peer-metadata x-envoy-peer-metadata-id x-fd-healthprobe x-forwarded-by
         x-forwarded-client-ip x-forwarded-for x-forwarded-port x-forwarded-proto x-forwarded-scheme x-forwarded-server
         x-forwarded-ssl x-kong-request-id x-nginx-proxy x-original-forwarded-for x-proxy-id x-queue-start x-real-ip
@@ -55,8 +55,8 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with a host), since an upstream may have a tenant for each
-host or path."""
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with a host) or say to
+which service a mesh sends (``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",

@@ -420,8 +420,11 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
     asked = options if isinstance(options, dict) else {"unknown": options is not None}
     if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
-    kept_out = _NOT_IN_KEY - route.repeated
-    keyed = {name: value for name, value in _said(body).items() if name not in kept_out}
+    keyed = {
+        name: value
+        for name, value in _said(body).items()
+        if name not in _NOT_IN_KEY or name in route.repeated
+    }
     keyed.update(content.beside)
     keyed[content.name] = content.keyed
     if stream and not route.converts:

@@ -170,7 +170,10 @@ class _Calls:
         arguments = function.get("arguments") or ""
         if not isinstance(arguments, str):
             raise _NotUnderstood
-        latest = None if call.get("index") is None else self._latest.get(call["index"])
+        index = call.get("index")
+        if type(index) not in (int, type(None)):  # true and 0.0 are equal to other numbers
+            raise _NotUnderstood
+        latest = None if index is None else self._latest.get(index)
         if latest is None or (call.get("id") or latest["id"]) != latest["id"]:
             self._begin(call, latest, function.get("name"), arguments)
         else:
@@ -218,7 +221,7 @@ def _check_index(index: object, arguments: str) -> None:
     """Raise where an index is no place in a list; a call without one must be whole."""
     if index is None and not is_json_object(arguments):
         raise _NotUnderstood
-    if index is not None and (type(index) is not int or index < 0):
+    if isinstance(index, int) and index < 0:
         raise _NotUnderstood
 
 
