@@ -1,7 +1,7 @@
 """What an inference engine is, and prompts and answers as it sees them.
 
 An engine answers canonical prompts. It knows nothing of tiers or donors: everything it reuses, it reuses by exact key.
-The lab has engines: vLLM in its own process, and a scripted one. `FusionEngine` keeps the fusion states of an engine of
+The lab has engines: vLLM in this process, and a scripted one. `FusionEngine` keeps the fusion states of an engine of
 one's own on disk; inside vLLM `semkv_vllm.ec` does this.
 """
 
