@@ -35,7 +35,8 @@ TOGETHER = (
     WITH_PICTURES,
     ("granite4", "falcon-h1", "qwen3-next"),
 )
-"""Families whose engines run in one process after each other; the first of each is asked again in a new process."""
+"""Families whose engines run in one process after each other. The last one is asked again in a new process: for models
+like the others, `test_configuration` and `test_docs` start engines anew."""
 
 ARGS: dict[str, dict[str, Any]] = {
     "qwen3-next": {
@@ -46,6 +47,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "falcon-h1": HYBRID,
     **{family: {"limit_mm_per_prompt": {"image": 1, "video": 0}} for family in WITH_PICTURES},
 }
+TOKENS = 8
 TIES = {"qwen3-next": 0.05}
 """What bfloat16 cannot tell apart."""
 
@@ -82,22 +84,23 @@ def levels(family: str, model: str, cache: str) -> dict[str, Any]:
     asked, args = prompts(family), ARGS.get(family, {})
     with Engine(model, **args) as plain:
         found: dict[str, Any] = {
-            "plain": plain.ask(asked),
+            "plain": plain.ask(asked, tokens=TOKENS),
             "plain_blocks": plain.scheduler.kv_cache_config.num_blocks,
         }
     with Engine(model, connector(cache), **args, **media(family, cache)) as engine:
         found |= {
             "page": engine.page,
             "blocks": engine.scheduler.kv_cache_config.num_blocks,
-            **engine.levels(asked),
+            **engine.levels(asked, tokens=TOKENS),
         }
-        return found | {"skipped": engine.ask(asked, extra_args=SKIP), "left": engine.left()}
+        skipped = engine.ask(asked, tokens=TOKENS, extra_args=SKIP)
+        return found | {"skipped": skipped, "left": engine.left()}
 
 
 def again(family: str, model: str, cache: str) -> list[Answer]:
     """From what another process left on the disk."""
     with Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache)) as engine:
-        return engine.ask(prompts(family))
+        return engine.ask(prompts(family), tokens=TOKENS)
 
 
 def all_levels(folders: list[list[str]]) -> list[dict[str, Any]]:
@@ -111,7 +114,8 @@ def test_every_level_gives_the_same_answers_and_loads_what_can_be_loaded(
 ) -> None:
     folders = [[family, str(checkpoint(family)), str(tmp_path / family)] for family in families]
     found = in_child(all_levels, folders)
-    found[0]["new"] = in_child(again, *folders[0])
+    if families == TOGETHER[-1]:
+        found[-1]["new"] = in_child(again, *folders[-1])
     for family, seen in zip(families, found, strict=True):
         assert_same(family, seen)
         assert_loaded(family, seen)

@@ -671,9 +671,8 @@ def unpack(data: bytes, dim: int) -> Vector:
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
     vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
-    if (
-        not abs(np.dot(vector, vector) - 1.0) < _ROUNDING
-    ):  # one pass; a catalog is opened by reading all of them
+    # One pass; a catalog is opened by reading all of them.
+    if not abs(np.dot(vector, vector) - 1.0) < _ROUNDING:
         raise CorruptValue("a vector that is not of length 1")
     return vector
 

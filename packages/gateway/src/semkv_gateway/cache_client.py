@@ -153,12 +153,13 @@ class CacheClient:
             queued=_LOOKUPS,
             nice=_NICE,
         )
+        # No lookup waits behind a record.
         self._records = Pool(
             "semkv-record",
             threads=1,
             queued=_LOOKUPS,
             nice=_NICE,
-        )  # no lookup waits behind a record
+        )
         self._running: dict[str, Running] = {}  # lookups that later requests may share
         self._waited_for: set[Running] = set()
         self._crowded_out = 0  # lookups left out since many waited and few find anything
@@ -194,6 +195,8 @@ class CacheClient:
             and canonical.request.media
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
+        if self.semantic is None:
+            return await self._find(canonical)
         # After an invalidation no lookup that began before it. Rules look at fields that are in no key.
         running = f"{canonical.key} {self.responses.begin()} {self.rules.least_cosine(canonical)}"
         found = await self._shared(running, canonical)
@@ -202,9 +205,8 @@ class CacheClient:
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
         other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
-        if (
-            other is None
-        ):  # the donor cannot be used after all, so nothing may be recorded as computed from it
+        # The donor cannot be used after all, so nothing may be recorded as computed from it.
+        if other is None:
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)

@@ -215,10 +215,11 @@ class ResponseCache:
         self._rules = rules
         self._pause_s = pause_s
         self._pausing = threading.Lock()
+        # Of reads and of writes: a full store can still be read.
         self._quiet_until = {
             False: 0.0,
             True: 0.0,
-        }  # of reads and of writes: a full store can still be read
+        }
         self._hits = 0
         self._poll_s = poll_s
         self._unheard_s = unheard_s
@@ -305,16 +306,14 @@ class ResponseCache:
         since = self._memory.cursor
         held = None if self._unheard() else self._memory.get(key)
         response = self._ask("get", lambda store: store.get(key), None)
-        if (
-            response is not None and response.created > self._clock() + _SKEW_S
-        ):  # a clock went back: its age is unknown
+        # A clock went back: its age is unknown.
+        if response is not None and response.created > self._clock() + _SKEW_S:
             response = None
         if held is not None and (response is None or response.created < held.created):
             return held  # still on its way to the store
         if response is not None:
-            self._memory.put(
-                response, since
-            )  # refused where it was invalidated since the store was asked
+            # Refused where it was invalidated since the store was asked.
+            self._memory.put(response, since)
         return response
 
     # -- keeping ------------------------------------------------------------------------------------------------

@@ -22,6 +22,12 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 
+class _Outcome(asyncio.Future[Any]):
+    """What comes of a job. ``is_wanted``: also where nobody waits for it any more."""
+
+    is_wanted = False
+
+
 class Batches(Generic[_Job, _Result]):
     """Threads that do jobs of one event loop, of which one thread takes all that wait, up to a number. A job that
     comes alone waits for no other.
@@ -52,7 +58,7 @@ class Batches(Generic[_Job, _Result]):
         self._most_queued = queued
         self._nice = nice
         self._threads: list[threading.Thread] = []
-        self._queue: SimpleQueue[tuple[_Job, asyncio.Future[_Result]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[_Job, _Outcome] | None] = SimpleQueue()
         self._drops = False
 
     @property
@@ -66,22 +72,21 @@ class Batches(Generic[_Job, _Result]):
         wait."""
         if self.waiting >= self._most_queued:
             raise TimeoutError("too much is waiting")
-        future: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
-        self._queue.put((job, future))
+        loop = asyncio.get_running_loop()
+        outcome = _Outcome(loop=loop)
+        outcome.is_wanted = always
+        self._queue.put((job, outcome))
         while len(self._threads) < self._most_threads:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
+        if limit_s is None:
+            return cast("_Result", await outcome)
+        late = loop.call_later(limit_s, _fail, [outcome], TimeoutError())
         try:
-            await asyncio.wait((future,), timeout=limit_s)
-            if future.done():
-                return future.result()
-            raise TimeoutError
+            return cast("_Result", await outcome)
         finally:
-            if always:
-                future.add_done_callback(_heard)
-            else:
-                future.cancel()
+            late.cancel()
 
     def close(self, *, drop: bool) -> None:
         """Do what waits, or ``drop`` it, and end the threads. Blocks. Later jobs are refused."""
@@ -105,20 +110,20 @@ class Batches(Generic[_Job, _Result]):
                     self._queue.put(None)  # the end comes after these
                     break
                 taken.append(further)
-            self._do_all([(job, future) for job, future in taken if not future.cancelled()])
+            self._do_all([pair for pair in taken if pair[1].is_wanted or not pair[1].done()])
 
-    def _do_all(self, taken: list[tuple[_Job, asyncio.Future[_Result]]]) -> None:
+    def _do_all(self, taken: list[tuple[_Job, _Outcome]]) -> None:
         if not taken:
             return
-        futures = [future for _, future in taken]
-        loop = futures[0].get_loop()
+        outcomes = [outcome for _, outcome in taken]
+        loop = outcomes[0].get_loop()
         try:
             if self._drops:
                 raise TimeoutError("nobody does this any more")
             results = self._do([job for job, _ in taken])
-            settle = partial(_settle, futures, results)
+            settle = partial(_settle, outcomes, results)
         except BaseException as error:
-            settle = partial(_fail, futures, error)
+            settle = partial(_fail, outcomes, error)
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(settle)
 
@@ -151,19 +156,13 @@ class Pool(Batches[Callable[[], Any], Any]):
         return cast("_T", await self.result(limit_s, job, always=True))
 
 
-def _settle(futures: list[asyncio.Future[_Result]], results: Sequence[_Result]) -> None:
-    for future, result in zip(futures, results, strict=True):
-        if not future.done():
-            future.set_result(result)
+def _settle(outcomes: list[_Outcome], results: Sequence[Any]) -> None:
+    for outcome, result in zip(outcomes, results, strict=True):
+        if not outcome.done():
+            outcome.set_result(result)
 
 
-def _fail(futures: list[asyncio.Future[Any]], error: BaseException) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_exception(error)
-
-
-def _heard(future: asyncio.Future[Any]) -> None:
-    """Nobody may wait for it any more, so that its error would be called unheard of."""
-    if not future.cancelled():
-        future.exception()
+def _fail(outcomes: list[_Outcome], error: BaseException) -> None:
+    for outcome in outcomes:
+        if not outcome.done():
+            outcome.set_exception(error)

@@ -47,8 +47,8 @@ def all_computed_again() -> Iterator[None]:
 
     passes = Placement._passes
 
-    def whole(self: Any, loads: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads])
+    def whole(self: Any, loads: Any, prompts: Any) -> Any:
+        return passes(self, [replace(load, exact=True) for load in loads], prompts)
 
     with mock.patch.object(Placement, "_passes", whole):
         yield
@@ -63,7 +63,12 @@ class LocalEngine:
         args: of ``vllm.LLM``; None takes one of ours away.
     """
 
-    def __init__(self, model: Path | str, kv: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        kv: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.platforms import current_platform
@@ -88,7 +93,9 @@ class LocalEngine:
         args = {name: value for name, value in (usual | args).items() if value is not None}
         with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"):
             self.llm = LLM(
-                str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args
+                str(model),
+                kv_transfer_config=KVTransferConfig(**kv) if kv else None,
+                **args,
             )
 
     @property
@@ -100,16 +107,30 @@ class LocalEngine:
         return self.core.scheduler
 
     def outputs(
-        self, prompts: Sequence[Any], tokens: int = 16, lora: Any = None, **sampling: Any
+        self,
+        prompts: Sequence[Any],
+        tokens: int = 16,
+        lora: Any = None,
+        **sampling: Any,
     ) -> list[Any]:
         """vLLM's outputs for prompts that are asked together; greedy by default."""
         from vllm import SamplingParams
 
-        usual = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        usual = {
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+        }
         params = SamplingParams(**(usual | sampling))
         return list(self.llm.generate(list(prompts), params, use_tqdm=False, lora_request=lora))
 
-    def ask(self, prompts: Iterable[Any], tokens: int = 16, **fields: Any) -> list[Answer]:
+    def ask(
+        self,
+        prompts: Iterable[Any],
+        tokens: int = 16,
+        **fields: Any,
+    ) -> list[Answer]:
         """The answers to prompts, asked one after another."""
         return [answered(self.outputs([prompt], tokens, **fields)[0]) for prompt in prompts]
 

@@ -99,9 +99,8 @@ def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed | Needs]]]:
     found: dict[str, tuple[str, Any, list[Allowed | Needs]]] = {}
     for item in fields(kind):
         extras = getattr(annotated[item.name], "__metadata__", ())
-        names = [
-            name for extra in extras for name in getattr(extra, "name", None) or ()
-        ]  # of a command line's parameter
+        # Of a command line's parameter.
+        names = [name for extra in extras for name in getattr(extra, "name", None) or ()]
         option = names[0] if names else "--" + item.name.replace("_", "-")
         found[item.name] = (
             option,
