@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 DEMO_STAMP := $(VENV)/.installed-demo-$(DEVICE)
 NEEDED := pyproject.toml $(wildcard packages/*/pyproject.toml) constraints-$(DEVICE).txt overrides-cpu.txt
 COMMA := ,
-EXTRAS := $(DEVICE),bucket,encoders,otel,server,redis,dev
+EXTRAS := $(DEVICE),bucket,encoders,sentence-transformers,otel,server,redis,dev
 PARTS := dashboard demo gateway guards stores vllm
 
 ifeq ($(DEVICE),cpu)

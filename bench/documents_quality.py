@@ -34,17 +34,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import document_questions as questions
 import numpy as np
 from common import machine, write_json
 from document_questions import KINDS, LARGE, MIDDLE, ORDERED, SMALL, Plan, Texts
+
+from semkv_lab.local_engine import all_computed_again, connector, report
 
 LONGEST = 2560
 SHAPE = {
@@ -300,12 +299,8 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self._sampling = SamplingParams
-        extra = {
-            "cache_dir": str(scratch / "cache"),
-            "host_bytes": options.host_mib << 20,
-            "break_even": False,
-            "document_tokens": 0,
-        }
+        host_bytes = options.host_mib << 20
+        kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
         args: dict[str, Any] = {
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 32,
@@ -320,12 +315,7 @@ class Engine:
             worker_cls=WORKER,
             enforce_eager=options.eager,
             gpu_memory_utilization=0.1,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="SemKVConnector",
-                kv_role="kv_both",
-                kv_connector_module_path="semkv_vllm.kv",
-                kv_connector_extra_config=extra,
-            ),
+            kv_transfer_config=KVTransferConfig(**kv),
             **args,
         )
 
@@ -475,24 +465,9 @@ def measure(options: argparse.Namespace) -> None:
     print(table(rows))
 
 
-@contextmanager
-def all_computed_again() -> Iterator[None]:
-    """What was moved to its places is computed again, all of it."""
-    from semkv_vllm.placement import Placement
-
-    passes = Placement._passes
-
-    def whole(self: Any, loads: Any, prompts: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads], prompts)
-
-    with mock.patch.object(Placement, "_passes", whole):
-        yield
-
-
 def reused_tokens(outputs: list[Any]) -> int:
     """How many tokens of all prompts were reused at another position."""
-    reports = [(output.kv_transfer_params or {}).get("semkv") or {} for output in outputs]
-    return sum(report.get("approximate_tokens", 0) for report in reports)
+    return sum(report(output).get("approximate_tokens", 0) for output in outputs)
 
 
 def differences(found: list[Any], wanted: list[Any]) -> dict[str, Any]:

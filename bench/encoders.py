@@ -1,36 +1,28 @@
 """Ways to run the sentence encoder on one core, side by side: time by number of texts, and how far vectors differ.
 
-    .venv/bin/python -m pip install --no-deps --target /tmp/onnx onnxruntime onnx ml_dtypes flatbuffers
-    PYTHONPATH=/tmp/onnx python bench/encoders.py --out bench/results/cpu/encoders.json
+    python bench/encoders.py --out encoders.json
 
-``sentence-transformers`` is the library's own way. ``short`` is `semkv.encoders.text.ShortBert`, the default.
-``compiled`` is the same BERT through torch.compile, ``onnx`` the same in float32 through ONNX Runtime. A way that is
-not installed is left out. All have one thread and the same tokens; they take turns. Times are of the process's
-processor, in milliseconds a pass, the least and the median of the rounds.
+``sentence-transformers`` is the library's own way. ``compiled`` is the same BERT through torch.compile. ``onnx`` is
+semkv's: the same in float32 through ONNX Runtime. All have one thread and the same tokens; they take turns. Times are
+of the process's processor, in milliseconds a pass, the least and the median of the rounds. ``pairs`` says whether
+semkv's vectors give all pairs of ``bench/data`` the same verdict by cosine as the library's.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import machine, write_json
+from common import ROOT, machine, write_json
 
-from semkv.encoders.text import (
-    DEFAULT_MODEL,
-    ShortBert,
-    encode_batch,
-    load_sentence_transformer,
-    resolve_model,
-)
+from semkv.encoders.library import LibraryModel
+from semkv.encoders.text import DEFAULT_MODEL, load_model, resolve_model
 
 Encode = Callable[[list[str]], Any]
 TEXTS = (
@@ -41,6 +33,7 @@ TEXTS = (
 )
 PLACES = "France Chile Norway Kenya Japan Canada Egypt Peru Nepal Ghana".split()
 COUNTS = (1, 2, 8)
+THRESHOLDS = (0.3, 0.88, 0.9, 0.92)  # those by which something is decided
 
 
 def texts_of(count: int, turn: int) -> list[str]:
@@ -75,61 +68,51 @@ def compiled(model: Any) -> Encode:
     )
 
 
-def onnx(model: Any) -> Encode:
-    import onnxruntime
-    import torch
-
-    class Plain(torch.nn.Module):  # by position, and one tensor back, as the exporter wants it
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert = model[0].auto_model
-
-        def forward(self, ids: Any, there: Any, kinds: Any) -> Any:
-            found = self.bert(input_ids=ids, attention_mask=there, token_type_ids=kinds)
-            return found.last_hidden_state
-
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    example = model.preprocess(["one text", "another text that is longer"])
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        file = Path(folder) / "model.onnx"
-        torch.onnx.export(
-            Plain(),
-            tuple(example[name] for name in names),
-            file,
-            input_names=names,
-            output_names=["states"],
-            dynamic_axes={name: {0: "texts", 1: "tokens"} for name in [*names, "states"]},
-            dynamo=False,
-        )
-        session = onnxruntime.InferenceSession(str(file), options)
-
-    def run(features: dict[str, Any]) -> Any:
-        given = {name: features[name].numpy() for name in names}
-        return torch.from_numpy(session.run(None, given)[0])
-
-    return of_bert(model, run)
-
-
 def ways() -> dict[str, Encode]:
-    model = load_sentence_transformer("--model", resolve_model(DEFAULT_MODEL))
+    path = resolve_model(DEFAULT_MODEL)
+    library = LibraryModel("--model", path)
+    model = library._model
     model[0].auto_model.eval()
-    found: dict[str, Encode] = {
-        "sentence-transformers": lambda texts: encode_batch(model, texts),
-        "short": ShortBert(model).encode,
+    return {
+        "sentence-transformers": library.encode,
         "compiled": compiled(model),
+        "onnx": load_model(path, "cpu").encode,
     }
-    if importlib.util.find_spec("onnxruntime") is not None:
-        found["onnx"] = onnx(model)
+
+
+def pairs_of_data() -> list[tuple[str, str]]:
+    """All pairs of texts in ``bench/data``."""
+    found = []
+    for file in sorted((ROOT / "bench" / "data").rglob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if isinstance(row.get("a"), str) and isinstance(row.get("b"), str):
+                found.append((row["a"], row["b"]))
     return found
 
 
-def measured(rounds: int) -> dict[str, Any]:
+def compared(plain: Encode, own: Encode) -> dict[str, Any]:
+    """How far the cosines of all pairs are from the library's, and on how many pairs a threshold decides otherwise."""
+    pairs = pairs_of_data()
+    texts = sorted({text for pair in pairs for text in pair})
+    place = {text: row for row, text in enumerate(texts)}
+    cosines = []
+    for encode in (plain, own):
+        vectors = encode(texts)
+        cosines.append(np.array([vectors[place[a]] @ vectors[place[b]] for a, b in pairs]))
+    first, second = cosines
+    return {
+        "pairs": len(pairs),
+        "cosines_differ_by": float(np.abs(first - second).max()),
+        "other_verdicts": {
+            str(least): int(((first >= least) != (second >= least)).sum()) for least in THRESHOLDS
+        },
+    }
+
+
+def measured(there: dict[str, Encode], rounds: int) -> dict[str, Any]:
     """By way: milliseconds by number of texts, and the largest difference of a number from the library's own."""
     found: dict[str, Any] = {}
-    there = ways()
     plain = there["sentence-transformers"]
     for name, encode in there.items():
         for count in COUNTS:
@@ -166,10 +149,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     before = machine("torch", "sentence-transformers", "onnxruntime")
-    found = measured(options.rounds)
+    there = ways()
+    found = measured(there, options.rounds)
     for name, row in found.items():
         print(name, row)
-    write_json(options.out, {"machine": before, "threads": 1, "ways": found})
+    same = compared(there["sentence-transformers"], there["onnx"])
+    print(same)
+    write_json(options.out, {"machine": before, "threads": 1, "ways": found, "pairs": same})
 
 
 if __name__ == "__main__":

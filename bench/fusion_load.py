@@ -38,9 +38,8 @@ COLUMNS = {
 }  # fmt: skip
 SIDES = [256, 512, 768, 1024]  # pixels
 LIMIT_S = 660  # of one engine
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0"
-}  # the process that asks holds the connector's halves
+# The process that asks holds the connector's halves.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def connector(engine: str, folder: str) -> dict[str, Any] | None:

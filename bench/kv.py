@@ -116,19 +116,10 @@ def transfer_config(name: str, folder: Path, host: int, disk: int) -> dict[str, 
             "kv_role": "kv_both",
         }
     if name == "semkv":
-        extra: dict[str, Any] = {
-            "host_bytes": host,
-            "break_even": False,
-            "cache_dir": str(folder),
-            "max_bytes": disk,
-            "report_loads": True,
-        }
-        return {
-            "kv_connector": "SemKVConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-    extra = {"cpu_bytes_to_use": host}
+        from semkv_lab.local_engine import connector
+
+        return connector(folder, host_bytes=host, max_bytes=disk)
+    extra: dict[str, Any] = {"cpu_bytes_to_use": host}
     if name == "tiering":
         extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": []}
     return {

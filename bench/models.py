@@ -37,7 +37,8 @@ SLIDING = ["sliding_attention"] * 5 + ["full_attention"]
 # family: architecture, model type of transformers, configuration
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "llama", {"num_hidden_layers": 4, "head_dim": 64}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3", MLA),
+    # Without the name of its router vLLM 0.33 has no place for the router's correction, which transformers writes.
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3", MLA | {"topk_method": "noaux_tc"}),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss", {
         "num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 256, "num_local_experts": 4,
         "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2,

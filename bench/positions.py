@@ -31,6 +31,8 @@ from unittest import mock
 import numpy as np
 from common import machine, write_json
 
+from semkv_lab.local_engine import connector
+
 DOCUMENT = 1024
 SYSTEM = 64
 QUESTION = 32
@@ -74,13 +76,8 @@ class Engine:
 
         self.shape = TINY if options.tiny else SHAPE
         Qwen2Config(**self.shape).save_pretrained(scratch / "model")
-        extra: dict[str, Any] = {
-            "cache_dir": str(scratch / "cache"),
-            "host_bytes": options.host_gib << 30,
-            "break_even": False,
-            "report_loads": True,
-            "document_tokens": 0,
-        }
+        host_bytes = options.host_gib << 30
+        kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
         self._sampling = SamplingParams
         block = {"block_size": options.block} if options.block else {}
         self.llm = LLM(
@@ -94,12 +91,7 @@ class Engine:
             kv_cache_memory_bytes=options.kv_gib << 30,
             gpu_memory_utilization=0.1,
             worker_cls=WORKER,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="SemKVConnector",
-                kv_role="kv_both",
-                kv_connector_module_path="semkv_vllm.kv",
-                kv_connector_extra_config=extra,
-            ),
+            kv_transfer_config=KVTransferConfig(**kv),
             **block,
         )
         self._random = np.random.default_rng(4)

@@ -50,7 +50,14 @@ OTHER_SALT = "another tenant"
 
 def measure(model: Path, arm: str, folder: Path) -> dict[str, Any]:
     """Play the trace against one arm."""
-    from semkv_lab.local_engine import BLOCK, LocalEngine, prompt, report, token_ids
+    from semkv_lab.local_engine import (
+        BLOCK,
+        LocalEngine,
+        connector,
+        prompt,
+        report,
+        token_ids,
+    )
     from semkv_stores.block_file import tenant_tag
 
     row = row_bytes(model)
@@ -109,20 +116,6 @@ def held(half: Any, owner: str) -> int:
     records = half.shared.records
     mine = (key for key, (tag, _) in records.items() if tag == owner)
     return sum(private.chunk_of(primary, key) is not None for key in mine)
-
-
-def connector(folder: Path, **extra: Any) -> dict[str, Any]:
-    settings = {
-        "cache_dir": str(folder),
-        "break_even": False,
-        "report_loads": True,
-        **extra,
-    }
-    return {
-        "kv_connector": "SemKVConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
 
 
 def row_bytes(model: Path) -> int:

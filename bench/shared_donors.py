@@ -30,7 +30,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +48,7 @@ from gateway_faults import Upstream, serving
 sys.path.insert(0, str(ROOT / "tests"))
 from redis.crc import key_slot
 
+from gateway_helpers import wait_until
 from redis_server import RedisCluster, RedisServer, redis_8
 from semkv.cache import SemanticCache
 from semkv.config import CacheConfig
@@ -61,7 +61,7 @@ from semkv_gateway.response_cache import ResponseCache
 from semkv_gateway.responses.redis import connect
 from semkv_gateway.responses.spread import SpreadStore
 from semkv_gateway.responses.store import StoredResponse
-from sharing_helpers import Cache
+from sharing_helpers import Again, Cache
 
 SECRET = b"x" * 16
 PER_PARTITION = 50
@@ -95,10 +95,11 @@ def donors(count: int, in_each: int = PER_PARTITION) -> Iterator[tuple[str, byte
 
 def fill(store: RedisDonors, count: int) -> int:
     """Add rows; to how many partitions. Nobody asks for these, so the rows of one are alike."""
-    since = str(store.removals(Place()).end)
+    ends = [str(store.removals(part, Place()).end) for part in range(store.parts)]
     firsts = itertools.islice(donors(count, 1), count // PER_PARTITION)
     filled = 0
     for partition, data in firsts:
+        since = ends[store.part_of(partition)]
         pipe = store._db.pipeline(transaction=False)
         for _ in range(PER_PARTITION - 1):
             pipe.xadd(store._key(partition), {"row": data, "since": since})
@@ -271,14 +272,16 @@ def large_partition(folder: Path, *, count: int) -> dict[str, Any]:
         with SemanticCache(
             config, text_encoder=encoder, shared=store, shared_limit_s=60.0
         ) as cache:
-            while not (since := cache._catalog.read_from()):
-                time.sleep(0.1)
+            wait_until(cache._sharing._followed.is_set)
+            since = str(store.removals(0, Place()).end)
             start = time.perf_counter()
-            for number, (partition, data) in enumerate(donors(count, count)):
-                row = load(data)
-                vector = np.frombuffer(row.vectors["semantic_text@bench"], "<f4")
-                encoder.vectors[number] = vector
-                store.add(partition, data, since, item=row.entry.entry_id, vector=vector)
+            with ThreadPoolExecutor(4) as adding:
+                for number, (partition, data) in enumerate(donors(count, count)):
+                    row = load(data)
+                    vector = np.frombuffer(row.vectors["semantic_text@bench"], "<f4")
+                    encoder.vectors[number] = vector
+                    entry_id = row.entry.entry_id
+                    adding.submit(store.add_item, partition, data, since, entry_id, vector)
             filled_s = time.perf_counter() - start
             before = resident_mib(os.getpid())
             asked = np.random.default_rng(1).permutation(count)[:200]
@@ -350,24 +353,13 @@ class Member:
         self.semantic.cache.close()
 
 
-class Load:
+class Load(Again):
     """Lets one of several gateways compute and another look, and notes each outcome until it is stopped."""
 
     def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(*(partial(self._ask, number) for number in range(len(members))))
         self.members = members
         self.seen: Counter[str] = Counter()
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(3)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
     def taken(self) -> dict[str, int]:
         """What was seen since the last time."""
@@ -375,24 +367,14 @@ class Load:
         self.seen.clear()
         return seen
 
-    def _ask(self, number: int) -> None:
-        for count in itertools.count():
-            if self._stop.is_set():
-                return
-            topic = f"load{number}x{count}"
-            history = f"History {count % PARTITIONS}."
-            self.members[number].compute(topic, history)
-            time.sleep(0.05)
-            other = self.members[(number + 1) % len(self.members)]
-            self.seen[f"near {other.near(topic, history)}"] += 1
-            self.seen[f"exact {other.exact(topic, history)}"] += 1
-
-
-def node_of_removals() -> int:
-    """Which of the three nodes has the log of removals."""
-    store = open_donors("redis+cluster://unused:1", 1.0, SECRET, store_bytes=1 << 30)
-    assert store is not None
-    return int(key_slot(store._removals.encode()) * 3 // 16384)
+    def _ask(self, number: int, count: int) -> None:
+        topic = f"load{number}x{count}"
+        history = f"History {count % PARTITIONS}."
+        self.members[number].compute(topic, history)
+        time.sleep(0.05)
+        other = self.members[(number + 1) % len(self.members)]
+        self.seen[f"near {other.near(topic, history)}"] += 1
+        self.seen[f"exact {other.exact(topic, history)}"] += 1
 
 
 def until_whole(url: str, slot_range: int) -> float:
@@ -454,7 +436,7 @@ def killed_node(folder: Path, *, number: int, replicas: bool) -> dict[str, Any]:
         return {
             "part": "node killed under load",
             "replicas": replicas,
-            "has_removals": number == node_of_removals(),
+            "node": number,
             "whole_s": round(whole, 2),
             "recovery_s": round(recovery, 2),
             "before": before,
@@ -484,8 +466,8 @@ def whole_partition(folder: Path) -> dict[str, Any]:
         with SemanticCache(
             CacheConfig(folder / "cache"), text_encoder=Unread(), shared=store
         ) as cache:
-            while not (since := str(store.removals(Place()).end)):
-                pass
+            wait_until(cache._sharing._followed.is_set)
+            since = str(store.removals(0, Place()).end)
             for partition, data in donors(MOST, MOST):
                 store.add(partition, data, since)
             start, cpu = time.perf_counter(), time.process_time()

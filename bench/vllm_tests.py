@@ -126,9 +126,8 @@ def exchange_ours() -> None:
     offloading.OffloadingConnector = Connector
     tiering_manager.TieringOffloadingManager = Manager
     tiering_spec.TieringOffloadingSpec = Spec
-    importlib.import_module(
-        UTILS
-    ).OffloadingManager = SemKVManager  # what the mock of a manager may be asked
+    # What the mock of a manager may be asked.
+    importlib.import_module(UTILS).OffloadingManager = SemKVManager
 
 
 def pytest_sessionfinish() -> None:

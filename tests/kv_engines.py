@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import tiny_models
 import vllm_forks
+from semkv_lab import local_engine
 from semkv_lab.local_engine import (
     BLOCK,
     Answer,
@@ -83,20 +84,9 @@ def gap_change(answer: Answer, reference: Answer) -> float:
 # ---------------------------------------------------------------------- the child's side
 
 
-def connector(cache_dir: Path | str, **extra: Any) -> dict[str, Any]:
-    """The configuration of one SemKVConnector over a directory, as ``--kv-transfer-config`` takes it."""
-    settings = {
-        "cache_dir": str(cache_dir),
-        "host_bytes": 64 << 20,
-        "break_even": False,
-        "report_loads": True,
-        **extra,
-    }
-    return {
-        "kv_connector": "SemKVConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
+def connector(cache_dir: Path | str, **settings: Any) -> dict[str, Any]:
+    """The configuration of one SemKVConnector over a directory, with 64 MiB of host memory."""
+    return local_engine.connector(cache_dir, **{"host_bytes": 64 << 20, **settings})
 
 
 def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cache_helpers import WrittenEncoder, WrittenHook
 from gateway_helpers import wait_until
@@ -95,3 +98,28 @@ class Caches:
     def __exit__(self, *_: object) -> None:
         self.one.cache.close()
         self.other.cache.close()
+
+
+class Again:
+    """Does several things, each in a thread of its own, again and again while a block runs. Each is told how often it
+    was done before."""
+
+    def __init__(self, *actions: Callable[[int], None]) -> None:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=partial(self._do, one)) for one in actions]
+
+    def _do(self, action: Callable[[int], None]) -> None:
+        number = 0
+        while not self._stop.is_set():
+            action(number)
+            number += 1
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()

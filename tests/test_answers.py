@@ -111,7 +111,7 @@ INCOMPLETE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("/v1/chat/completions", chat(called(arguments="{}{}")), {}, "broken call"),
     ("/v1/chat/completions", chat(called(arguments='{"a": 1, "a": 2}')), {}, "broken call"),
     ("/v1/chat/completions", chat({"content": " \n"}), {}, "empty"),
-    ("/v1/chat/completions", chat({"content": "\xa0\u200b\x07"}), {}, "empty"),
+    ("/v1/chat/completions", chat({"content": "\xa0\u200b\x07\u3164\ufe0f"}), {}, "empty"),
     ("/v1/chat/completions", {**chat({"content": "x"}), "Errors": ["x"]}, {}, "error"),
     ("/v1/chat/completions", chat({"content": [{"type": "text", "text": ""}]}), {}, "empty"),
     ("/v1/chat/completions", chat(called(arguments={})), {}, "broken call"),

@@ -294,17 +294,28 @@ def test_a_dry_run_checks_every_hit_for_nothing(tmp_path: Path) -> None:
     assert bench.cache.stats().wrong_rate == 1.0
 
 
-def test_no_tenant_pushes_out_what_was_found_wrong_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("table", ["barred", "judged"])
+def test_no_tenant_pushes_out_what_was_found_wrong_or_judged_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
-    monkeypatch.setattr("semkv.stores.catalog._BARRED", 100)
+    monkeypatch.setattr(f"semkv.stores.catalog._{table.upper()}", 100)
     with closing(Catalog(tmp_path / "catalog.sqlite")) as catalog:
+
+        def note(pair: str, tenant: str) -> None:
+            if table == "barred":
+                catalog.bar(pair, "an entry", tenant)
+            else:
+                catalog.judge(pair, tenant, same=True)
+
+        def is_there(pair: str) -> bool:
+            return catalog.is_barred(pair) if table == "barred" else bool(catalog.verdict(pair))
+
         for number in range(10):
-            catalog.bar(f"few {number}", "one", "few")
+            note(f"few {number}", "few")
         for number in range(300):
-            catalog.bar(f"many {number}", "two", "many")
-        assert all(catalog.is_barred(f"few {number}") for number in range(10))
-        assert catalog.is_barred("many 299")
-        assert not catalog.is_barred("many 0")
-        assert catalog.database.rows("SELECT COUNT(*) FROM barred") == [(100,)]
-        assert catalog.database.rows("SELECT COUNT(*) FROM barred_by") == [(100,)]
+            note(f"many {number}", "many")
+        assert all(is_there(f"few {number}") for number in range(10))
+        assert is_there("many 299")
+        assert not is_there("many 0")
+        for name in (table, f"{table}_by"):
+            assert catalog.database.rows(f"SELECT COUNT(*) FROM {name}") == [(100,)]

@@ -144,6 +144,26 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
         parse(ServerSettings, [], Environment({f"SEMKV_{name}": value}))
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--donor-search=http://me:hush@host", "'http://host' .* a redis:// or redis"),
+        ("--donor-search=redis://host --no-semantic", "donor-search: .*near-repeats"),
+        ("--near-rule=model:a=off --no-semantic", "near-rule: .*near-repeats"),
+        ("--holdout=0.1 --no-semantic", "holdout: .*near-repeats"),
+        ("--judge-url=http://host", "judge-url: .*--judge or --policy judge"),
+        ("--judge --policy=bounded --judge-model=m --no-semantic", "judge-model: .*near-repeats"),
+        ("--peer=host:1", "peer: .*left out, or --kv-hints and as many --upstream"),
+        ("--store=memory --store-mib=8", "store-mib: 8 .* a --store that is not memory"),
+        ("--ttl=0 --stale=60", "stale: 60.0 .* a --ttl other than 0"),
+    ],
+)
+def test_a_setting_that_others_make_void_is_said(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{said}" if said[0] != "'" else said) as error:
+        parse(ServerSettings, flags.split(), Environment({}))
+    assert "hush" not in str(error.value)
+
+
 class TestFile:
     @pytest.fixture
     def write(self, tmp_path: Path) -> Callable[[str], str]:

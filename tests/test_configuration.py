@@ -81,7 +81,7 @@ def test_every_harmless_name_is_one_and_has_a_reason() -> None:
         f"{kind}.{name}" for kind, names in REVIEWED["counts"].items() for name in names.split()
     } & named
     assert not both, "harmless, and counted as not"
-    unread = HARMLESS["environment"].keys() - ours._read_by_vllm() - EARLIER
+    unread = HARMLESS["environment"].keys() - ours._code_of_vllm()[0] - EARLIER
     assert all(name.startswith(ours._FAMILIES) for name in unread)
     assert all(reason.strip() for table in HARMLESS.values() for reason in table.values())
 
@@ -117,6 +117,38 @@ def test_the_content_of_a_file_counts(tmp_path: Path) -> None:
     second = plain({"mm_encoder_fp8_scale_path": str(scales)})
     assert first != second
     assert list(ours.files_in({"a": [second]})) == [scales]
+
+
+def test_so_does_the_content_of_one_that_a_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = tmp_path / "tuned.json"
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
+    found = []
+    for text in ("1", "2"):
+        tuned.write_text(text)
+        found.append(environment())
+    assert found[0] != found[1]
+    assert list(ours.files_in(found[0])) == [tuned]
+
+
+def test_code_of_ones_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import ParallelConfig
+
+    package = tmp_path / "workers_of_mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    config = ParallelConfig(worker_cls="workers_of_mine.worker.Worker")
+    found = []
+    for text in ("", "SCALE = 2"):
+        (package / "helper.py").write_text(text)
+        found.append(ours.configuration(config))
+    assert found[0] != found[1]
+    assert package / "helper.py" in ours.files_in(found[0])
+    with pytest.raises(UnknownError, match="cannot be found"):
+        ours.configuration(ParallelConfig(worker_cls="nowhere_at_all.Worker"))
+    assert not any(ours.code()["plugins"])  # none beside vLLM's own and ours
 
 
 def test_variables_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +237,15 @@ def test_another_process_comes_to_the_same_facts(
 
     One process is a fork, in which all is imported already, with a hash seed that was drawn. The other one is new.
     """
+    from vllm import envs
+
+    noted = Path(envs.VLLM_CACHE_ROOT, "modelinfos")  # without it vLLM imports itself once more
     said = []
     for python, seqs in ((prepare() / "python", "8"), (sys.executable, "32")):
         folder = tmp_path / seqs
         folder.mkdir()
+        if noted.exists():  # by now the fork has made it
+            shutil.copytree(noted, folder / "modelinfos")
         env = os.environ | {
             "PYTHONHASHSEED": "1",
             "VLLM_CACHE_ROOT": str(folder),

@@ -49,7 +49,7 @@ class Front:
             self.post({"prompt": document, "max_tokens": 1})
 
     def post(self, body: dict[str, Any], **headers: str) -> httpx.Response:
-        whole = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True, **body}
+        whole = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **body}
         sent = {**self._headers, **headers}
         answer = self._client.post(self._url + PATH, json=whole, headers=sent)
         answer.raise_for_status()
@@ -69,7 +69,7 @@ class Front:
     def exact(self, body: dict[str, Any]) -> str:
         """The answer by vLLM alone."""
         plain = {name: value for name, value in body.items() if name != "kv_transfer_params"}
-        asked = {"model": "tiny", "temperature": 0, "max_tokens": 12, "ignore_eos": True, **plain}
+        asked = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **plain}
         answer = self._client.post(self._server.url + PATH, json=asked).json()
         return str(answer["choices"][0]["text"])
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import multiprocessing
+import shutil
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,9 @@ from semkv.cache import SemanticCache
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
-from semkv.encoders.cuda import plain_linear
-from semkv.encoders.text import (
-    SentenceEncoder,
-    ShortBert,
-    load_sentence_transformer,
-    resolve_model,
-    short_bert,
-)
+from semkv.encoders.cuda import states_of
+from semkv.encoders.library import load_sentence_transformer
+from semkv.encoders.text import SentenceEncoder, load_model, resolve_model
 from semkv.encoders.vision import ClipEncoder, SmallCopy, TowerEncoder, build_vision_encoder
 from semkv.errors import ConfigError
 from semkv.keys import media_id
@@ -66,6 +65,7 @@ def test_texts_that_differ_after_the_window_look_the_same_so_they_do_not_fit(
     assert same[0] @ same[1] == pytest.approx(1.0, abs=1e-5)  # what `fits` is there to prevent
     assert not minilm.fits(start + "yes")
     assert not minilm.fits("supercalifragilisticexpialidocious " * 60)  # few words, many tokens
+    assert not minilm.fits("a" * 1_000_000)
     assert minilm.fits("What color is the car?")
     assert minilm.window == 256
 
@@ -92,21 +92,27 @@ def test_the_vectors_are_those_of_sentence_transformers(minilm: SentenceEncoder)
 
 
 @packaged
-def test_padding_changes_nothing() -> None:
-    import torch
+def test_texts_of_other_lengths_in_one_pass_change_nothing(minilm: SentenceEncoder) -> None:
+    texts = [f"How many {'red ' * count}apples?" for count in (0, 1, 40, 3, 250)] * 8
+    alone = [minilm.encode([text])[0] for text in texts[:5]]
+    assert np.allclose(SentenceEncoder().encode(texts), alone * 8, atol=1e-5)
 
-    model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
-    short = ShortBert(model, linear=plain_linear)
-    tokens = model.preprocess(["What color is the car?"])
-    ids, kinds = tokens["input_ids"], tokens["token_type_ids"]
+
+@packaged
+def test_padding_changes_nothing_as_the_gpu_has_it(minilm: SentenceEncoder) -> None:
+    import torch
+    from transformers import BertModel
+
+    bert = BertModel.from_pretrained(minilm._path, add_pooling_layer=False).eval()
+    ids = torch.tensor([load_model(minilm._path, "cpu").tokens("What color is the car?")])
     count = ids.shape[1]
-    there = torch.zeros((1, 1, 1, 32), dtype=torch.bool)
+    there = torch.zeros((1, 1, 32, 32), dtype=torch.bool)
     there[..., :count] = True
     padded = torch.full((1, 32), 7)
     padded[:, :count] = ids
     with torch.inference_mode():
-        alone = short.states(ids, kinds)
-        beside = short.states(padded, torch.zeros_like(padded), there)[:, :count]
+        alone = bert(input_ids=ids).last_hidden_state
+        beside = states_of(bert, padded, there)[:, :count]
     assert np.allclose(alone, beside, atol=1e-5)
 
 
@@ -153,36 +159,75 @@ def test_a_purge_waits_for_no_pass_that_hangs(
     assert list(minilm._memory) == ["after it"]
 
 
+def copied(model: str, folder: Path) -> Path:
+    """A copy of a model whose files may be changed."""
+    shutil.copytree(model, folder, copy_function=shutil.copyfile)
+    return folder
+
+
 @packaged
-def test_the_short_way_is_taken_where_it_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+def test_a_model_of_another_form_runs_in_its_library(
+    minilm: SentenceEncoder, tmp_path: Path
+) -> None:
+    pooled_by_greatest = copied(minilm._path, tmp_path / "greatest")
+    file = pooled_by_greatest / "1_Pooling" / "config.json"
+    file.write_text(json.dumps({"word_embedding_dimension": 384, "pooling_mode_max_tokens": True}))
+    encoder = SentenceEncoder(str(pooled_by_greatest))
+    texts = ["What color is the car?", "word " * 300]
+    plain = load_sentence_transformer("--model", str(pooled_by_greatest))
+    expected = plain.encode(texts, normalize_embeddings=True)
+    assert np.allclose(encoder.encode(texts), expected, atol=1e-5)
+    assert not np.allclose(minilm.encode(texts), expected, atol=1e-2)
+    assert encoder.window == 256
+    assert encoder.fits(texts[0])
+    assert not encoder.fits(texts[1])
+    assert not encoder.reads("What is \N{LYING FACE}?")
 
-    model = load_sentence_transformer("--model", resolve_model("all-MiniLM-L6-v2"))
-    model.prompts, model.default_prompt_name, model.truncate_dim = (
-        {"query": "query: "},
-        "query",
-        100,
-    )
-    if (short := short_bert(model)) is None:
-        pytest.skip("needs a processor for which torch has these kernels")
-    assert np.allclose(
-        short.encode(["A car.", "Who?"]),
-        model.encode(["A car.", "Who?"], normalize_embeddings=True),
-        atol=1e-5,
-    )
 
-    def missing(*_: Any) -> Any:
-        raise NotImplementedError
+@packaged
+def test_damaged_files_are_named(minilm: SentenceEncoder, tmp_path: Path) -> None:
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "model.safetensors": lambda data: data[:-1000],
+        "tokenizer.json": lambda data: data[:-10],
+        "config.json": lambda data: data.replace(b'"hidden_size": 384', b'"hidden_size": 372'),
+        "1_Pooling/config.json": lambda data: b"{",
+    }
+    folder = copied(minilm._path, tmp_path / "model")
+    for name, change in changes.items():
+        file = folder / name
+        whole = file.read_bytes()
+        file.write_bytes(change(whole))
+        with pytest.raises(ConfigError, match=r"--index-encoder.*whose files are whole"):
+            _ = SentenceEncoder(str(folder)).dim
+        file.write_bytes(whole)
+    assert SentenceEncoder(str(folder)).dim == 384
 
-    for kernel in (missing, lambda rows, weight, bias, *_: torch.ones(*rows.shape[:-1], len(bias))):
+
+@packaged
+def test_a_library_that_is_missing_is_named(
+    minilm: SentenceEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("onnxruntime", "onnx", "tokenizers"):
         with monkeypatch.context() as patched:
-            patched.setattr(torch.ops.mkldnn, "_linear_pointwise", kernel, raising=False)
-            assert short_bert(model) is None
-    bert = model[0].auto_model
-    bert.encoder.layer[2].intermediate.intermediate_act_fn = torch.nn.ReLU()
-    assert short_bert(model) is None
-    bert.encoder.layer = None
-    assert short_bert(model) is None
+            patched.setitem(sys.modules, name, None)
+            with pytest.raises(
+                ConfigError, match=rf"pip install .\.\[encoders\]. \({name} is missing"
+            ):
+                load_model(minilm._path, "cpu")
+
+
+@packaged
+def test_a_loaded_encoder_runs_in_a_forked_process(minilm: SentenceEncoder) -> None:
+    texts = ["What color is the car?", "What colour is the car?"]
+    expected = minilm.encode(texts)
+    minilm.forget()
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=lambda: there.send(minilm.encode(texts)))
+    child.start()
+    assert here.poll(60)
+    assert np.array_equal(here.recv(), expected)
+    child.join(60)
 
 
 def test_the_default_encoder_needs_no_network_and_a_missing_one_is_named(

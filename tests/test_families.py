@@ -35,7 +35,8 @@ TOGETHER = (
     WITH_PICTURES,
     ("granite4", "falcon-h1", "qwen3-next"),
 )
-"""Families whose engines run in one process after each other; the first of each is asked again in a new process."""
+"""Families whose engines run in one process after each other. The last one is asked again in a new process: for models
+like the others, `test_configuration` and `test_docs` start engines anew."""
 
 ARGS: dict[str, dict[str, Any]] = {
     "qwen3-next": {
@@ -111,7 +112,8 @@ def test_every_level_gives_the_same_answers_and_loads_what_can_be_loaded(
 ) -> None:
     folders = [[family, str(checkpoint(family)), str(tmp_path / family)] for family in families]
     found = in_child(all_levels, folders)
-    found[0]["new"] = in_child(again, *folders[0])
+    if families == TOGETHER[-1]:
+        found[-1]["new"] = in_child(again, *folders[-1])
     for family, seen in zip(families, found, strict=True):
         assert_same(family, seen)
         assert_loaded(family, seen)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from gateway_helpers import NEAR, ONE, OTHER, SECRET, Pair, kind, numbers, wait_
 from redis_server import RedisServer
 from semkv.stores.maintenance import purge
 from semkv.tenants import named_tenant
+from sharing_helpers import Again
 
 
 class Two:
@@ -143,35 +144,22 @@ def test_a_full_redis_is_still_read_and_invalidated(two: Two) -> None:
     wait_until(two.in_step)
 
 
-class Traffic:
+class Traffic(Again):
     """Questions to both gateways, some new and some old, until it is told to stop; notes every status."""
 
     def __init__(self, two: Two) -> None:
-        self.two, self.statuses, self.asked = two, set(), 0
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._ask, args=(pair,)) for pair in (two.one, two.other)
-        ]
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        return self
+        super().__init__(partial(self._ask, two.one), partial(self._ask, two.other))
+        self.statuses: set[int] = set()
+        self.asked = 0
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        super().__exit__()
         assert self.statuses == {200}
 
-    def _ask(self, pair: Pair) -> None:
-        number = 0
-        while not self._stop.is_set():
-            number += 1
-            self.statuses.add(
-                pair.post(f"traffic {number if number % 2 else number % 10}").status_code
-            )
-            self.asked += 1
+    def _ask(self, pair: Pair, number: int) -> None:
+        name = number if number % 2 else number % 10
+        self.statuses.add(pair.post(f"traffic {name}").status_code)
+        self.asked += 1
 
     def more(self, requests: int = 20) -> None:
         """Let so many more requests pass."""
@@ -236,7 +224,7 @@ DIGEST = hmac.digest(SECRET.encode(), b"entry log", "sha256").hex()[:16]
 def rows_of(server: RedisServer) -> list[bytes]:
     """All rows of donors in a Redis."""
     with redis.Redis(port=server.port, socket_timeout=60.0) as client:
-        keys = client.scan_iter(match=f"{{semkv:donors:log:{DIGEST}:*")
+        keys = client.scan_iter(match=f"{{semkv:donors:2:{DIGEST}:*")
         return [fields[b"row"] for key in keys for _, fields in client.xrange(key)]
 
 

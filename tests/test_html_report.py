@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from browsers import chromium
 from lab_helpers import record
 from semkv.errors import ConfigError, DatasetError
 from semkv_lab.metrics import given, summarise, without
@@ -24,9 +24,6 @@ from vllm_forks import prepare
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 HOSTILE = '</script><script>alert("x")</script><img src=https://example.org/x.png onerror=alert(1)> `a|b` {{ 7 * 7 }}'
 ROW = {"name": "a", "status": "failed", "error": "no", "settings": {}}
 
@@ -226,14 +223,8 @@ def test_a_page_is_the_same_each_time_trusts_nothing_and_never_replaces_its_log(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def test_a_random_load_beside_another_engine_that_is_killed(model: Path, tmp_pat
     """Host memory, the disk and the engine's own cache are all too small for what is asked."""
     small = {"capture_decode": True, "host_bytes": 2 << 20, "max_bytes": 8 << 20}
     tight = {
-        "answers": 40,
+        "answers": 24,
         "longest": 300,
         "blocks": 24,
         "preempts": True,

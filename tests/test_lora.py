@@ -11,36 +11,22 @@ from typing import Any
 import pytest
 
 from kv_engines import NOTHING, CachedEngine, answer, full_blocks
+from semkv_lab.local_engine import write_adapter
 from semkv_vllm import read_outcome
 from tiny_models import Checkpoint
 
 
 def adapter(path: Path, model: Path, seed: int) -> None:
-    """A random adapter of rank 8, large enough to change every answer."""
-    import torch
-    from safetensors.torch import save_file
-
-    config, generator = (
-        json.loads((model / "config.json").read_text()),
-        torch.Generator().manual_seed(seed),
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"]
+    layers = range(config["num_hidden_layers"])
+    write_adapter(
+        path,
+        seed,
+        layers=[f"model.decoder.layers.{layer}.self_attn" for layer in layers],
+        width=width,
+        rows={"q_proj": width, "v_proj": width},
     )
-    width, tensors = config["hidden_size"], {}
-    for layer in range(config["num_hidden_layers"]):
-        for name in ("q_proj", "v_proj"):
-            prefix = f"base_model.model.model.decoder.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, width, generator=generator)
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    about = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    about |= {"base_model_name_or_path": str(model), "task_type": "CAUSAL_LM"}
-    (path / "adapter_config.json").write_text(json.dumps(about))
     time.sleep(
         1.5
     )  # an adapter that is not older than the engine is left alone, and clocks of files are coarse

@@ -21,6 +21,7 @@ import pytest
 
 from kv_engines import BLOCK, NOTHING, SKIP, Engine, connector, in_child, prompt, report, token_ids
 from maintenance_helpers import purge
+from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import spans
 from semkv_vllm.spans import Load, Piece, Span
 from tiny_models import Checkpoint
@@ -278,20 +279,6 @@ def off(output: Any, wanted: Any) -> float:
 
 def approximate(output: Any) -> int:
     return int(report(output).get("approximate_tokens", 0))
-
-
-@contextmanager
-def all_computed_again() -> Iterator[None]:
-    """What was moved to its places is computed again, all of it, by the repair."""
-    from semkv_vllm.placement import Placement
-
-    passes = Placement._passes
-
-    def whole(self: Any, loads: Any, prompts: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads], prompts)
-
-    with mock.patch.object(Placement, "_passes", whole):
-        yield
 
 
 def identity(model: str, cache: str) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import pytest
 
 import tiny_models
 from kv_engines import BLOCK, NOTHING, SKIP, in_child, token_ids
+from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import private
-from test_positions import CLOSE, Reuse, all_computed_again, approximate, off, sampling
+from test_positions import CLOSE, Reuse, approximate, off, sampling
 from tiny_models import Checkpoint
 
 SIDE = 256  # of a picture; it has some 64 tokens

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,25 @@ def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_ro
     assert cache.counts()["written late"] == 38
     cache.close()
     other.close()
+
+
+def test_of_several_that_the_store_does_not_take_each_is_counted_and_brought_later(
+    tmp_path: Path,
+) -> None:
+    store = SqliteStore(tmp_path / "a", timeout_s=0.05)
+    cache = ResponseCache(store, poll_s=600.0, pause_s=0.0)
+    since = cache.begin()
+    prepared = [cache.prepared(Asked(key), GOOD) for key in "abc"]
+    several = [(one, since) for one in prepared if one is not None]
+    with closing(sqlite3.connect(tmp_path / "a", isolation_level=None)) as blocker:
+        blocker.execute("BEGIN IMMEDIATE")
+        assert cache.keep_all(several) == [True] * 3, "memory has them"
+    assert cache.counts()["unwritten:busy"] == 3
+    assert cache.sizes()["unwritten_entries"] == 3
+    cache._tend()
+    assert store.usage()[0] == 3
+    assert cache.sizes()["unwritten_entries"] == 0
+    cache.close()
 
 
 def test_what_waits_for_the_store_reaches_it_at_the_end() -> None:

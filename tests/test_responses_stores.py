@@ -19,6 +19,7 @@ import pytest
 from gateway_helpers import wait_until
 from redis_server import RedisCluster, RedisServer, valkey
 from semkv.errors import ConfigError, CorruptValue, StoreError
+from semkv_gateway.response_cache import ResponseCache
 from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.opening import open_store
 from semkv_gateway.responses.redis import RedisStore
@@ -383,6 +384,33 @@ def test_a_locked_file_is_a_store_error(tmp_path: Path) -> None:
         store.get("a")
 
 
+def test_several_are_kept_at_once_and_what_one_lacks_costs_the_others_nothing(
+    tmp_path: Path,
+) -> None:
+    store = SqliteStore(tmp_path / "a", max_bytes=100_000)
+    early = store.news("").cursor
+    store.invalidate(Selector(tag="old"))
+    large = answer("large", payload=b"x" * 100_000)
+    gone = answer("gone", tags=("old",))
+    first = answer("twice", payload=b"1")
+    second = answer("twice", payload=b"2")
+    several = [answer("a"), gone, large, first, second, answer("b")]
+    assert store.put_all([(one, early) for one in several]) == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert store.put_all([(gone, store.news("").cursor), (answer("c"), "")]) == [True, True]
+    found = {key: store.get(key) for key in ("a", "b", "c", "gone", "large", "twice")}
+    assert [key for key, one in found.items() if one is None] == ["large"]
+    assert found["twice"] == second
+    assert store.usage()[0] == 5
+    store.close()
+
+
 # -- a cluster --------------------------------------------------------------------------------------------------------
 
 
@@ -494,3 +522,28 @@ def test_redis_keeps_time_itself_and_loses_damaged_answers(redis_server: RedisSe
     assert store.news(cursor).selectors is None
     assert store.usage() == (0, 0)
     store.close()
+
+
+def test_an_invalidation_that_no_replica_has_is_counted(tmp_path: Path) -> None:
+    """A fail-over to that replica would bring the answer back."""
+    folders = [tmp_path / name for name in ("primary", "replica")]
+    for folder in folders:
+        folder.mkdir()
+    with RedisServer(folders[0]) as primary:
+        store = RedisStore(primary.url, timeout_s=1.0)
+        cache = ResponseCache(store)
+        store.put(answer("a"))
+        cache.invalidate(Selector(key="a"))
+        assert store.unreplicated == 0, "there is no replica"
+        follow = ("--replicaof", "127.0.0.1", str(primary.port))
+        with RedisServer(folders[1], *follow) as replica:
+            wait_until(lambda: store._db.info("replication").get("slave0", {}).get("offset"))
+            cache.invalidate(Selector(key="a"))
+            assert store.unreplicated == 0
+            replica.freeze()
+            store.put(answer("a"))
+            assert cache.invalidate(Selector(key="a")) == 1
+            assert store.unreplicated == 1
+            assert cache._tally.counts()["invalidated, not replicated"] == 1
+            assert store.get("a") is None
+        cache.close()

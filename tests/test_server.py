@@ -299,9 +299,7 @@ class TestSingleFlight:
         monkeypatch.setattr(
             cache, "_look_up", lambda *given: looks.append(given) or look_up(*given)
         )
-        with Held(
-            responses, "lookup", after=True
-        ) as held:  # the reply of a shared store is on its way
+        with Held(cache._reads, "_do", after=True) as held:  # the store's reply is on its way
             early = pair.soon("from before")
             wait_until(held.waiting.is_set)
             assert (
@@ -419,7 +417,7 @@ class TestFaults:
         ended = threading.Event()
         with Pair(tmp_path, store_timeout=0.1) as pair:
             store = pair.app.gateway.cache.responses._store
-            for name, real in (("get", store.get), ("put", store.put)):
+            for name, real in (("get", store.get), ("put_all", store.put_all)):
                 monkeypatch.setattr(store, name, lambda *a, real=real: ended.wait() and real(*a))
             assert pair.post("slow store").status_code == 200
             assert kind(pair.post("slow store")) == "hit"  # from memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse
 
+from browsers import chromium
 from command_line import invoke
 from gateway_helpers import (
     ADMIN,
@@ -35,7 +35,6 @@ from semkv_dashboard.names import read_names
 from semkv_gateway.serve import Protocol
 from semkv_gateway.settings import ServerSettings
 
-CHROMIUM = shutil.which("chromium")
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 TOO_WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -342,17 +341,8 @@ def near_repeat(pair: Pair, first: str, second: str) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as running:
         yield running
-        running.close()
-
-
-WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
 def opened_dashboard(browser: Any, pair: Pair, **size: int) -> Any:
@@ -370,7 +360,7 @@ def opened_dashboard(browser: Any, pair: Pair, **size: int) -> Any:
 def go(page: Any, name: str) -> None:
     page.click(f"#nav a[href='#{name}']")
     page.wait_for_selector(f"#{name}:not([hidden])")
-    assert page.evaluate(WIDE) <= 0, name
+    assert page.evaluate(TOO_WIDE) <= 0, name
 
 
 def test_the_dashboard_says_why_most_requests_cannot_be_kept(tmp_path: Path, browser) -> None:
@@ -384,7 +374,7 @@ def test_the_dashboard_says_why_most_requests_cannot_be_kept(tmp_path: Path, bro
             pair.post(f"drawn {n}", temperature=None)
         page.wait_for_selector("#advice:has-text('--default-temperature 0')")
         page.wait_for_selector("#reasons tr:has-text('sampled')")
-        assert page.evaluate(WIDE) <= 0
+        assert page.evaluate(TOO_WIDE) <= 0
         page.close()
 
 
@@ -421,7 +411,7 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
         page.wait_for_selector("#days [aria-pressed=true]:has-text('today')")
         assert page.text_content("#worth-requests") == "2"
         assert "the upstream refuses cache_salt" in page.text_content("#trouble")
-        assert page.evaluate(WIDE) <= 0
+        assert page.evaluate(TOO_WIDE) <= 0
         page.close()
 
 

@@ -52,10 +52,10 @@ def test_every_answer_that_was_given_survives_kill_9_and_open_requests_a_signal_
                         given[text] = answer.content
 
         with Started(behind.url, tmp_path) as first:
-            workers = [threading.Thread(target=load, args=(first.url, i)) for i in range(4)]
+            workers = [threading.Thread(target=load, args=(first.url, i)) for i in range(12)]
             for worker in workers:
                 worker.start()
-            wait_until(lambda: len(given) > 100)
+            wait_until(lambda: len(given) > 300)
             first.kill()
             for worker in workers:
                 worker.join(120)

@@ -104,7 +104,7 @@ class TestKey:
 SEPARATE = """
     Authorization Cookie X-Portkey-Api-Key X-Portkey-Config Ocp-Apim-Subscription-Key cf-aig-authorization X-Auth-Token
     X-Forwarded-User X-Amz-Security-Token Helicone-Auth X-User-Id X-Session-Id X-Acme-Wristband ticket X_Api_Key
-    L5d-Client-Id X-Forwarded-Host X-Original-URI
+    L5d-Client-Id L5d-Dst-Canonical X-Forwarded-Host X-Original-URI
 """.split()
 SHARE = """
     User-Agent Accept X-Request-Id traceparent X-B3-TraceId b3 X-Amzn-Trace-Id CF-Ray X-Forwarded-For X-Stainless-Lang
@@ -131,6 +131,14 @@ class TestTenants:
     def test_a_harmless_one_does_not(self, pair: Pair, name: str) -> None:
         found = [self.seen(pair, f"for {name}", {name: value}) for value in ("one", "two")]
         assert [said for said, _, _ in found] == ["miss", "hit"]
+
+    def test_a_proxy_that_names_the_host_makes_a_tenant_and_one_that_names_the_client_does_not(
+        self, pair: Pair
+    ) -> None:
+        for part, second in (("host", "miss"), ("for", "hit")):
+            ways = [{"Forwarded": f"{part}={value};proto=https"} for value in ("a", "b")]
+            found = [self.seen(pair, f"for {part}", way)[0] for way in ways]
+            assert found == ["miss", second]
 
     def test_a_body_in_other_letters_passes(self, pair: Pair) -> None:
         for charset, said in (("UTF-8", "miss"), ("utf-7", "pass reason=content_type")):

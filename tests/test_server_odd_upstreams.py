@@ -198,6 +198,8 @@ FOR_STREAMS = {
     "no id": [piece(call(None, "read", "{}", index=0)), *CALLED],
     "one id twice": [piece(call("a", "read", "{}", index=0), call("a", "read", "{}", index=1)), *CALLED],
     "the second index alone": [piece(call("a", "read", "{}", index=1)), *CALLED],
+    "an index of another kind": [
+        piece(call("a", "read", "", index=0)), piece(call(None, None, "{}", index=False)), *CALLED],
     "some without index": [piece(call("a", "read", "{}", index=0), call("b", "read", "{}", index=None)), *CALLED],
     "arguments that are an object": [piece(call("a", "read", {"a": 1}, index=0)), *CALLED],
     "a call of another kind": [piece({"index": 0, "id": "a", "type": "function", "function": {

@@ -61,9 +61,9 @@ real = sqlite3.connect  # on a busy machine another's write may take any time
 sqlite3.connect = lambda *args, **fields: real(*args, **{**fields, "timeout": 3600.0})
 folder, seed = Path(sys.argv[1]), int(sys.argv[2])
 rng, hits = random.Random(seed), 0
-with SemanticCache(CacheConfig(folder, semantic=False, max_entries=300)) as cache:
-    for n in range(600):
-        number, tenant = rng.randrange(400), rng.choice("ab")
+with SemanticCache(CacheConfig(folder, semantic=False, max_entries=150)) as cache:
+    for n in range(300):
+        number, tenant = rng.randrange(200), rng.choice("ab")
         text = f"How many are {number}?" if rng.random() < 0.5 else f"how many  are {number}?"
         report = cache.try_reuse(Request(str(n), Namespace(tenant, "m"), (TextSegment(text),)))
         right = f"{tenant}{number}"
@@ -94,14 +94,14 @@ def test_two_engines_and_four_front_ends_share_a_directory(tmp_path: Path) -> No
         front_ends = [pool.submit(front_end, folder, seed) for seed in range(4)]
         found = [one.result() for one in front_ends]
         answers = [one.result() for one in engines]
-    assert all(one["hits"] > 100 for one in found)
+    assert all(one["hits"] > 50 for one in found)
     assert not any(one["faults"] for one in found)
     for one in answers:
         assert one["rounds"] == [expected] * 3
         assert one["loaded"] > 0
     assert verify(folder).damaged == []
     used = inspect(folder)
-    assert sum(entry.entries for entry in used.entries) <= 300
+    assert sum(entry.entries for entry in used.entries) <= 150
     assert sum(store.blocks for store in used.stores if store.store == "kv") <= 60
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from semkv.keys import media_id
 from semkv.stores.maintenance import purge
 from semkv.tiers import sharing
 from semkv.tiers.checking import pair_of
-from semkv.tiers.sharing import Place
+from semkv.tiers.sharing import Place, read_reached
 from semkv.types import MediaSegment, Namespace, Request, ReuseReport, TextSegment
 from semkv_gateway.responses.redis import connect
+from semkv_gateway.responses.spread import PARTS
 from sharing_helpers import Cache, Caches
 
 
@@ -158,18 +160,19 @@ def test_the_oldest_partitions_go_where_the_store_has_its_bytes(
     servers: dict[str, Any], tmp_path: Path
 ) -> None:
     with Caches(tmp_path, servers["cluster"].url) as caches:
-        store = caches.store(max_bytes=40_000)
-        for number in range(20):
-            store.add(f"tenant:{number}", b"x" * 4000, "log 0-0")
+        store = caches.store(max_bytes=40_000 * PARTS)
+        names = map("tenant:{}".format, count())
+        first, *others, name, other = islice((n for n in names if store.part_of(n) == 3), 20)
+        for one in (first, *others, name):
+            store.add(one, b"x" * 4000, "log 0-0")
         there = set(store._partitions())
-        assert "tenant:19" in there
+        assert name in there
         assert 2 <= len(there) <= 10
         assert len(caches.rows()) == len(there)
-        assert not store.read("tenant:0", "", "")
-        about = store._about[0]
-        name = "tenant:19"
+        assert not store.read(first, "", "")
+        about = store._about(name)[0]
         store._db.zadd(about, {name: store._db.zscore(about, name) - 90_000.0})  # a day and more
-        store.add("tenant:20", b"x", "log 0-0")
+        store.add(other, b"x", "log 0-0")
         assert name not in set(store._partitions())
         assert not store.read(name, "", "")
         store.close()
@@ -200,17 +203,22 @@ def test_a_log_of_removals_that_has_lost_its_end_reaches_no_row(caches: Caches) 
     store = caches.store()
     for tag in ("food", "none"):
         one.cache.invalidate(tag=tag)
-    wait_until(lambda: len(store.removals(Place()).rows) == 2)
-    end = str(store.removals(Place()).end)
+    part = store.parts - 1
+
+    def has_reached(cache: Cache, place: Place) -> bool:
+        reached = read_reached(cache.cache._catalog.read_from(), store.parts)
+        return reached is not None and reached[part].removals == place
+
+    wait_until(lambda: len(store.removals(part, Place()).rows) == 2)
+    (first, _), (last, _) = store.removals(part, Place()).rows
     for each in (one, other):
-        wait_until(lambda each=each: each.cache._catalog.read_from() == end)
-    (first, _), (last, _) = store.removals(Place()).rows
-    store._db.xdel(store._removals, f"{last.at[0]}-{last.at[1]}")
-    assert not store.removals(last).reach(last)
-    assert store.removals(last).end == first
-    assert store.removals(first).reach(first)
+        wait_until(lambda each=each: has_reached(each, last))
+    store._db.xdel(f"{store._roots[part]}:removals", f"{last.at[0]}-{last.at[1]}")
+    assert not store.removals(part, last).reach(last)
+    assert store.removals(part, last).end == first
+    assert store.removals(part, first).reach(first)
     for each in (one, other):  # they begin anew, and from the end that there is
-        wait_until(lambda each=each: each.cache._catalog.read_from() == str(first))
+        wait_until(lambda each=each: has_reached(each, first))
         assert not each.cache.stats().entries
     one.record("later")
     wait_until(lambda: other.finds("later~0.95"))

@@ -15,8 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -45,8 +47,17 @@ from semkv_stores.block_file import BlockFile, LocalSource, room
 from semkv_stores.blocks import Bounds
 from test_catalog import record
 
-PROCESSES = multiprocessing.get_context("forkserver")  # which has everything imported
-PROCESSES.set_forkserver_preload([__name__])
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forkserver() -> None:
+    """It imports this module once, and not every process anew: for that it must find it, and Python 3.11 gives it no
+    path of ours but the variable's."""
+    PROCESSES.set_forkserver_preload([__name__])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
 
 
 def on_disk(root: Path) -> int:

@@ -74,9 +74,8 @@ _MODULES = {
     "tiers.tier": "Tier",
     "tiers.policies": "Decider Decision",
 }
-_ELSEWHERE = {
-    name: module for module, names in _MODULES.items() for name in names.split()
-}  # the rest: `semkv.types`
+# The rest: `semkv.types`.
+_ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

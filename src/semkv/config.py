@@ -24,6 +24,7 @@ from semkv_stores.settings import (
     POSITIVE,
     SOME_SHARE,
     Allowed,
+    Needs,
     check,
     default_cache_dir,
 )
@@ -33,6 +34,15 @@ IMAGE_ROOT_VARIABLES = ("SEMANTIC_CACHE_IMAGE_ROOT", "GQA_IMAGE_ROOT", "LLAVA_IM
 OWN_POLICY = Allowed(
     f"one of {', '.join(PolicyName)}, or {plug.FORM}",
     lambda name: name in list(PolicyName) or plug.is_path(name),
+)
+
+CALIBRATED = Needs(
+    "--policy calibrated or bounded",
+    lambda given: given.policy not in (PolicyName.FIXED, PolicyName.JUDGE),
+)
+JUDGED = Needs(
+    "--policy bounded or judge",
+    lambda given: given.policy in (PolicyName.BOUNDED, PolicyName.JUDGE),
 )
 
 
@@ -82,9 +92,9 @@ class PolicyConfig:
     index_encoder: Annotated[str, NEAR] = "all-MiniLM-L6-v2"
     policy: Annotated[str, OWN_POLICY, NEAR] = PolicyName.FIXED
     max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
-    calibration: Annotated[Path | None, NEAR] = None
+    calibration: Annotated[Path | None, CALIBRATED, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, NEAR] = None
-    judge: Annotated[bool, Parameter(negative=""), NEAR] = False
+    judge: Annotated[bool, Parameter(negative=""), JUDGED, NEAR] = False
     judge_threshold: Annotated[float, COSINE, NEAR] = 0.75
     guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
 
@@ -98,20 +108,11 @@ class PolicyConfig:
                 None,
                 "a file that `semkv calibrate` wrote, for --policy calibrated",
             )
-        if self.policy in (PolicyName.FIXED, PolicyName.JUDGE) and self.calibration is not None:
-            raise ConfigError(
-                "--calibration",
-                str(self.calibration),
-                "left out, or --policy calibrated or bounded beside it",
-            )
-
-        if self.judge and self.policy not in (PolicyName.BOUNDED, PolicyName.JUDGE):
-            raise ConfigError("--judge", True, "left out, or --policy bounded or judge beside it")
 
     @property
     def judges(self) -> bool:
         """Whether a model is shown pairs in doubt."""
-        return self.judge or self.policy is PolicyName.JUDGE
+        return self.judge or self.policy == PolicyName.JUDGE
 
     @property
     def checked_share(self) -> float:

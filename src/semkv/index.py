@@ -41,9 +41,8 @@ _STALE = 0.2  # share of removed rows at which a partition is built anew
 _LINKS = 16
 _BUILD_BREADTH = 80
 _SEARCH_BREADTH = 96
-_MANY = (
-    1 << 18
-)  # rows from which a graph is searched more broadly, by the root of their number: it would find less
+# Rows from which a graph is searched more broadly, by the root of their number: it would find less.
+_MANY = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,10 +215,18 @@ def exactness_of(own: Sequence[Segment], donor: Sequence[Segment]) -> Exactness:
 
 
 def _folds_to(mine: Segment, theirs: Segment) -> bool:
+    """Whether two segments have one normalised `segment_key`, where neither asks how it is typed."""
+    if isinstance(mine, MediaSegment) or isinstance(theirs, MediaSegment):
+        return _media_of(mine) == _media_of(theirs)
     if mine == theirs:
         return True
-    typed = isinstance(mine, TextSegment) and asks_of_typing(mine.text)
-    return not typed and segment_key(mine, normalised=True) == segment_key(theirs, normalised=True)
+    if mine.role is not theirs.role or asks_of_typing(mine.text):
+        return False
+    return normalise(mine.text) == normalise(theirs.text)
+
+
+def _media_of(segment: Segment) -> str | None:
+    return segment.media_id if isinstance(segment, MediaSegment) else None
 
 
 def same_characters(

@@ -7,6 +7,12 @@ import json
 from functools import lru_cache
 
 _SECRETS = 16  # of which one HMAC each is begun
+_encode = json.JSONEncoder(
+    sort_keys=True,
+    ensure_ascii=False,
+    separators=(",", ":"),
+    allow_nan=False,
+).encode
 
 
 def named_tenant(secret: bytes, name: str) -> str:
@@ -26,14 +32,7 @@ def keyed_digest(secret: bytes, kind: str, name: str) -> bytes:
 
 def tenant_salt(secret: bytes, tenant: str, own: object) -> str:
     """64 hex digits: one salt for each tenant and each salt of the tenant's own (None: none)."""
-    said = json.dumps(
-        ["salt", tenant, own],
-        sort_keys=True,
-        ensure_ascii=False,
-        separators=(",", ":"),
-        allow_nan=False,
-    )
-    return signature(secret, said.encode()).hex()
+    return signature(secret, _encode(["salt", tenant, own]).encode()).hex()
 
 
 def signature(secret: bytes, data: bytes) -> bytes:

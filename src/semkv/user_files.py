@@ -23,9 +23,8 @@ from semkv.errors import DatasetError
 
 _MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-_PART_OF_A_PAIR = re.compile(
-    r"\\ud[89a-f]", re.IGNORECASE
-)  # escapes; most are halves of one whole character
+# Escapes; most are halves of one whole character.
+_PART_OF_A_PAIR = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
 
 def read_json(path: Path, *, nan_is_null: bool = False) -> Any:

@@ -64,12 +64,13 @@ def build(file: Path, tower: Path) -> tuple[Any, Any]:
         "eos_token_id": prompt.EOS_ID,
         "pad_token_id": prompt.PAD_ID,
     }
+    # Of the file.
     for name in (
         "quantization_config",
         "dtype",
         "_name_or_path",
         "_model_name_or_path",
-    ):  # of the file
+    ):
         settings.pop(name, None)
     seeing = network.load(tower)
     config = seeing.config.__class__.from_dict({**seeing.config.to_dict(), "text_config": settings})

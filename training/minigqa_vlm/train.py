@@ -237,10 +237,11 @@ def train(
     def scores(*, shuffled: bool) -> dict[str, float]:
         found: dict[str, float] = {}
         for chunk in held_out:
+            # "all" is that of the pictures.
             found = {
                 **evaluate(model, chunk, device, shuffled=shuffled),
                 **found,
-            }  # "all" is that of the pictures
+            }
         return found
 
     begun = time.monotonic()

@@ -373,9 +373,8 @@ def _export(
         raise StoreError(f"{root} holds no answers or entries (no {CATALOG}): nothing to export")
     if file.exists():
         raise StoreError(f"{file} is there already: delete it or name another file")
-    if (
-        root / "secret"
-    ).is_symlink():  # a gateway reads it all the same, and no answer is found without it
+    # A gateway reads it all the same, and no answer is found without it.
+    if (root / "secret").is_symlink():
         raise StoreError(
             f"{root / 'secret'} is a link, which export does not follow: put a copy in its place"
         )
@@ -432,9 +431,8 @@ def _import(
         raise StoreError(f"{root} is not empty: choose a new --cache-dir")
     make_cache_folder(root)
     try:
-        with TemporaryDirectory(
-            prefix=_IMPORTING, dir=root
-        ) as folder:  # it may be a disk of its own
+        # It may be a disk of its own.
+        with TemporaryDirectory(prefix=_IMPORTING, dir=root) as folder:
             made = Path(folder)
             reading = progress.open(file, "rb", console=Console(stderr=True), transient=True)
             # An archive without compression unpacks to its own size.
@@ -547,11 +545,12 @@ def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
         table.add_column(name, justify="left" if name in _TEXTS else "right")
     for row in rows:
         table.add_row(*map(str, row))
+    # Names are anybody's words.
     console = Console(
         markup=False,
         emoji=False,
         highlight=False,
-    )  # names are anybody's words
+    )
     if not console.is_terminal:
         console.width = max(console.width, 120)
     console.print(table)

@@ -1,19 +1,24 @@
-"""A sentence encoder's BERT on a CUDA device, beside the engine.
+"""The states of a BERT's tokens on a CUDA device, beside the engine.
 
 One text of some tokens keeps a GPU busy for less time than it takes to start the kernels of six layers. So the kernels
-are recorded once for each of some lengths, as a CUDA graph, and then start together.
+of transformers' own BERT are recorded once for each of some lengths, as a CUDA graph, and then start together.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from semkv.encoders.text import ShortBert
+import numpy as np
+
 from semkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from semkv.encoders.bert import Numbers, States
 
 DEVICE = "cuda"
 _SHORTEST = 16  # tokens; the others are twice as long as the one before
@@ -23,10 +28,13 @@ _KEY = "--encoder-device"
 def require_cuda() -> None:
     """
     Raises:
-        ConfigError: torch finds no CUDA device.
+        ConfigError: torch finds no CUDA device, or torch or transformers is not installed, both of which vLLM brings.
     """
-    import torch
-
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(_KEY, DEVICE, f"cpu, where {error.name} is not installed") from error
     if not torch.cuda.is_available():
         raise ConfigError(_KEY, DEVICE, "cpu, where torch finds no CUDA device")
 
@@ -35,76 +43,84 @@ def require_cuda() -> None:
 class _Graph:
     """What was recorded for texts of up to so many tokens: a graph, what it reads, and what it writes."""
 
+    bert: Any  # whose memory the graph reads as long as it lives
     graph: Any
     ids: Any
-    kinds: Any
     there: Any
     states: Any
 
-    def run(self, ids: Any, kinds: Any) -> Any:
+    def run(self, ids: Any) -> Any:
         """The states of a text's tokens, on the CPU."""
         count = ids.shape[1]
         self.ids[:, :count].copy_(ids)
-        self.kinds[:, :count].copy_(kinds)
         self.there.zero_()
         self.there[..., :count] = True
         self.graph.replay()
         return self.states[:, :count].cpu()
 
 
-def plain_linear(layer: Any) -> Any:
-    """A linear layer as torch has it."""
-    import torch.nn.functional as torch_functions
+def cuda_states(directory: Path, config: Mapping[str, Any]) -> States:
+    """What computes the states of a model's tokens, one text after the other.
 
-    def run(rows: Any, after: str = "none", how: str = "") -> Any:
-        found = torch_functions.linear(rows, layer.weight, layer.bias)
-        return torch_functions.gelu(found, approximate=how) if after == "gelu" else found
+    Raises:
+        RuntimeError: the GPU has no room for it.
+    """
+    import torch
+    from transformers import BertModel
+
+    bert = BertModel.from_pretrained(
+        directory,
+        add_pooling_layer=False,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+        local_files_only=True,
+    )
+    bert = bert.eval().to(DEVICE)
+    window = int(config["max_position_embeddings"])
+    graphs: dict[int, _Graph] = {}
+    pool = torch.cuda.graph_pool_handle()  # one graph runs at a time
+    with torch.inference_mode():
+        length = _SHORTEST
+        while length < 2 * window:
+            longest = min(length, window)
+            graphs[longest] = _recorded(bert, longest, pool)
+            length *= 2
+
+    def run(ids: Numbers, there: Numbers) -> npt.NDArray[np.float32]:
+        found = np.zeros((*ids.shape, int(config["hidden_size"])), dtype=np.float32)
+        with torch.inference_mode():
+            for row, count in enumerate(there.sum(axis=1).tolist()):
+                graph = next(one for most, one in graphs.items() if most >= count)
+                found[row, :count] = graph.run(torch.from_numpy(ids[row : row + 1, :count]))[0]
+        return found
 
     return run
 
 
-class CudaBert(ShortBert):
-    """A `ShortBert` whose layers run on a CUDA device. Tokens, and the vector of a text's states, are made on the CPU.
+def _recorded(bert: Any, length: int, pool: Any) -> _Graph:
+    import torch
 
-    One thread at a time may call it.
-    """
+    ids = torch.zeros((1, length), dtype=torch.long, device=DEVICE)
+    there = torch.ones((1, 1, length, length), dtype=torch.bool, device=DEVICE)
 
-    few = sys.maxsize
+    def states() -> Any:
+        return states_of(bert, ids, there)
 
-    def __init__(self, model: Any) -> None:
-        import torch
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is loaded at a first call may not be recorded
+        states()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        found = states()
+    return _Graph(bert, graph, ids, there, found)
 
-        bert = copy.deepcopy(model[0].auto_model).to(DEVICE)
-        super().__init__(model, bert, plain_linear)
-        self._graphs: dict[int, _Graph] = {}
-        pool = torch.cuda.graph_pool_handle()  # one graph runs at a time
-        with torch.inference_mode():
-            length = _SHORTEST
-            while length < 2 * int(model.max_seq_length):
-                longest = min(length, int(model.max_seq_length))
-                self._graphs[longest] = self._recorded(longest, pool)
-                length *= 2
 
-    def states_of(self, read: Sequence[Mapping[str, Any]]) -> list[Any]:
-        return [self._recalled(one["input_ids"], one["token_type_ids"]) for one in read]
+def states_of(bert: Any, ids: Any, there: Any) -> Any:
+    """The states of the tokens, [1, tokens, width], of ``ids``, [1, tokens]; ``there``, [1, 1, tokens, tokens], says
+    for each token which others are no padding."""
+    import torch
 
-    def _recalled(self, ids: Any, kinds: Any) -> Any:
-        """The states of a text's tokens, by the graph that was recorded for its length."""
-        graph = next(one for length, one in self._graphs.items() if length >= ids.shape[1])
-        return graph.run(ids, kinds)
-
-    def _recorded(self, length: int, pool: Any) -> _Graph:
-        import torch
-
-        ids = torch.zeros((1, length), dtype=torch.long, device=DEVICE)
-        kinds = torch.zeros_like(ids)
-        there = torch.ones((1, 1, 1, length), dtype=torch.bool, device=DEVICE)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is loaded at a first call may not be recorded
-            self.states(ids, kinds, there)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            states = self.states(ids, kinds, there)
-        return _Graph(graph, ids, kinds, there, states)
+    found = bert(input_ids=ids, token_type_ids=torch.zeros_like(ids), attention_mask=there)
+    return found.last_hidden_state

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from semkv.encoders.text import at_unit_length, few_threads, load_sentence_transformer
+from semkv.encoders.library import few_threads, load_sentence_transformer
+from semkv.encoders.text import at_unit_length
 from semkv.errors import ConfigError
 from semkv_stores.digests import digest, weights_digest
 

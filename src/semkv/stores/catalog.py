@@ -65,7 +65,7 @@ INSERT INTO sqlite_sequence VALUES ('entries', :now), ('vectors', :now);
 # Files of earlier versions are without these tables, and had two that are dropped. `shared` has one row where the file
 # shares entries with other files: the place in the log of removals up to which it has read. `removals` are those that
 # are not in the log yet. `barred` are the texts that an entry must not answer, and `barred_by` says whose they are.
-# `judged` are pairs of texts, and whether a judge said that one answer serves both.
+# `judged` are pairs of texts, and whether a judge said that one answer serves both; `judged_by` says whose they are.
 _ADDED = (
     "CREATE TABLE IF NOT EXISTS removals (number INTEGER PRIMARY KEY AUTOINCREMENT, criteria TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS shared (cursor TEXT NOT NULL)",
@@ -73,6 +73,7 @@ _ADDED = (
     "CREATE INDEX IF NOT EXISTS barred_entry ON barred (entry)",
     "CREATE TABLE IF NOT EXISTS barred_by (pair TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE IF NOT EXISTS judged (pair TEXT NOT NULL UNIQUE, same INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS judged_by (pair TEXT PRIMARY KEY, tenant TEXT NOT NULL) WITHOUT ROWID",
     "DROP TABLE IF EXISTS sentences",
     "DROP TABLE IF EXISTS contexts",
 )
@@ -100,9 +101,8 @@ _COUNT_HIT = "UPDATE entries SET hits=hits+1, last_hit=MAX(last_hit, ?1), used=M
 _ROUNDING = 1e-3  # of a unit vector's squared length, in any precision
 _REMOVALS = 1000  # that other processes have not seen yet; beyond it one removal of everything takes their place
 _BARRED = 65_536  # pairs found wrong that are kept
-_BARRED_SHARE = 100  # all of them to those that make room for others at once
-_BARRED_TENANTS = "SELECT barred.rowid, COALESCE(tenant, '') AS tenant FROM barred LEFT JOIN barred_by USING (pair)"
-_JUDGED = 65_536  # the judged pairs that were used last
+_JUDGED = 65_536  # judged pairs that are kept
+_PAIRS_SHARE = 100  # all of them to those that make room for others at once
 _USE_VERDICT = "UPDATE judged SET rowid=(SELECT MAX(rowid) FROM judged)+1 WHERE pair=?"
 _TAGS = "SELECT json_group_array(CAST(tag AS TEXT)) FROM tags WHERE entry=entries.id"
 _ENTRIES = f"""SELECT id, entry_id, tenant, model, segments, chunk_text, CAST(response AS BLOB), metadata, ({_TAGS}),
@@ -352,8 +352,7 @@ class Catalog:
             if whose is not None:
                 name = digest("barred by", whose)[:16]
                 db.execute("INSERT OR IGNORE INTO barred_by VALUES (?, ?)", (pair, name))
-            if db.execute("SELECT COUNT(*) FROM barred").fetchone()[0] > _BARRED:
-                _trim_barred(db)
+            _trim_pairs(db, "barred", _BARRED)
             count = db.execute("SELECT COUNT(*) FROM barred WHERE entry=?", (entry_id,))
             return int(count.fetchone()[0])
 
@@ -361,13 +360,14 @@ class Catalog:
         """Whether an entry was wrong for a text."""
         return bool(self.database.rows("SELECT 1 FROM barred WHERE pair=?", pair))
 
-    def judge(self, pair: str, *, same: bool) -> None:
-        """Note whether one answer serves a pair of texts."""
+    def judge(self, pair: str, tenant: str, *, same: bool) -> None:
+        """Note whether one answer serves a tenant's pair of texts. Where there are too many pairs, those go that the
+        tenant with the most has not used for the longest time."""
         with self.database.write() as db:
+            name = digest("judged by", tenant)[:16]
             db.execute("INSERT OR REPLACE INTO judged VALUES (?, ?)", (pair, same))
-            db.execute(
-                "DELETE FROM judged WHERE rowid<=(SELECT MAX(rowid) FROM judged)-?", (_JUDGED,)
-            )
+            db.execute("INSERT OR IGNORE INTO judged_by VALUES (?, ?)", (pair, name))
+            _trim_pairs(db, "judged", _JUDGED)
 
     def verdict(self, pair: str) -> bool | None:
         """Whether one answer serves a pair of texts; None where that is not known. A pair that is asked for stays."""
@@ -671,9 +671,8 @@ def unpack(data: bytes, dim: int) -> Vector:
     if len(data) != 4 * dim:
         raise CorruptValue(f"a vector of {len(data)} bytes where {dim} numbers belong")
     vector = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
-    if (
-        not abs(np.dot(vector, vector) - 1.0) < _ROUNDING
-    ):  # one pass; a catalog is opened by reading all of them
+    # One pass; a catalog is opened by reading all of them.
+    if not abs(np.dot(vector, vector) - 1.0) < _ROUNDING:
         raise CorruptValue("a vector that is not of length 1")
     return vector
 
@@ -708,11 +707,18 @@ def _tell(db: sqlite3.Connection, criteria: Criteria) -> None:
     db.execute("INSERT INTO removals (criteria) VALUES (?)", (json.dumps(criteria),))
 
 
-def _trim_barred(db: sqlite3.Connection) -> None:
-    """Drop the oldest pairs found wrong of the tenant that has the most."""
-    most = f"SELECT tenant FROM ({_BARRED_TENANTS}) GROUP BY tenant ORDER BY COUNT(*) DESC LIMIT 1"  # noqa: S608 (our own words)
+def _trim_pairs(db: sqlite3.Connection, table: str, bound: int) -> None:
+    """Where a table has more pairs than its bound, drop the first ones of the tenant that has the most."""
+    if db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] <= bound:  # noqa: S608 (our own words)
+        return
+    whose = f"{table}_by"
+    owned = (
+        f"SELECT {table}.rowid, COALESCE(tenant, '') AS tenant "  # noqa: S608 (our own words)
+        f"FROM {table} LEFT JOIN {whose} USING (pair)"
+    )
+    most = f"SELECT tenant FROM ({owned}) GROUP BY tenant ORDER BY COUNT(*) DESC LIMIT 1"  # noqa: S608 (our own words)
     (tenant,) = db.execute(most).fetchone()
-    oldest = f"SELECT rowid FROM ({_BARRED_TENANTS}) WHERE tenant=? ORDER BY rowid LIMIT ?"  # noqa: S608 (our own words)
-    share = max(1, _BARRED // _BARRED_SHARE)
-    db.execute(f"DELETE FROM barred WHERE rowid IN ({oldest})", (tenant, share))  # noqa: S608 (our own words)
-    db.execute("DELETE FROM barred_by WHERE pair NOT IN (SELECT pair FROM barred)")
+    oldest = f"SELECT rowid FROM ({owned}) WHERE tenant=? ORDER BY rowid LIMIT ?"  # noqa: S608 (our own words)
+    share = max(1, bound // _PAIRS_SHARE)
+    db.execute(f"DELETE FROM {table} WHERE rowid IN ({oldest})", (tenant, share))  # noqa: S608 (our own words)
+    db.execute(f"DELETE FROM {whose} WHERE pair NOT IN (SELECT pair FROM {table})")  # noqa: S608 (our own words)

@@ -192,9 +192,8 @@ def is_ours(root: Path) -> bool:
     was opened as ours before, or a store of blocks."""
     file = root / CATALOG
     found = database.is_ours(file)
-    if found is None and database.is_ours(
-        root / WORTH
-    ):  # of a gateway that keeps nothing else here
+    # Of a gateway that keeps nothing else here.
+    if found is None and database.is_ours(root / WORTH):
         return True
     if found is None:
         found = file.is_file() and file.with_name(f"{CATALOG}.lock").is_file()

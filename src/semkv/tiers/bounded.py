@@ -85,18 +85,18 @@ class Arm:
     lately: list[float] = field(default_factory=_zeros)  # comparisons, with a short memory
     wrong_lately: list[float] = field(default_factory=_zeros)
     risk: list[float] = field(default_factory=_zeros, init=False)
-    open: list[bool] = field(
-        default_factory=lambda: [False] * BANDS, init=False
-    )  # whether a band is served
+    # Whether a band is served.
+    open: list[bool] = field(default_factory=lambda: [False] * BANDS, init=False)
 
 
+# Of an arm, which are kept across restarts.
 _COUNTS = (
     "asked",
     "seen",
     "wrong",
     "lately",
     "wrong_lately",
-)  # of an arm, which are kept across restarts
+)
 
 # Kinds of doubt, in the order of a `Match.wording`.
 _WORDINGS = ("other words", "other forms", "order")

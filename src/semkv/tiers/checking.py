@@ -173,7 +173,8 @@ class Checking:
 
     def keep_verdict(self, request: Request, donor: Entry, *, same: bool) -> None:
         """Remember what the judge said."""
-        self._catalog.judge(self._judged_pair(request, donor), same=same)
+        pair = self._judged_pair(request, donor)
+        self._catalog.judge(pair, request.namespace.tenant, same=same)
 
     def _judged_pair(self, request: Request, donor: Entry) -> str:
         """The name of all that a verdict depends on: the judge and what it is asked, the tenant and model, the texts of

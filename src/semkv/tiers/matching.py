@@ -65,9 +65,8 @@ class Lookup:
 
     request: Request
     statuses: dict[str, Status]  # of each tier
-    vectors: dict[str, Vector] = field(
-        default_factory=dict
-    )  # unit vectors by layer, computed on the way
+    # Unit vectors by layer, computed on the way.
+    vectors: dict[str, Vector] = field(default_factory=dict)
     plan: Plan | None = None  # of the first candidate that can be used
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
@@ -133,7 +132,10 @@ class Planner:
                 return
 
     def _plan(self, found: Lookup, candidate: Candidate) -> Plan | None:
-        request, donor = found.request, candidate.donor
+        """The plan that a candidate makes, or None. docs/architecture.md has all checks in their order."""
+        request = found.request
+        donor = candidate.donor
+        found.decision = None
         if donor.namespace != request.namespace:  # a damaged file names another's entry
             return None
         whole = candidate.run == len(donor.segments)
@@ -141,56 +143,76 @@ class Planner:
         run = donor.segments[: candidate.run]
         if not self._may_be_typed_so(own, run, candidate.similar):
             return None
-        exactness = exactness_of(own, run)
-        if exactness is Exactness.NORMALISED and not self._normalised:
-            exactness = Exactness.APPROXIMATE
         match = Match(
             candidate.tier,
             donor.entry_id,
             candidate.score,
-            exactness,
+            self._exactness(own, run),
             whole=whole,
             others=candidate.others,
         )
-        found.decision = None
         if candidate.tier == SEMANTIC and candidate.score < self.least:  # proposed to be shown
             _turn_down(found, match, donor, TOO_FAR)
             return None
         self._bring_images(request, run)
-        if exactness is Exactness.APPROXIMATE:
-            if (reason := self._veto(request, donor, own, run, whole=whole)) is not None:
-                self._tally.add(f"veto:{reason}")
-                _turn_down(found, match, donor, f"{VETO}{reason}")
+        if match.exactness is Exactness.APPROXIMATE:
+            judged = self._accepted(found, donor, match, own, run)
+            if judged is None:
                 return None
-            if whole:
-                # A policy that looks below the threshold knows scores of the semantic text tier alone.
-                least = self.least if candidate.tier == SEMANTIC else self._certain
-                cosine = self._least_cosine(request, donor)
-                if cosine < least:
-                    self._tally.add("veto:length")
-                    _turn_down(found, match, donor, f"{VETO}length")
-                    return None
-                words = wording(request.chunk_text, donor.chunk_text)
-                score = min(match.score, cosine)
-                match = replace(
-                    match,
-                    score=score,
-                    wording=words,
-                    judged=self._verdict(request, donor),
-                    same_words=self._has_same_words(request, donor, score),
-                )
-            found.decision = self._decide(request, donor, match)
-            if not found.decision.accept:
-                _turn_down(found, match, donor, found.decision.reason or "policy")
-                if found.decision.doubt and self._can_judge(request):
-                    found.doubt = found.doubt or (match, donor)
-                return None
-        leading = own if exactness is Exactness.EXACT else self._available(request, run)
+            match = judged
+        leading = own if match.exactness is Exactness.EXACT else self._available(request, run)
         if leading is None:
             self._tally.add("donor media lost")
             return None
-        return Plan(
-            (*leading, *(() if whole else request.segments[candidate.run :])), len(leading), match
+        rest = () if whole else request.segments[candidate.run :]
+        return Plan((*leading, *rest), len(leading), match)
+
+    def _exactness(self, own: Sequence[Segment], run: Sequence[Segment]) -> Exactness:
+        """How close a run is; where typing counts, one that only folds to the request's is approximate."""
+        exactness = exactness_of(own, run)
+        if exactness is Exactness.NORMALISED and not self._normalised:
+            return Exactness.APPROXIMATE
+        return exactness
+
+    def _accepted(
+        self,
+        found: Lookup,
+        donor: Entry,
+        match: Match,
+        own: Sequence[Segment],
+        run: Sequence[Segment],
+    ) -> Match | None:
+        """An approximate match with all that the policy was told, where guards and policy accept it."""
+        request = found.request
+        reason = self._veto(request, donor, own, run, whole=match.whole)
+        if reason is None and match.whole:
+            cosine = self._least_cosine(request, donor)
+            # A policy that looks below the threshold knows scores of the semantic text tier alone.
+            least = self.least if match.tier == SEMANTIC else self._certain
+            if cosine < least:
+                reason = "length"
+            else:
+                match = self._described(request, donor, match, min(match.score, cosine))
+        if reason is not None:
+            self._tally.add(f"veto:{reason}")
+            _turn_down(found, match, donor, f"{VETO}{reason}")
+            return None
+        found.decision = self._decide(request, donor, match)
+        if found.decision.accept:
+            return match
+        _turn_down(found, match, donor, found.decision.reason or "policy")
+        if found.decision.doubt and self._can_judge(request):
+            found.doubt = found.doubt or (match, donor)
+        return None
+
+    def _described(self, request: Request, donor: Entry, match: Match, score: float) -> Match:
+        """A match of a whole prompt with the least of its cosines, and what a policy may ask about it."""
+        return replace(
+            match,
+            score=score,
+            wording=wording(request.chunk_text, donor.chunk_text),
+            judged=self._verdict(request, donor),
+            same_words=self._has_same_words(request, donor, score),
         )
 
     def _bring_images(self, request: Request, run: Sequence[Segment]) -> None:

@@ -10,10 +10,11 @@ are brought, and compared like all others.
 The bytes of a donor's image, where images are compared, are a partition of their own. They are brought when the donor
 is to stand in for another one.
 
-Removals go through a log. A row says up to which place of the log its writer had followed it, so a reader knows the
-removals that came after the row, and leaves it out where one of them concerns it. One process of a directory at a time
-follows the log, and notes its place in the catalog. A store that cannot be reached is a counted fault: what waits is
-sent later, and lookups go on with what is here.
+Removals go through logs, one for each part of the store, which fails by itself. Each has every removal. A row says up
+to which place of its part's log its writer had followed it, so a reader knows the removals that came after the row, and
+leaves it out where one of them concerns it. Pairs that clients found wrong have logs of their own, so that they push no
+removal out. One process of a directory at a time follows the logs, and notes its places in the catalog. A store that
+cannot be reached is a counted fault: what waits is sent later, and lookups go on with what is here.
 
 Gateways that share a directory need no store: they read the catalog's rows.
 """
@@ -55,6 +56,7 @@ from semkv.stores.catalog import (
 )
 from semkv.stores.media import MediaStore
 from semkv.types import Entry, MediaSegment, Namespace
+from semkv_stores.breaker import Rests, rest_from
 from semkv_stores.digests import digest
 from semkv_stores.files import lock
 
@@ -69,7 +71,7 @@ MOST = 4096  # rows of a partition that are read and kept, the latest
 _NEAREST = 8  # entries that a search brings: more than a lookup compares
 _WAITING = 1024  # rows that wait for the store
 _POLL_S = 0.25
-_PAUSE_S = 1.0
+_PAUSE_S = 1.0  # for which nothing is brought after a wait in vain
 _FRESH_S = 0.25  # for which a partition that was read is not asked for again
 _AGAIN_S = (
     600.0  # after which one is read from its start, where a full catalog may have dropped rows
@@ -145,27 +147,69 @@ class Removals:
         return place.log == self.after.log and place >= self.after
 
 
+class Reached(NamedTuple):
+    """How far both logs of a part were followed."""
+
+    removals: Place = Place()
+    reports: Place = Place()
+
+    def __str__(self) -> str:
+        return f"{self.removals};{self.reports}"
+
+
+class Logs(NamedTuple):
+    """What both logs of a part have after a place in each."""
+
+    removals: Removals
+    reports: Removals
+
+    @property
+    def end(self) -> Reached:
+        return Reached(self.removals.end, self.reports.end)
+
+
+def read_reached(text: str, parts: int) -> list[Reached] | None:
+    """How far the logs of each part were followed, from a catalog's note; None where it is of another store."""
+    if not text:
+        return [Reached()] * parts
+    notes = [note.partition(";") for note in text.split(",")]
+    if len(notes) != parts:
+        return None
+    try:
+        return [Reached(Place.of(removals), Place.of(reports)) for removals, _, reports in notes]
+    except ValueError:
+        return None
+
+
 class DonorStore(Protocol):
-    """Rows of any form, by partition, and a log of removals. Every method blocks and may raise `StoreError`
-    (unreachable, full). A partition's name has its tenant's (`tenant_name`) before a colon. Its pairs found wrong are
-    rows of their own (``wrong``), and go with it."""
+    """Rows of any form, by partition, and logs. Every method blocks and may raise `StoreError` (unreachable, full). A
+    partition's name has its tenant's (`tenant_name`) before a colon. Its pairs found wrong are rows of their own
+    (``wrong``), and go with it.
+
+    Attributes:
+        parts: in how many parts the partitions lie. Each has a log of removals, and one of reports: pairs that were
+            found wrong where the entry is not known.
+    """
+
+    parts: int
+
+    def part_of(self, partition: str) -> int:
+        """The part in which a partition lies."""
 
     def search_by(self, encoder: str) -> bool:
         """Let searches be by vectors of this encoder, from now on; whether the store searches at all."""
 
-    def add(
-        self,
-        partition: str,
-        data: bytes,
-        since: str,
-        *,
-        most: int = MOST,
-        wrong: bool = False,
-        item: str = "",
-        vector: Vector | None = None,
+    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
+        """Append a row. Where the partition has more than ``most``, or the store too many, the oldest go."""
+
+    def add_wrong(self, partition: str, data: bytes, since: str) -> None:
+        """The same for a pair found wrong."""
+
+    def add_item(
+        self, partition: str, data: bytes, since: str, item: str, vector: Vector | None
     ) -> None:
-        """Append a row. Where the partition has more than ``most``, or the store too many, the oldest go. An ``item``
-        with a unit vector, float32 [dim], is found by `nearest`; a store that searches keeps more than ``most``."""
+        """Append the row of an item, which `nearest` finds by its unit vector, float32 [dim]. A store that searches
+        keeps more than `MOST`."""
 
     def read(
         self, partition: str, after: str, before: str, *, wrong: bool = False
@@ -182,11 +226,14 @@ class DonorStore(Protocol):
     def rows_of(self, partition: str, items: Sequence[str]) -> Sequence[SharedRow]:
         """The latest rows of items, of those that have one."""
 
-    def remove(self, removal: bytes) -> None:
-        """Append to the log of removals."""
+    def remove(self, part: int, removal: bytes, *, is_report: bool = False) -> bool:
+        """Append to a part's log of removals, or of reports. False where the store may lose it."""
 
-    def removals(self, after: Place) -> Removals:
-        """The removals after a place, or what the log has where it does not reach back to the place."""
+    def removals(self, part: int, after: Place) -> Removals:
+        """A part's removals after a place, or what the log has where it does not reach back to the place."""
+
+    def logs(self, part: int, after: Reached) -> Logs:
+        """The same of both logs."""
 
     def sweep(
         self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
@@ -284,7 +331,11 @@ class Sharing:
         self._waiting: deque[_Waiting] = deque()
         self._some = threading.Event()
         self._closing = threading.Event()
-        self._followed = threading.Event()  # whether the log of removals was read, by any process
+        self._followed = threading.Event()  # whether any part's logs were read, by any process
+        self._reached = [Reached()] * store.parts  # how far they were
+        self._follow_at = 0.0  # when they are to be read again, by the monotonic clock
+        self._rests = Rests()  # of parts
+        self._unsent: dict[int, Sequence[int]] = {}  # parts whose logs lack a removal
         self._known: Latest[str, _Partition] = Latest(_KNOWN)
         self._knowing = threading.Lock()
         self._quiet_until = 0.0  # no partition is read after several faults, by the monotonic clock
@@ -347,21 +398,35 @@ class Sharing:
             self._some.wait(_POLL_S)
             self._some.clear()
             closing = self._closing.is_set()
-            pause_s = _PAUSE_S
+            began = time.monotonic()
+            until = began
             with self._tally.boundary("shared entries"):
-                self._exchange()
-                pause_s = 0.0
-            self._closing.wait(pause_s)
+                try:
+                    self._exchange()
+                except Exception:
+                    until = rest_from(began)
+                    raise
+            self._closing.wait(max(0.0, until - time.monotonic()))
 
     # -- to the store -------------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
         with suppress(BlockingIOError), lock(self._catalog.path.with_name(LOCK), 0.0):
             self._send_removals()
-            self._follow()
-        if self._catalog.read_from():
+            if time.monotonic() >= self._follow_at:
+                self._follow()
+                self._follow_at = time.monotonic() + _POLL_S
+        self._reached = self._reached_by_all() or self._reached
+        if any(place.removals.log for place in self._reached):
             self._followed.set()
         self._send_rows()
+
+    def _reached_by_all(self) -> list[Reached] | None:
+        return read_reached(self._catalog.read_from(), self._store.parts)
+
+    def _is_followed(self, partition: str) -> bool:
+        """Whether the logs of a partition's part were read."""
+        return bool(self._reached[self._store.part_of(partition)].removals.log)
 
     def _send_rows(self) -> None:
         """Send what waits. A row that fails is sent again later, behind the others: its node of a cluster may be away.
@@ -369,12 +434,12 @@ class Sharing:
         failed: StoreError | None = None
         failures = 0
         for _ in range(len(self._waiting)):
-            since = self._catalog.read_from()
-            if not since or failures == _FAILURES:
+            self._reached = self._reached_by_all() or self._reached
+            if failures == _FAILURES or not self._followed.is_set():
                 break
             row = self._waiting[0]
             try:
-                self._send(row, since)
+                self._send(row)
                 failures = 0
             except StoreError as error:
                 failed = error
@@ -384,22 +449,30 @@ class Sharing:
         if failed is not None:
             raise failed
 
-    def _send(self, row: _Waiting, since: str) -> None:
-        # It is looked for after the place was read, so that a removal after the place concerns the row.
+    def _send(self, row: _Waiting) -> None:
+        # It is looked for after the places were read, so that a removal after a place concerns the row.
         if self._catalog.missing([row.entry.entry_id]):
             return
-        self._send_images(row.entry, since)  # first: who finds the row looks for them
+        self._send_images(row.entry)  # first: who finds the row looks for them
         for partition in row.partitions:
-            self._send_to(partition, row, since)
+            self._send_to(partition, row)
         self._tally.add("shared out")
 
-    def _send_to(self, partition: str, row: _Waiting, since: str) -> None:
-        if row.wrong:
-            self._store.add(partition, row.data, since, wrong=True)
-            return
-        self._store.add(partition, row.data, since, item=row.entry.entry_id, vector=row.vector)
+    def _since(self, partition: str) -> str:
+        """Up to where the log of a partition's part was followed. Raises a `StoreError` where it was not."""
+        place = self._reached[self._store.part_of(partition)].removals
+        if not place.log:
+            raise StoreError("the log of removals was not read yet")
+        return str(place)
 
-    def _send_images(self, entry: Entry, since: str) -> None:
+    def _send_to(self, partition: str, row: _Waiting) -> None:
+        since = self._since(partition)
+        if row.wrong:
+            self._store.add_wrong(partition, row.data, since)
+            return
+        self._store.add_item(partition, row.data, since, row.entry.entry_id, row.vector)
+
+    def _send_images(self, entry: Entry) -> None:
         if self._media is None:
             return
         for media_id in _media_of(entry):
@@ -409,19 +482,43 @@ class Sharing:
                 continue
             data = self._media.get(media_id)
             if data is not None and len(data) <= _LARGEST_IMAGE:
-                self._store.add(name, data, since, most=1)
+                self._store.add(name, data, self._since(name), most=1)
                 self._images_sent[name] = now
 
     def _send_removals(self) -> None:
+        """Send removals to the log of each part, and again to those that were away."""
+        are_sent = True  # those so far, in all parts
         for number, text in self._catalog.removals():
-            self._store.remove(text.encode())
-            self._catalog.sent(number)
-            criteria = read_criteria(text.encode())
-            if "wrong" not in criteria:
+            data = text.encode()
+            criteria = read_criteria(data)
+            is_report = "wrong" in criteria
+            missing = self._unsent.get(number, range(self._store.parts))
+            parts = [part for part in missing if not self._send_removal(part, data, is_report)]
+            is_news = number not in self._unsent or (missing and not parts)
+            if is_news and not is_report:  # once at once, and once when no row comes any more
                 self._removals.append(criteria)
+            self._unsent[number] = parts
+            are_sent = are_sent and not parts
+            if are_sent:
+                self._unsent.pop(number)
+                self._catalog.sent(number)
         if self._removals:
             self._images_sent.clear()
             self._sweeper.submit(self._sweep)
+
+    def _send_removal(self, part: int, data: bytes, is_report: bool) -> bool:
+        """Whether a part has a removal now."""
+        if self._rests.has(part):
+            return False
+        began = time.monotonic()
+        try:
+            if not self._store.remove(part, data, is_report=is_report):
+                self._tally.add("shared removal, not replicated")
+            return True
+        except StoreError as error:
+            self._rests.failed(part, began)
+            self._tally.fault("shared entries", error)
+            return False
 
     def _sweep(self) -> None:
         """Delete the rows that removals concern, in one pass. No gateway uses them meanwhile, nor where this fails."""
@@ -438,24 +535,53 @@ class Sharing:
     # -- removals of others -------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Apply the removals that the log has since the last time."""
+        """Apply what the logs have since the last time, those of each part that can be reached."""
         text = self._catalog.read_from()
-        place = Place.of(text)
-        removals = self._store.removals(place)
-        if text and not removals.reach(place):  # it was emptied, or others were removed meanwhile
-            self._remove({})
-            self._images_sent.clear()
-            with self._knowing:
-                self._known.clear()
-        for _, data in removals.rows:
+        reached = read_reached(text, self._store.parts)
+        if reached is None:  # of another version, or another store
+            reached = [Reached()] * self._store.parts
+            self._start_anew()
+        seen: set[bytes] = set()  # every part has the same
+        for part, place in enumerate(reached):
+            if self._rests.has(part):
+                continue
+            began = time.monotonic()
             try:
-                criteria = read_criteria(data)
-                if text or "wrong" in criteria:  # at first there is nothing to remove
-                    self._remove(criteria)
+                logs = self._store.logs(part, place)
+            except StoreError as error:
+                self._rests.failed(part, began)
+                self._tally.fault("shared entries", error)
+                continue
+            self._apply(place, logs, seen)
+            reached[part] = logs.end
+        found = ",".join(map(str, reached))
+        if found != text and any(place.removals.log for place in reached):
+            self._catalog.read_to(found)
+
+    def _apply(self, place: Reached, logs: Logs, seen: set[bytes]) -> None:
+        """Apply what a part's logs have after a place, without what was `seen` in others."""
+        was_read = bool(place.removals.log)
+        has_all = logs.removals.reach(place.removals) and logs.reports.reach(place.reports)
+        if was_read and not has_all:  # one was emptied, or others were removed meanwhile
+            self._start_anew()
+        rows = [*logs.reports.rows]
+        if was_read:  # at first there is nothing to remove
+            rows += logs.removals.rows
+        for _, data in rows:
+            if data in seen:
+                continue
+            seen.add(data)
+            try:
+                self._remove(read_criteria(data))
             except CorruptValue as error:  # later removals are followed all the same
                 self._tally.fault("shared removal", error)
-        if str(removals.end) != text:
-            self._catalog.read_to(str(removals.end))
+
+    def _start_anew(self) -> None:
+        """Remove all that is here, since it is not known what was removed elsewhere."""
+        self._remove({})
+        self._images_sent.clear()
+        with self._knowing:
+            self._known.clear()
 
     def _remove(self, criteria: Criteria) -> None:
         if "wrong" in criteria:
@@ -474,14 +600,15 @@ class Sharing:
         now = time.monotonic()
         if now < self._quiet_until or not self._is_following():
             return
-        reading = [self._reading(partition, now) for partition in partitions]
+        followed = filter(self._is_followed, partitions)
+        reading = [self._reading(partition, now) for partition in followed]
         for job, began in reading:
             if job is not None:
                 left_s = began + self._limit_s - time.monotonic()
                 wait([job], max(0.0, left_s))
 
     def _is_following(self) -> bool:
-        """Whether the log was read, so that no pair found wrong is unheard of. Waits as `bring`."""
+        """Whether a log was read, so that no pair found wrong is unheard of. Waits as `bring`."""
         found = self._followed.wait(self._limit_s)
         if not found:
             self._quiet_until = time.monotonic() + _PAUSE_S
@@ -504,6 +631,7 @@ class Sharing:
     def _read(self, name: str, known: _Partition) -> None:
         """Bring a partition's rows that are not known yet into the catalog, the latest first; of one that is searched
         only the pairs found wrong."""
+        began = time.monotonic()
         done = False
         with self._tally.boundary("shared entries"):
             # First, so that no request gets what was found wrong for it.
@@ -517,16 +645,16 @@ class Sharing:
                     known.begun = time.monotonic()
                 known.cursor = self._read_rows(name, known.cursor, wrong=False)
             done = True
-        self._note_read(known, done=done)
+        self._note_read(known, began, done=done)
 
-    def _note_read(self, known: _Partition, *, done: bool) -> None:
+    def _note_read(self, known: _Partition, began: float, *, done: bool) -> None:
         """Leave a partition that could not be read alone for a while: its node of a cluster may be away. Where several
         fail one after the other, all are left alone."""
         if done:
             self._failures = 0
             return
         self._failures += 1
-        later = time.monotonic() + _PAUSE_S
+        later = rest_from(began)
         known.looked = later
         if self._failures >= _FAILURES:
             self._failures = 0
@@ -544,7 +672,7 @@ class Sharing:
             first = first or rows[0].at
             before = rows[-1].at
             count += len(rows)
-            self._take(rows)
+            self._take(name, rows)
         return first or after
 
     def is_searched(self, name: str) -> bool:
@@ -565,15 +693,18 @@ class Sharing:
             wait([job], self._limit_s)
 
     def _read_nearest(self, name: str, known: _Partition, vector: Vector) -> None:
+        began = time.monotonic()
         done = False
         with self._tally.boundary("shared entries"):
             near = self._store.nearest(name, vector, _NEAREST)
-            self._take(self._store.rows_of(name, self._catalog.missing(near)))
+            self._take(name, self._store.rows_of(name, self._catalog.missing(near)))
             done = True
-        self._note_read(known, done=done)
+        self._note_read(known, began, done=done)
 
-    def _take(self, rows: Sequence[SharedRow]) -> None:
-        arrivals = self._unremoved(self._arrivals(rows))
+    def _take(self, name: str, rows: Sequence[SharedRow]) -> None:
+        """Bring rows of a partition into the catalog."""
+        part = self._store.part_of(name)
+        arrivals = self._unremoved(part, self._arrivals(rows))
         for arrival in arrivals:  # first, so that no request gets what was found wrong for it
             if arrival.row.wrong:
                 tenant = arrival.row.entry.namespace.tenant
@@ -589,7 +720,7 @@ class Sharing:
         if records:
             self._add_each(records)
             self._tally.add("shared in", len(records))
-            self._undo(arrivals)
+            self._undo(part, arrivals)
 
     def _arrivals(self, rows: Sequence[SharedRow]) -> list[_Arrival]:
         """What rows hold; what cannot be read is counted and left out."""
@@ -600,12 +731,12 @@ class Sharing:
                 found.append(_Arrival(since, load(row.data)))
         return found
 
-    def _unremoved(self, arrivals: list[_Arrival]) -> list[_Arrival]:
-        """Those that no later removal concerns, as far as the log reaches back."""
+    def _unremoved(self, part: int, arrivals: list[_Arrival]) -> list[_Arrival]:
+        """Those that no later removal concerns, as far as the log of their part reaches back."""
         if not arrivals:
             return []
         first = min(arrival.since for arrival in arrivals)
-        removals = self._store.removals(first)
+        removals = self._store.removals(part, first)
         read = [(place, _criteria_or_none(data)) for place, data in removals.rows]
         kept = []
         for arrival in arrivals:
@@ -615,11 +746,11 @@ class Sharing:
                 kept.append(arrival)
         return kept
 
-    def _undo(self, arrivals: list[_Arrival]) -> None:
+    def _undo(self, part: int, arrivals: list[_Arrival]) -> None:
         """Take out again what was removed while it was brought. Later removals are followed after this."""
         kept = set[str]()
         try:
-            kept = {arrival.entry_id for arrival in self._unremoved(arrivals)}
+            kept = {arrival.entry_id for arrival in self._unremoved(part, arrivals)}
         finally:  # also where that cannot be said
             for arrival in arrivals:
                 if arrival.entry_id not in kept:

@@ -42,7 +42,11 @@ def ask_gateway(
     return replies, dict(reasons)
 
 
-def _ask_rows(asked: Sequence[Asked], ask: Mapping[str, Ask], gateway: Server) -> list[Reply]:
+def _ask_rows(
+    asked: Sequence[Asked],
+    ask: Mapping[str, Ask],
+    gateway: Server,
+) -> list[Reply]:
     before = recorded(gateway)
     new = [(one.picture, one.question) for one in asked]
     in_turns("a new question", new, ask)

@@ -129,13 +129,22 @@ def _work(line: Connection, options: VllmOptions, log: Path) -> None:
 class Server:
     """A command that answers over HTTP. `ready` waits for it, `stop` ends it."""
 
-    def __init__(self, module: str, arguments: Sequence[str], port: int, log: Path) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        port: int,
+        log: Path,
+    ) -> None:
         self.port = port
         self._log = log
         command = [sys.executable, "-m", module, *arguments, "--host", HOST, "--port", str(port)]
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
             )
 
     def ready(self) -> None:

@@ -35,7 +35,12 @@ _KV_BYTES = 1 << 29
 _GPU_SHARE = 0.1  # of memory that must be free when an engine starts; two run at once
 
 
-def run_demo(directory: Path, *, sizes: Sizes | None = None, verbose: bool = False) -> bool:
+def run_demo(
+    directory: Path,
+    *,
+    sizes: Sizes | None = None,
+    verbose: bool = False,
+) -> bool:
     """Print the table; whether no trap hit and all answers were equal. Requests and logs go to the directory.
 
     Raises:
@@ -62,7 +67,11 @@ def run_demo(directory: Path, *, sizes: Sizes | None = None, verbose: bool = Fal
     seconds = time.monotonic() - began
     with (directory / "requests.jsonl").open("wb") as file:
         file.writelines(to_json(asdict(reply)) for reply in replies)
-    found = {"environment": environment(), "seconds": round(seconds, 1), "refused": reasons}
+    found = {
+        "environment": environment(),
+        "seconds": round(seconds, 1),
+        "refused": reasons,
+    }
     found["rows"] = [asdict(row) | {"times_faster": row.times_faster} for row in rows]
     write_json("--dir", directory / "summary.json", found)
     said = notes(questions(1)[0], reasons)
@@ -111,7 +120,12 @@ class _Demo:
         behind = ["serve", "--upstream", f"http://{HOST}:{port}", "--cache-dir", answers]
         return server, self._server("semkv", behind, free_port())
 
-    def _server(self, module: str, arguments: Sequence[str], port: int) -> Server:
+    def _server(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        port: int,
+    ) -> Server:
         log = self.directory / f"{module.partition('.')[0]}.log"
         server = Server(module, arguments, port, log)
         self.stack.callback(server.stop)

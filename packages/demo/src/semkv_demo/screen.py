@@ -66,7 +66,11 @@ def make_console() -> Console:
 
 def show(console: Console, rows: Sequence[Row], said: str) -> None:
     """Print the table, and what has to be said of it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+    )
     table.add_column("median ms", no_wrap=True)
     for name in ("vLLM", "+ semkv", "faster", "hits", "equal"):
         table.add_column(name, justify="right", no_wrap=True)

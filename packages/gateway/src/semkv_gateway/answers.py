@@ -7,6 +7,7 @@ words why the answer is not complete; an empty text stands for a complete one.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ UNKNOWN = "unknown form"
 
 FINISHED = frozenset(("stop", "tool_calls"))
 _ENDED = frozenset(("end_turn", "stop_sequence", "tool_use"))
+_UNSEEN = frozenset(" \u115f\u1160\u2800\u3164\uffa0")
+"""Blanks that are letters or signs by name: fillers of Hangul, a cell of Braille without dots."""
 _SCORE_INPUTS = ("text_1", "data_1", "queries", "text_2", "data_2", "items", "documents")
 
 
@@ -59,7 +62,13 @@ def _is_number(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     """Whether a value is a text with more in it than blanks and characters that nobody sees."""
-    return isinstance(value, str) and any(sign.isprintable() and sign != " " for sign in value)
+    return isinstance(value, str) and any(map(_is_seen, value))
+
+
+def _is_seen(sign: str) -> bool:
+    """Whether a character shows by itself: a mark, such as a variation selector, belongs to the one before it."""
+    is_mark = unicodedata.category(sign).startswith("M")
+    return sign.isprintable() and not is_mark and sign not in _UNSEEN
 
 
 # -- chats and completions ---------------------------------------------------------------------------------------------

@@ -278,9 +278,8 @@ def gateway_of(
     history = History(settings.cache_dir)
     metrics = Metrics(workers, history, TenantNames(given, history.names()))
     history.on_fault = partial(metrics.fault, "worth")
-    where = (
-        re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
-    )  # without a password
+    # Without a password.
+    where = re.sub("//.*@", "//", settings.store) or settings.cache_dir / CATALOG
     log.info("starting semkv %s: responses are kept in %s", __version__, where)
     clock = SteadyClock()
     store = open_store(

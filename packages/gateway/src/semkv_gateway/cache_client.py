@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from semkv.account import Account
 from semkv.cache import CacheStats, SemanticCache
-from semkv.niceness import set_niceness
 from semkv.tiers.checking import same_text
 from semkv.tiers.matching import PendingEntry
 from semkv.tiers.tier import SEMANTIC
@@ -26,9 +23,10 @@ from semkv.types import Exactness, Plan, ReuseReport
 from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.response_cache import Found, ResponseCache
-from semkv_gateway.responses.store import Selector
+from semkv_gateway.responses.store import Selector, StoredResponse
 from semkv_gateway.rules import Rules
 from semkv_gateway.sse import choices_of, text_of
+from semkv_gateway.threads import Batches, Pool
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +45,9 @@ _NICE = 5  # niceness of lookups: a third of an ordinary thread's share of a cor
 _QUEUED = (
     2048  # requests that may wait for the store; beyond it a hanging one costs no request any time
 )
+_THREADS = 8  # of a store that does several things at once
+_TOGETHER = 64  # reads or writes of a file that one thread does together
+_LARGE = 64 * 1024  # bytes of an answer that is looked through in a thread
 _NAME = 200  # characters of a model's name that are noted
 _ADMIN_S = 30.0
 _INVALIDATE_S = 300.0  # every answer's head is read: a million take half a minute in Redis
@@ -128,19 +129,37 @@ class CacheClient:
         self._metrics = metrics
         self._store_s = store_s
         self.rules = rules
-        self._store = Pool("semkv-store", threads=8, queued=_QUEUED)
+        # A store with one lock, such as a file, has one thread for all that wait; another has one for each.
+        most = _TOGETHER if responses.takes_several else 1
+        threads = 1 if responses.takes_several else _THREADS
+        self._reads = Batches[tuple[str, ...], Found | None](
+            "semkv-read",
+            responses.lookup_all,
+            most=most,
+            threads=threads,
+            queued=_QUEUED,
+        )
+        self._writes = Batches[tuple[StoredResponse, str], bool](
+            "semkv-write",
+            responses.keep_all,
+            most=most,
+            threads=threads,
+            queued=_QUEUED,
+        )
+        self._store = Pool("semkv-store", threads=_THREADS, queued=_QUEUED)  # for all else
         self._lookups = Pool(
             "semkv-lookup",
             threads=2,
             queued=_LOOKUPS,
             nice=_NICE,
         )
+        # No lookup waits behind a record.
         self._records = Pool(
             "semkv-record",
             threads=1,
             queued=_LOOKUPS,
             nice=_NICE,
-        )  # no lookup waits behind a record
+        )
         self._running: dict[str, Running] = {}  # lookups that later requests may share
         self._waited_for: set[Running] = set()
         self._crowded_out = 0  # lookups left out since many waited and few find anything
@@ -161,9 +180,7 @@ class CacheClient:
         found = self.responses.peek(keys[0])
         if found is not None and not found.stale:
             return found
-        return await self._guarded(
-            "store", self._store.run(self._store_s, self.responses.lookup, *keys)
-        )
+        return await self._guarded("store", self._reads.result(self._store_s, keys, always=False))
 
     async def look_up(self, canonical: CanonicalRequest, *, writes: bool = True) -> Lookup:
         """What the caches have; looked up once for all who ask for the same at the same time. Never raises. Without
@@ -178,6 +195,8 @@ class CacheClient:
             and canonical.request.media
         ):
             return Lookup(canonical, await self.stored(*canonical.keys))
+        if self.semantic is None:
+            return await self._find(canonical)
         # After an invalidation no lookup that began before it. Rules look at fields that are in no key.
         running = f"{canonical.key} {self.responses.begin()} {self.rules.least_cosine(canonical)}"
         found = await self._shared(running, canonical)
@@ -186,9 +205,8 @@ class CacheClient:
         if report is None or not report.plan.substituted:
             return replace(found, canonical=canonical)
         other = await self._guarded("semantic", _in_thread(canonical.with_plan, report.plan))
-        if (
-            other is None
-        ):  # the donor cannot be used after all, so nothing may be recorded as computed from it
+        # The donor cannot be used after all, so nothing may be recorded as computed from it.
+        if other is None:
             return Lookup(canonical)
         if other.key == canonical.key:
             return replace(found, canonical=canonical)
@@ -322,11 +340,15 @@ class CacheClient:
 
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
+        return await self._guarded("store", self._keep(canonical, payload, since)) is True
+
+    async def _keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         tags = self.rules.tags(canonical)
-        keep = self._store.complete(
-            self._store_s, self.responses.keep, canonical, payload, since=since, tags=tags
-        )
-        return await self._guarded("store", keep) is True
+        prepare = partial(self.responses.prepared, canonical, payload, tags=tags)
+        response = prepare() if len(payload) <= _LARGE else await asyncio.to_thread(prepare)
+        if response is None:
+            return False
+        return await self._writes.result(self._store_s, (response, since), always=True)
 
     async def record(self, report: ReuseReport, payload: bytes, model: str) -> None:
         """Tell the semantic cache what was computed, and by which model as the request names it."""
@@ -442,8 +464,11 @@ class CacheClient:
 
     async def aclose(self) -> None:
         """Finish what is being written, and close the stores."""
-        for pool in (self._lookups, self._records, self._store):
-            await asyncio.to_thread(pool.shutdown, cancel_futures=True)
+        dropped = (self._lookups.close, self._records.close, self._reads.close)
+        for close in dropped:
+            await asyncio.to_thread(close, drop=True)
+        for close in (self._writes.close, self._store.close):
+            await asyncio.to_thread(close, drop=False)
         self.responses.close()
         if self.semantic is not None:
             self.semantic.close()
@@ -507,63 +532,3 @@ def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, fl
     }
     events |= {f"semantic {name}": float(n) for name, n in plain.items()}
     return gauges, events
-
-
-# -- threads ----------------------------------------------------------------------------------------------------
-
-
-class Pool(ThreadPoolExecutor):
-    """A thread pool that refuses work when too much is waiting.
-
-    So a store that hangs costs each request at most the time limit, and nothing once all threads are stuck and the
-    queue is full. When it recovers, the queue drains and work is taken again.
-    """
-
-    def __init__(self, name: str, *, threads: int, queued: int, nice: int = 0) -> None:
-        super().__init__(threads, thread_name_prefix=name, initializer=partial(set_niceness, nice))
-        self._most_queued = queued
-        self._begun = 0
-        self._started = 0
-        self._counting = threading.Lock()
-
-    async def run(
-        self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
-        """Do ``work(*args, **kwargs)`` in a thread. A job that has not begun at the time limit is dropped. Raises
-        `TimeoutError` where it takes longer than ``limit_s``, or too much is waiting."""
-        return await asyncio.wait_for(self._start(partial(work, *args, **kwargs)), limit_s)
-
-    async def complete(
-        self, limit_s: float | None, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
-    ) -> _T:
-        """The same, but the job is always done, also after the time limit: for writes."""
-        job = self._start(partial(work, *args, **kwargs))
-        job.add_done_callback(
-            lambda job: job.cancelled() or job.exception()
-        )  # nobody may wait for it anymore
-        return await asyncio.wait_for(asyncio.shield(job), limit_s)
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that no thread has begun, dropped ones included: they stay in the queue until a thread takes them."""
-        return self._started - self._begun
-
-    def _start(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
-        with self._counting:
-            if self.waiting >= self._most_queued:
-                raise TimeoutError("too much is waiting")
-            self._started += 1
-        job: Future[_T] = Future()
-        self.submit(self._do, job, work)
-        return asyncio.wrap_future(job)
-
-    def _do(self, job: Future[_T], work: Callable[[], _T]) -> None:
-        """Do the work of a job in a thread, unless it was dropped meanwhile."""
-        with self._counting:
-            self._begun += 1
-        if not job.set_running_or_notify_cancel():
-            return
-        try:
-            job.set_result(work())
-        except BaseException as error:
-            job.set_exception(error)

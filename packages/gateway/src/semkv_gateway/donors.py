@@ -3,14 +3,17 @@
     {semkv:donors:<name>:<partition>}   stream: the rows of a partition, the latest of a day
     ...}:wrong                          stream: its pairs found wrong
     ...}:vectors:<encoder>              vector set: its entries by their vectors, each with the place of its row
-    {semkv:<name>:1}:removals           stream: the latest 1,000 removals
-    {semkv:<name>:1}:begun              a name of that log: who finds another name knows that it was emptied
-    {semkv:<name>:1}:partitions         sorted set: partitions by when they were written last
-    {semkv:<name>:1}:encoders           sorted set: encoders that have vectors, by when one of theirs wrote last
-    {semkv:<name>:1}:sizes              hash: bytes by partition;  {semkv:<name>:1}:bytes: their sum
+    {semkv:<part>:1}:removals           stream: the latest 1,000 removals
+    {semkv:<part>:1}:reports            stream: the latest 4,096 pairs found wrong by who did not have the donor
+    {semkv:<part>:1}:begun              a name of those logs: who finds another name knows that they were emptied
+    {semkv:<part>:1}:partitions         sorted set: partitions by when they were written last
+    {semkv:<part>:1}:encoders           sorted set: encoders that have vectors, by when one of theirs wrote last
+    {semkv:<part>:1}:sizes              hash: bytes by partition;  {semkv:<part>:1}:bytes: their sum
 
-A partition has a hash tag of its own, so the nodes of a cluster share them out, and one script changes it. Sizes and
-removals of all partitions have one tag in common, so one script changes them.
+A partition has a hash tag of its own, so the nodes of a cluster share them out, and one script changes it. On a cluster
+there are sixteen parts, each with a sixteenth of the slots: the partitions in those, and their logs and sizes. A node
+that is away so takes with it what is on it, and no more than that. Every removal is in the log of each part. A single
+server is one part. So is a cluster that is searched, since one partition may then have half of all bytes.
 
 Vector sets are those of Redis 8, and are there only where a deployment asks for them. Then a partition may have more
 rows than a gateway reads: it asks for the nearest. These are candidates only: an entry's row has the vector that is
@@ -20,33 +23,52 @@ compared with a request's.
 from __future__ import annotations
 
 import hmac
-import re
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from semkv.errors import ConfigError, StoreError
-from semkv.tiers.sharing import MOST, DonorStore, Place, Removals, SharedRow, numbers
+from semkv.tiers.sharing import MOST, DonorStore, Logs, Place, Reached, Removals, SharedRow, numbers
 from semkv_gateway.responses.opening import is_redis
-from semkv_gateway.responses.redis import asking, connect, root_of
+from semkv_gateway.responses.redis import asking, connect, is_replicated, root_of
+from semkv_gateway.responses.spread import PARTS, part_name, part_of_slot
+from semkv_gateway.settings import SEARCHING
 from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
     from semkv.types import Vector
 
+_FORMAT = "2"  # gateways of another one share nothing
 _KEPT_S = 86_400
 _REMOVALS = 1000
+_REPORTS = 4096  # which clients make; removals are made by operators, and by a model's change
 _PAGE = 256
 _SHARE = 4  # bytes of answers to one of donors
 _LARGEST_SHARE = 2  # bytes of all partitions to those of the largest one that is searched
 _NEVER = (1 << 63, 0)  # a place that no log reaches
-_SEARCHING = "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets"
 
-# KEYS: removals. ARGV: a removal, how many are kept. A full Redis refuses XADD, but not in a script that has written
+# KEYS: a log. ARGV: what is added, how many are kept. A full Redis refuses XADD, but not in a script that has written
 # before: so make room first.
 _REMOVE = """
 redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[2] - 1)
 return redis.call('XADD', KEYS[1], '*', 'removal', ARGV[1])
+"""
+# KEYS: name of the logs, logs. ARGV: a name for logs that have none; for each log a name, and where to read it from if
+# that is its own. Returns the name, and of each log its rows and its last one.
+_LOGGED = """
+local name = redis.call('GET', KEYS[1])
+if not name then
+  name = ARGV[1]
+  redis.call('SET', KEYS[1], name)
+end
+local found = {name}
+for at = 2, #KEYS do
+  local first = '-'
+  if ARGV[2 * at - 2] == name then first = ARGV[2 * at - 1] end
+  found[#found + 1] = redis.call('XRANGE', KEYS[at], first, '+')
+  found[#found + 1] = redis.call('XREVRANGE', KEYS[at], '+', '-', 'COUNT', 1)
+end
+return found
 """
 # Times are those of Redis, whatever the gateways' clocks say.
 _NOW = "local time = redis.call('TIME'); local now = time[1] + time[2] / 1000000\n"
@@ -159,7 +181,7 @@ class RedisDonors(DonorStore):
         name: deployments with different names share nothing.
         max_bytes: bound on what all partitions take in Redis.
         vector_sets: whether partitions are searched, by the vectors of an encoder. Each then has as many rows as half
-            of these bytes hold.
+            of these bytes hold. On a cluster those who search share nothing with those who do not.
 
     Raises:
         ConfigError: as `RedisStore`.
@@ -175,16 +197,24 @@ class RedisDonors(DonorStore):
         vector_sets: bool = False,
     ) -> None:
         self._db: Any = connect(url, timeout_s)
-        self._name = name
-        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        is_spread = "+cluster://" in url and not vector_sets
+        self.parts = PARTS if is_spread else 1
+        self._name = f"{name}:spread" if is_spread else name
+        self._max_bytes = max_bytes // self.parts
         self._vector_sets = vector_sets
         self._encoder = ""  # whose vectors are searched
         self._others: Sequence[str] = ()  # encoders by whose vectors other gateways search
-        root = root_of(name)
-        self._removals = f"{root}:removals"
-        self._begun = f"{root}:begun"
-        self._encoders = f"{root}:encoders"
-        self._about = [f"{root}:{part}" for part in ("partitions", "sizes", "bytes")]
+        names = [part_name(self._name, part) for part in range(PARTS)] if is_spread else [name]
+        self._roots = [root_of(one) for one in names]
+
+    def part_of(self, partition: str) -> int:
+        return part_of_slot(self._key(partition)) if self.parts > 1 else 0
+
+    def _about(self, partition: str) -> list[str]:
+        """Keys of what is known of all partitions of a part: when they were written, sizes, their sum."""
+        root = self._roots[self.part_of(partition)]
+        return [f"{root}:{name}" for name in ("partitions", "sizes", "bytes")]
 
     def _key(self, partition: str) -> str:
         return f"{{semkv:donors:{self._name}:{partition}}}"
@@ -208,34 +238,43 @@ class RedisDonors(DonorStore):
             self._encoder = digest(encoder)[:16]
         return self._vector_sets
 
-    def add(
-        self,
-        partition: str,
-        data: bytes,
-        since: str,
-        *,
-        most: int = MOST,
-        wrong: bool = False,
-        item: str = "",
-        vector: Vector | None = None,
+    def add(self, partition: str, data: bytes, since: str, *, most: int = MOST) -> None:
+        with asking():
+            keys = self._written(partition)
+            self._sized(partition, self._run(_ADD, keys, 1, data, since, most, _KEPT_S))
+
+    def add_wrong(self, partition: str, data: bytes, since: str) -> None:
+        with asking():
+            keys = self._written(partition)
+            self._sized(partition, self._run(_ADD, keys, 2, data, since, MOST, _KEPT_S))
+
+    def add_item(
+        self, partition: str, data: bytes, since: str, item: str, vector: Vector | None
     ) -> None:
         with asking():
-            # First: all that is there is known.
-            written = [self._about[0], self._encoders]
-            known_s = 2 * _KEPT_S
-            self._note_encoders(self._run(_WRITTEN, written, partition, self._encoder, known_s))
-            keys = self._keys(partition)
-            if item and self._searched:
+            keys = self._written(partition)
+            if not self._searched:
+                size = self._run(_ADD, keys, 1, data, since, MOST, _KEPT_S)
+            else:
                 packed = b""
                 if vector is not None and self._encoder:
                     packed = vector.astype("<f4").tobytes()
                 largest = self._max_bytes // _LARGEST_SHARE
                 size = self._run(_ADD_SEARCHED, keys, data, since, item, packed, _KEPT_S, largest)
-            else:
-                place = 2 if wrong else 1
-                size = self._run(_ADD, keys, place, data, since, most, _KEPT_S)
-            for gone in self._run(_SIZED, self._about, partition, size, self._max_bytes, _KEPT_S):
-                self._db.unlink(*self._keys(gone.decode()))
+            self._sized(partition, size)
+
+    def _written(self, partition: str) -> list[str]:
+        """Note that a partition is written, first of all, so that all that is there is known. Returns its keys."""
+        root = self._roots[self.part_of(partition)]
+        keys = [f"{root}:partitions", f"{root}:encoders"]
+        self._note_encoders(self._run(_WRITTEN, keys, partition, self._encoder, 2 * _KEPT_S))
+        return self._keys(partition)
+
+    def _sized(self, partition: str, size: int) -> None:
+        """Note how large a partition is, and let others go where all are too large."""
+        about = self._about(partition)
+        for gone in self._run(_SIZED, about, partition, size, self._max_bytes, _KEPT_S):
+            self._db.unlink(*self._keys(gone.decode()))
 
     def _run(self, script: str, keys: Sequence[str], *values: object) -> Any:
         return self._db.eval(script, len(keys), *keys, *values)
@@ -284,45 +323,48 @@ class RedisDonors(DonorStore):
 
     # -- removals -----------------------------------------------------------------------------------------------
 
-    def remove(self, removal: bytes) -> None:
+    def remove(self, part: int, removal: bytes, *, is_report: bool = False) -> bool:
+        root = self._roots[part]
+        log = f"{root}:reports" if is_report else f"{root}:removals"
         with asking():
-            self._run(_REMOVE, [self._removals], removal, _REMOVALS)
+            self._run(_REMOVE, [log], removal, _REPORTS if is_report else _REMOVALS)
+            return is_replicated(self._db, root, self._timeout_s)
 
-    def removals(self, after: Place) -> Removals:
+    def removals(self, part: int, after: Place) -> Removals:
+        return self._logged(part, [("removals", _REMOVALS, after)])[0]
+
+    def logs(self, part: int, after: Reached) -> Logs:
+        asked = [
+            ("removals", _REMOVALS, after.removals),
+            ("reports", _REPORTS, after.reports),
+        ]
+        return Logs(*self._logged(part, asked))
+
+    def _logged(self, part: int, asked: Sequence[tuple[str, int, Place]]) -> list[Removals]:
+        """What some logs of a part have after a place in each, from names, lengths and places."""
+        root = self._roots[part]
+        keys = [f"{root}:begun"]
+        values = [uuid.uuid4().hex]
+        for name, _, after in asked:
+            keys.append(f"{root}:{name}")
+            values += [after.log, f"{after.at[0]}-{after.at[1]}"]
         with asking():
-            log = self._log()
-            place = after if after.log == log else Place(log)
-            found = self._removals_from(place)
-            if not place.at[0]:  # from the first one on, where that is still there
-                whole = len(found) < _REMOVALS
-                return Removals(place if whole else found[0][0], found, _end(place, found))
-            if found and found[0][0] == place:
-                return Removals(place, found[1:], found[-1][0])
-            # It has dropped the place since, or lost its own end.
-            every = self._removals_from(Place(log))
-            reached = found[0][0] if found else Place(log, _NEVER)
-            return Removals(reached, found, _end(Place(log), every))
-
-    def _removals_from(self, place: Place) -> tuple[tuple[Place, bytes], ...]:
-        rows = self._db.xrange(self._removals, min=f"{place.at[0]}-{place.at[1]}")
-        return tuple(
-            (Place(place.log, numbers(at.decode())), fields.get(b"removal", b""))
-            for at, fields in rows
-        )
-
-    def _log(self) -> str:
-        """What the log is called since it was last empty."""
-        name = self._db.get(self._begun)
-        if name is None:
-            self._db.set(self._begun, uuid.uuid4().hex, nx=True)
-            name = self._db.get(self._begun)
-        return str((name or b"").decode())
+            log, *found = self._run(_LOGGED, keys, *values)
+        name = log.decode()
+        ends = found[1::2]
+        return [
+            _removals(after if after.log == name else Place(name), rows, end, most)
+            for (_, most, after), rows, end in zip(asked, found[::2], ends, strict=True)
+        ]
 
     def sweep(
         self, concerns: Callable[[bytes], bool], among: Callable[[str], bool] | Sequence[str]
     ) -> None:
-        with asking():
-            self._note_encoders(self._db.zrange(self._encoders, 0, -1))
+        encoders: list[bytes] = []
+        for root in self._roots:
+            with asking():
+                encoders += self._db.zrange(f"{root}:encoders", 0, -1)
+        self._note_encoders(list(dict.fromkeys(encoders)))
         chosen = filter(among, self._partitions()) if callable(among) else iter(among)
         for partition in chosen:
             for row in self._rows(partition):
@@ -343,14 +385,15 @@ class RedisDonors(DonorStore):
 
     def _partitions(self) -> Iterator[str]:
         """The names of all that are there from the start; some may come twice."""
-        cursor = 0
-        while True:
-            with asking():
-                cursor, rows = self._db.zscan(self._about[0], cursor, count=_PAGE)
-            for name, _ in rows:
-                yield name.decode()
-            if not cursor:
-                return
+        for root in self._roots:
+            cursor = 0
+            while True:
+                with asking():
+                    cursor, rows = self._db.zscan(f"{root}:partitions", cursor, count=_PAGE)
+                for name, _ in rows:
+                    yield name.decode()
+                if not cursor:
+                    break
 
     def _rows(self, partition: str, *, wrong: bool = False) -> Iterator[SharedRow]:
         before = ""
@@ -373,28 +416,38 @@ def open_donors(
         search: the setting ``--donor-search``, a Redis with vector sets in which donors lie in place of that one.
 
     Raises:
-        ConfigError: as `RedisDonors`, and where a Redis that answers has no vector sets.
+        ConfigError: as `RedisDonors`, and where the one to search answers and has no vector sets.
     """
-    if search and not is_redis(search):
-        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
     if not is_redis(search or where):
         return None
     donors = RedisDonors(
         search or where,
         timeout_s=timeout_s,
-        name=f"log:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}",
+        name=f"{_FORMAT}:{hmac.digest(secret, b'entry log', 'sha256').hex()[:16]}",
         max_bytes=store_bytes // _SHARE,
         vector_sets=bool(search),
     )
     if search and not donors.has_vector_sets():
         donors.close()
-        raise ConfigError("--donor-search", _without_password(search), _SEARCHING)
+        raise ConfigError("--donor-search", search, SEARCHING.text)
     return donors
 
 
-def _without_password(url: str) -> str:
-    return re.sub("//.*@", "//", url)
+def _removals(after: Place, rows: Sequence[Any], last: Sequence[Any], most: int) -> Removals:
+    """What a log of at most so many rows has after a place, from those that Redis has from that place on."""
+    found = [_row(after.log, row) for row in rows]
+    end = _row(after.log, last[0])[0] if last else Place(after.log)
+    if not after.at[0]:  # from the first one on, where that is still there
+        is_whole = len(found) < most
+        return Removals(after if is_whole else found[0][0], tuple(found), end)
+    if found and found[0][0] == after:
+        return Removals(after, tuple(found[1:]), end)
+    # It has dropped the place since, or lost its own end.
+    reached = found[0][0] if found else Place(after.log, _NEVER)
+    return Removals(reached, tuple(found), end)
 
 
-def _end(place: Place, found: Sequence[tuple[Place, bytes]]) -> Place:
-    return found[-1][0] if found else place
+def _row(log: str, row: Sequence[Any]) -> tuple[Place, bytes]:
+    """The place and the value of a stream's row."""
+    at = numbers(row[0].decode())
+    return Place(log, at), bytes(row[1][1])

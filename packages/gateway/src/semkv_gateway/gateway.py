@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ from semkv_gateway.headers import Separation
 from semkv_gateway.holdout import Holdout
 from semkv_gateway.http import Answer, Call, Headers, Receive, Reply, UpstreamError
 from semkv_gateway.judge import Judge
-from semkv_gateway.kv_hints import HINTED, conversation_of
+from semkv_gateway.kv_hints import HINTED, PARAMS, conversation_of, without_hints
 from semkv_gateway.logs import ONLY, Seen, request_id
 from semkv_gateway.metrics import EQUAL, JOINED, MISS, PASSED, SIMILAR, Metrics
 from semkv_gateway.outcome import Outcome
@@ -52,7 +52,7 @@ from semkv_gateway.response_cache import Found
 from semkv_gateway.responses.store import Selector, StoredResponse
 from semkv_gateway.routes import ROUTES, Unkeyable
 from semkv_gateway.rules import TAG_DIGITS
-from semkv_gateway.salts import SALTED, NoPlace, salted
+from semkv_gateway.salts import SALTED, NoPlace, read_object, salted
 from semkv_gateway.sampling import Sampling, may_refuse, names_temperature
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.singleflight import InFlight, Reader, SingleFlight
@@ -811,19 +811,32 @@ class Gateway:
         salts = self.upstreams.salted and scope["method"] == "POST" and scope["path"] in SALTED
         if not salts:
             return await self.upstreams.send(lambda _: call, tenant=tenant)
-        body, model, conversation, may_hint = await asyncio.to_thread(
-            salted,
-            call.body,
-            tenant,
-            self.secret,
-            hints=self.hints(scope["path"]),
-        )
-        return await self.upstreams.send(
-            lambda salts: replace(call, body=body) if salts else call,
+        send = await asyncio.to_thread(self._with_salt, call, tenant)
+        return await send()
+
+    def _with_salt(self, call: Call, tenant: str) -> Callable[[], Awaitable[Reply]]:
+        """What sends a request on with its tenant's salt. A client's own hints for vLLM's KV connector are left out;
+        where it says anything else to a connector, no hints are added. Raises `NoPlace` where the body has no place
+        for a salt."""
+        body = read_object(call.body)
+        hints = self.hints(call.scope["path"])
+        conversation = None
+        bare = body
+        try:
+            if hints:
+                conversation = conversation_of(body, tenant, self.secret)
+                bare = without_hints(body)
+            ours = replace(call, body=salted(bare, tenant, self.secret))
+        except (ValueError, RecursionError) as error:
+            raise NoPlace("the body is nested too deeply") from error
+        model = body.get("model")
+        return partial(
+            self.upstreams.send,
+            lambda salts: ours if salts else call,
             tenant=tenant,
-            model=model,
+            model=model if isinstance(model, str) else "",
             conversation=conversation,
-            hints=may_hint,
+            hints=hints and PARAMS not in bare,
         )
 
     def hints(self, path: str) -> bool:

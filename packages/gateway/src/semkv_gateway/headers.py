@@ -38,12 +38,12 @@ HARMLESS: dict[str, str] = {
     "They name a session of an agent, which sends the whole conversation with each request.": """
         x-claude-code-session-id""",
     "A proxy says by them from where, and on which way, the request came.": """
-        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cf-worker cloudfront-viewer-address
+        cdn-loop cf-connecting-ip cf-connecting-ipv6 cf-ipcountry cf-ray cf-visitor cloudfront-viewer-address
         cloudfront-viewer-country fastly-client-ip fastly-ff fly-client-ip fly-forwarded-port fly-forwarded-proto
-        fly-region fly-request-id forwarded front-end-https l5d-dst-canonical render-proxy-ttl true-client-ip via
+        fly-region fly-request-id forwarded front-end-https render-proxy-ttl true-client-ip via
         x-amz-cf-id x-appengine-city x-appengine-citylatlong x-appengine-country x-appengine-region x-arr-log-id
         x-arr-ssl x-azure-clientip x-azure-fdid x-azure-ref x-azure-socketip x-client-ip x-cluster-client-ip
-        x-envoy-attempt-count x-envoy-decorator-operation x-envoy-expected-rq-timeout-ms x-envoy-external-address
+        x-envoy-attempt-count x-envoy-expected-rq-timeout-ms x-envoy-external-address
         x-envoy-internal x-envoy-peer-metadata x-envoy-peer-metadata-id x-fd-healthprobe x-forwarded-by
         x-forwarded-client-ip x-forwarded-for x-forwarded-port x-forwarded-proto x-forwarded-scheme x-forwarded-server
         x-forwarded-ssl x-kong-request-id x-nginx-proxy x-original-forwarded-for x-proxy-id x-queue-start x-real-ip
@@ -55,7 +55,8 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``), since an upstream may have a tenant for each host or path."""
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with a host) or say to
+which service a mesh sends (``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -125,12 +126,13 @@ class Separation:
             if name in CREDENTIALS:
                 found.credentials.append((name, value))
             elif name in CHOOSES and name not in self._harmless:
+                # A value with the meaning of no header.
                 if (name, value) != (
                     b"accept-language",
                     b"*",
-                ):  # a value with the meaning of no header
+                ):
                     found.chooses.append((name, value))
-            elif not self._is_harmless(name):
+            elif not self._is_harmless(name) or _names_host(name, value):
                 found.unknown.append((name, value))
         for headers in (found.credentials, found.unknown, found.chooses):
             headers.sort(key=_name)
@@ -163,6 +165,11 @@ class Separation:
         if name in CREDENTIALS:
             return not by_credentials
         return name == b"*" or self._is_harmless(name)
+
+
+def _names_host(name: bytes, value: bytes) -> bool:
+    """Whether a proxy says under which host it was asked (RFC 7239)."""
+    return name == b"forwarded" and b"host" in value.lower()
 
 
 def _name(pair: tuple[bytes, bytes]) -> bytes:

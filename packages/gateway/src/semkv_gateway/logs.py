@@ -27,7 +27,7 @@ from typing import Any
 from semkv.errors import SemkvError
 from semkv_gateway.http import Answer, Scope, header
 from semkv_gateway.outcome import Outcome
-from semkv_gateway.sse import usage_of
+from semkv_gateway.usage import tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ _REQUEST_ID = b"x-request-id"
 _SAYS = b"x-semkv"  # the header that says where an answer came from
 _ID = re.compile(r"[!-+\--~]{1,128}")  # printable, and no comma: several headers are no id
 _SHOWN = 200  # characters of what a client names
-_LARGE = 64 * 1024  # bytes of an answer that is not read for its usage
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -108,20 +107,21 @@ class Seen:
         """What a span says; only what is known."""
         outcome = self.outcome
         payload = outcome.payload()
-        usage = {} if payload is None or len(payload) > _LARGE else usage_of(payload)
+        tokens = (0, 0) if payload is None else tokens_of(payload)
         known = {
             "http.request.method": self.method,
             "url.path": self.route,
             "http.response.status_code": self.status or None,
             "gen_ai.operation.name": _OPERATIONS.get(self.route),
             "gen_ai.request.model": outcome.model,
-            **{f"gen_ai.usage.{name}": count for name, count in usage.items()},
+            "gen_ai.usage.input_tokens": tokens[0] or None,
+            "gen_ai.usage.output_tokens": tokens[1] or None,
             "semkv.cache": outcome.kind,
             "semkv.reason": outcome.reason.replace(" ", "_"),
             "semkv.tier": outcome.tier,
             "semkv.score": None if outcome.score is None else round(outcome.score, 3),
             "semkv.donor.id": outcome.donor,
-            "semkv.tokens_saved": usage.get("output_tokens") if outcome.kind == "hit" else None,
+            "semkv.tokens_saved": tokens[1] or None if outcome.kind == "hit" else None,
             "semkv.request.id": self.request_id,
             "semkv.tenant": outcome.tenant,
             "semkv.tenant.name": outcome.tenant_name,

@@ -91,7 +91,6 @@ _MODES = dict.fromkeys(
 )
 _MODES |= dict.fromkeys(("store_up", "store_writable"), "livemin")
 _MODES["salt_refused"] = "livemax"
-_MODES["store_up"] = "livemin"
 
 
 class Metrics:
@@ -190,6 +189,17 @@ class Metrics:
         """A new counter of all processes."""
         return Counter(f"semkv_{name}", text, labels, registry=self.registry)
 
+    def gauge(self, name: str, text: str, *labels: str, mode: str) -> Gauge:
+        """A new gauge; ``mode`` says how those of several processes make one, see `prometheus_client`."""
+        kind: Any = mode
+        return Gauge(
+            f"semkv_{name}",
+            text,
+            labels,
+            registry=self.registry,
+            multiprocess_mode=kind,
+        )
+
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(f"semkv_{name}", text, labels, buckets=_BUCKETS, registry=self.registry)
 
@@ -210,11 +220,8 @@ class Metrics:
             found = self._read()
             for name, value in found["gauges"].items():
                 if name not in self._gauges:
-                    mode: Any = _MODES.get(name, "livesum")
-                    text = _HELP.get(name, name)
-                    self._gauges[name] = Gauge(
-                        f"semkv_{name}", text, registry=self.registry, multiprocess_mode=mode
-                    )
+                    mode = _MODES.get(name, "livesum")
+                    self._gauges[name] = self.gauge(name, _HELP.get(name, name), mode=mode)
                 self._gauges[name].set(value)
             for name, value in found["events"].items():
                 new = max(0.0, value - self._counted.get(name, 0.0))

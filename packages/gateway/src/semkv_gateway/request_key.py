@@ -124,9 +124,8 @@ _LEAVE_OPEN = _NOT_IN_KEY | frozenset(
 )
 _TRANSFER = "kv_transfer_params"
 _UNKEYABLE = ("prompt_embeds", _TRANSFER, "ec_transfer_params")
-_REUSE = frozenset(
-    ("spans", "repair")
-)  # what a request says that asks to reuse documents, and nothing else
+# What a request says that asks to reuse documents, and nothing else.
+_REUSE = frozenset(("spans", "repair"))
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
 _MOST_SEGMENTS = 1000
@@ -327,9 +326,8 @@ class CanonicalRequest:
 
     def _shows(self, name: str) -> bool:
         value = self._body.get(name)
-        return (
-            value is not None and value is not False and value != ""
-        )  # 0 logprobs are those of the prompt's tokens
+        # 0 logprobs are those of the prompt's tokens.
+        return value is not None and value is not False and value != ""
 
     def with_media(self, store: MediaStore) -> Request | None:
         """``request`` with a file behind every image, for the vision hook and later donors. Blocks (writes files)."""
@@ -422,8 +420,11 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
     asked = options if isinstance(options, dict) else {"unknown": options is not None}
     if route.converts and any(value for name, value in asked.items() if name != "include_usage"):
         raise Unkeyable("stream options")
-    kept_out = _NOT_IN_KEY - route.repeated
-    keyed = {name: value for name, value in _said(body).items() if name not in kept_out}
+    keyed = {
+        name: value
+        for name, value in _said(body).items()
+        if name not in _NOT_IN_KEY or name in route.repeated
+    }
     keyed.update(content.beside)
     keyed[content.name] = content.keyed
     if stream and not route.converts:

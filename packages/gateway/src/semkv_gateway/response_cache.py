@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import threading
@@ -10,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from semkv.counting import Tally
 from semkv.errors import ConfigError, CorruptValue, StoreError
@@ -18,7 +19,15 @@ from semkv.latest import Latest
 from semkv.periodic import Every
 from semkv_gateway.responses.listing import listed
 from semkv_gateway.responses.spread import AWAY
-from semkv_gateway.responses.store import MemoryStore, ResponseStore, Selector, StoredResponse
+from semkv_gateway.responses.store import (
+    KeepsSeveral,
+    MemoryStore,
+    ResponseStore,
+    Selector,
+    StoredResponse,
+)
+
+log = logging.getLogger("semkv.server")
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
@@ -206,10 +215,11 @@ class ResponseCache:
         self._rules = rules
         self._pause_s = pause_s
         self._pausing = threading.Lock()
+        # Of reads and of writes: a full store can still be read.
         self._quiet_until = {
             False: 0.0,
             True: 0.0,
-        }  # of reads and of writes: a full store can still be read
+        }
         self._hits = 0
         self._poll_s = poll_s
         self._unheard_s = unheard_s
@@ -257,19 +267,32 @@ class ResponseCache:
         blocks."""
         return (self._write_fault or "up") if self.store_up else "away"
 
+    @property
+    def takes_several(self) -> bool:
+        """Whether the store keeps several answers in the time of one."""
+        return isinstance(self._store, KeepsSeveral)
+
     def lookup(self, *keys: str) -> Found | None:
         """The first answer under one of the keys, from memory, else from the store; a stale one where none is fresh.
         Blocks."""
+        return self.lookup_all([keys])[0]
+
+    def lookup_all(self, wanted: Sequence[Sequence[str]]) -> list[Found | None]:
+        """What `lookup` finds under each of several groups of keys. Blocks."""
+        found = [self._first(keys) for keys in wanted]
+        if any(one is None or one.stale for one in found):
+            # An answer that is computed now is refused for every invalidation after the last that was heard of.
+            self.follow()
+        self._tally.add("miss", found.count(None))
+        return found
+
+    def _first(self, keys: Sequence[str]) -> Found | None:
         stale: Found | None = None
         for key in keys:
             found = self.peek(key) or self._from_store(key)
             if found is not None and not found.stale:
                 return found
             stale = stale or found
-        # An answer that is computed now is refused for every invalidation after the last that was heard of.
-        self.follow()
-        if stale is None:
-            self._tally.add("miss")
         return stale
 
     def _from_store(self, key: str) -> Found | None:
@@ -283,16 +306,14 @@ class ResponseCache:
         since = self._memory.cursor
         held = None if self._unheard() else self._memory.get(key)
         response = self._ask("get", lambda store: store.get(key), None)
-        if (
-            response is not None and response.created > self._clock() + _SKEW_S
-        ):  # a clock went back: its age is unknown
+        # A clock went back: its age is unknown.
+        if response is not None and response.created > self._clock() + _SKEW_S:
             response = None
         if held is not None and (response is None or response.created < held.created):
             return held  # still on its way to the store
         if response is not None:
-            self._memory.put(
-                response, since
-            )  # refused where it was invalidated since the store was asked
+            # Refused where it was invalidated since the store was asked.
+            self._memory.put(response, since)
         return response
 
     # -- keeping ------------------------------------------------------------------------------------------------
@@ -324,10 +345,27 @@ class ResponseCache:
             Whether it was kept, in the store or, where that is down, in memory. Where it is True and the store takes
             answers, the answer outlives this process.
         """
+        response = self.prepared(request, payload, status=status, tags=tags)
+        return response is not None and self.keep_all([(response, since)])[0]
+
+    def prepared(
+        self, request: Answerable, payload: bytes, *, status: int = 200, tags: Sequence[str] = ()
+    ) -> StoredResponse | None:
+        """What to keep of an answer, for `keep_all`; None, counted, where `keep` would keep nothing of it. Never
+        blocks."""
         found = self._stored(request, payload, status, tuple(tags))
-        reason = found if isinstance(found, str) else self._write(found, since)
-        self._tally.add(f"refused:{reason}" if reason else "kept")
-        return not reason
+        if isinstance(found, str):
+            self._tally.add(f"refused:{found}")
+            return None
+        return found
+
+    def keep_all(self, answers: Sequence[tuple[StoredResponse, str]]) -> list[bool]:
+        """Keep answers, each beside what `begin` returned before the upstream was asked; whether each was kept, as
+        `keep` says it. One that cannot be kept costs the others nothing. Blocks."""
+        kept = self._write(answers)
+        for is_kept in kept:
+            self._tally.add("kept" if is_kept else "refused:invalidated or too large")
+        return kept
 
     def keeps(self, request: Answerable, tags: Sequence[str] = ()) -> bool:
         """Whether a complete answer to a request would be kept: not one drawn at random, nor one without a lifetime."""
@@ -362,27 +400,43 @@ class ResponseCache:
             prompt=request.prompt,
         )
 
-    def _write(self, response: StoredResponse, since: str) -> str:
-        """To memory, then to the store. Returns why not, or an empty string."""
-        own = since.partition(" ")[0]
-        shared = since.partition(" ")[2]
-        in_memory = self._memory.put(response, own or self._memory.cursor)
+    def _write(self, answers: Sequence[tuple[StoredResponse, str]]) -> list[bool]:
+        """Write each to memory, then to the store; whether one of them has it."""
+        in_memory = [
+            self._memory.put(response, since.partition(" ")[0] or self._memory.cursor)
+            for response, since in answers
+        ]
         if self._store is None:
-            return "" if in_memory else "invalidated or too large"
-        # Otherwise the request began before the store first answered, and only memory keeps the answer.
-        known = bool(shared) or not since
-        put = self._put(response, shared) if known else None
-        if (
-            put is False
-        ):  # perhaps another replica has invalidated it, and memory has not read that yet
-            self._memory.invalidate(Selector(key=response.key))
-        elif put is None and in_memory:
-            self._note_unwritten(response.key, shared if known else None)
-        return "" if put or (put is None and in_memory) else "invalidated or too large"
+            return in_memory
+        places = [_place(since) for _, since in answers]
+        known = [
+            (response, place)
+            for (response, _), place in zip(answers, places, strict=True)
+            if place is not None
+        ]
+        puts = iter(self._put(known))
+        kept = []
+        for number, (response, _) in enumerate(answers):
+            place = places[number]
+            put = None if place is None else next(puts)
+            if put is False:
+                # Perhaps another replica has invalidated it, and memory has not read that yet.
+                self._memory.invalidate(Selector(key=response.key))
+            elif put is None and in_memory[number]:
+                self._note_unwritten(response.key, place)
+            kept.append(in_memory[number] if put is None else put)
+        return kept
 
-    def _put(self, response: StoredResponse, since: str) -> bool | None:
-        """Write to the store: `ResponseStore.put`, and None where it fails or is left alone after a fault."""
-        return self._ask("put", lambda store: store.put(response, since), None)
+    def _put(self, answers: Sequence[tuple[StoredResponse, str]]) -> list[bool | None]:
+        """Write to the store: `ResponseStore.put` of each, and None where it fails or is left alone after a fault."""
+        if self.takes_several and answers:
+            several = cast("KeepsSeveral", self._store)
+            kept = self._ask("put", lambda _: several.put_all(answers), None)
+            return [None] * len(answers) if kept is None else list(kept)
+        return [self._put_one(response, place) for response, place in answers]
+
+    def _put_one(self, response: StoredResponse, place: str) -> bool | None:
+        return self._ask("put", lambda store: store.put(response, place), None)
 
     # -- what the store has not taken ---------------------------------------------------------------------------
 
@@ -404,8 +458,10 @@ class ResponseCache:
                 return
             response = self._memory.get(key)  # None where it has gone meanwhile
             if response is not None and not self._is_stored(response):
-                put = self._put(response, since)
+                put = self._put([(response, since)])[0]
                 if put is None:
+                    with self._pausing:
+                        self._unwritten[key] = since  # the next time another one is tried first
                     return
                 self._tally.add("written late" if put else "refused:invalidated on its way")
             with self._pausing:
@@ -442,10 +498,20 @@ class ResponseCache:
             return self._memory.invalidate(selector, dry_run=dry_run)
         if not dry_run:
             self._memory.invalidate(selector)
+        before = _unreplicated(self._store)
         gone = self._store.invalidate(selector, dry_run=dry_run)
         if not dry_run:
+            self._note_unreplicated(_unreplicated(self._store) - before)
             self.follow()
         return gone
+
+    def _note_unreplicated(self, count: int) -> None:
+        """Warn of invalidations that a fail-over may undo."""
+        if count:
+            self._tally.add("invalidated, not replicated", count)
+            log.warning(
+                "no replica of Redis has confirmed an invalidation; after a fail-over now, repeat it"
+            )
 
     def follow(self) -> None:
         """Heed the invalidations logged since the last time. Blocks; the cache's own thread does it every second.
@@ -552,3 +618,15 @@ class ResponseCache:
             self._bring(time.monotonic() + _CLOSING_S)
         if self._store is not None:
             self._store.close()
+
+
+def _unreplicated(store: ResponseStore) -> int:
+    """How many invalidations of a store no replica has confirmed, where it can say so."""
+    return int(getattr(store, "unreplicated", 0))
+
+
+def _place(since: str) -> str | None:
+    """The place in the store's log that `ResponseCache.begin` noted. None where the store had not answered yet: only
+    memory keeps such an answer."""
+    place = since.partition(" ")[2]
+    return place if place or not since else None

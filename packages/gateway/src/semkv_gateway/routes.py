@@ -45,10 +45,11 @@ _SIZES = frozenset(
 _ECHOED = frozenset(
     "annotations citations metadata provider_specific_fields reasoning_details thinking_blocks".split()
 )
+# Mean the same as leaving an echoed field or `tool_calls` out.
 _EMPTY: tuple[object, ...] = (
     [],
     {},
-)  # mean the same as leaving an echoed field or `tool_calls` out
+)
 # Content parts whose whole meaning is in the request: type -> the fields they have.
 _VERBATIM = {
     "text": frozenset(("type", "text")),
@@ -65,9 +66,8 @@ _MEDIA = {
 }
 UNKNOWN = "field that is not known"
 HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
-_OF_HINTS = frozenset(
-    ("type", "ttl", "scope")
-)  # any other field of it may name what the server holds
+# Any other field of it may name what the server holds.
+_OF_HINTS = frozenset(("type", "ttl", "scope"))
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?:;[^,]*)?;base64,")
@@ -145,13 +145,11 @@ class Content:
     keyed: Any  # what of it is in the key: every media item by the digest of its bytes
     slots: tuple[Slot, ...] = ()  # where the segments stand; empty where the request is exact-only
     segments: tuple[Segment, ...] = ()  # in prompt order; images without a file
-    media: Mapping[str, bytes] = field(
-        default_factory=dict, repr=False
-    )  # bytes of the images by media id
+    # Bytes of the images by media id.
+    media: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     prompt: str = ""  # text of the last user turn
-    beside: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what of other fields of the body is in the key
+    # What of other fields of the body is in the key.
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
     def with_segments(self, segments: Sequence[Segment]) -> Content | None:
         """The same with other texts and images at its slots; None where they are not as many, or of other kinds."""
@@ -737,9 +735,8 @@ class Route:
     fault: Rule  # why an answer is not complete
     stream: Callable[[], Assembler | Recorder] = Recorder  # reads a streamed answer
     converts: bool = False  # a stream and a whole answer are made of each other
-    fixed_by: tuple[
-        str, ...
-    ] = ()  # fields that keep an answer from being drawn at random; none where it never is
+    # Fields that keep an answer from being drawn at random; none where it never is.
+    fixed_by: tuple[str, ...] = ()
     repeated: frozenset[str] = frozenset()  # fields that the answer repeats, so they are in the key
     stores: bool = (
         False  # the server may keep an answer, under an id that it names, unless `store` is false

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from semkv.keys import media_uuid
 from semkv.tenants import tenant_salt
 from semkv_gateway.http import BegunReply, Call, Reply, Upstream, UpstreamError
-from semkv_gateway.kv_hints import PARAMS, Conversation, conversation_of, without_hints
+from semkv_gateway.kv_hints import PARAMS
 from semkv_gateway.routes import ROUTES
 
 log = logging.getLogger(__name__)
@@ -33,33 +33,25 @@ class NoPlace(ValueError):  # noqa: N818
     """The body is no JSON object, so it has no place for a salt."""
 
 
-def salted(
-    raw: bytes, tenant: str, secret: bytes, *, hints: bool = False
-) -> tuple[bytes, str, Conversation | None, bool]:
-    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name; its
-    model, empty for none; its conversation; and whether hints for vLLM's KV connector may be added. With ``hints`` a
-    client's own ones are left out. Where it says anything else to a connector, none may be added.
-
-    It is read as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
-    `NoPlace` where it is no JSON object.
-    """
+def read_object(raw: bytes) -> dict[str, Any]:
+    """A body as Python reads JSON, which is how vLLM reads it: of a name that comes twice the last one counts. Raises
+    `NoPlace` where it is no JSON object."""
     try:
         body = json.loads(raw)
-        if not isinstance(body, dict):
-            raise NoPlace("the body is no JSON object")
-        if "messages" in body:
-            body["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
-        body["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
-        conversation = None
-        if hints:
-            conversation = conversation_of(body, tenant, secret)
-            body = without_hints(body)
-        model = body.get("model")
-        may_hint = hints and PARAMS not in body
-        text = json.dumps(body, separators=(",", ":"))
-        return text.encode(), model if isinstance(model, str) else "", conversation, may_hint
     except (ValueError, RecursionError) as error:
         raise NoPlace("the body is no JSON object, or nested too deeply") from error
+    if not isinstance(body, dict):
+        raise NoPlace("the body is no JSON object")
+    return body
+
+
+def salted(body: Mapping[str, Any], tenant: str, secret: bytes) -> bytes:
+    """A body as it came but for the tenant's salt, and for media uuids that nobody outside the tenant can name."""
+    ours = dict(body)
+    if "messages" in body:
+        ours["messages"] = _named(body["messages"], tenant_salt(secret, tenant, None))
+    ours["cache_salt"] = tenant_salt(secret, tenant, body.get("cache_salt"))
+    return json.dumps(ours, separators=(",", ":")).encode()
 
 
 def _named(value: Any, salt: str) -> Any:

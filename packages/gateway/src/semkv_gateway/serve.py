@@ -50,9 +50,8 @@ _CLOSING_S = 15  # for a worker to close its stores after that
 _START_S = (
     120  # for a worker to load its encoder, after SIGHUP before the one that it replaces ends
 )
-_HEAD_BYTES = (
-    64 * 1024
-)  # of a request that are no body, in addition to the first piece that comes in
+# Of a request that are no body, in addition to the first piece that comes in.
+_HEAD_BYTES = 64 * 1024
 _HEAD_S = 60  # for a head to come, also the first of a connection
 _FILES = 256  # open in addition to those of connections
 _SPARE = 32  # connections beyond the bound, only for operators' routes
@@ -176,9 +175,8 @@ class Protocol(HttpToolsProtocol):
                 self.url,
                 parser.get_http_version().encode(),
             )
-            self.parser = httptools.HttpRequestParser(
-                self
-            )  # after ``Connection: close`` that one reads no more
+            # After ``Connection: close`` that one reads no more.
+            self.parser = httptools.HttpRequestParser(self)
             lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
             return b"\r\n".join([first, *lines, b"", data[upgrade.args[0] :]])
         return b""
@@ -208,9 +206,8 @@ class Protocol(HttpToolsProtocol):
 def raise_file_limit() -> int:
     """Let this process open as many files as it may; how many connections that is enough for, two files each."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # such as on macOS, where there is a limit beside these
+    # Such as on macOS, where there is a limit beside these.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         files = hard
     most = _MOST if files == resource.RLIM_INFINITY else (files - _FILES) // 2 - _SPARE
@@ -344,16 +341,16 @@ class Workers(Multiprocess):
     nobody waits at the sockets."""
 
     failed = False  # a worker could not start, and no other serves
-    _beats: ClassVar[
-        dict[int | None, tuple[int, int]]
-    ] = {}  # by process: its latest sign of life, looks since then
+    # By process: its latest sign of life, looks since then.
+    _beats: ClassVar[dict[int | None, tuple[int, int]]] = {}
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
         super().__init__(config, sockets)
+        # Uvicorn notes them, and looks when no worker is being replaced.
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
-        ):  # uvicorn notes them, and looks when no worker is being replaced
+        ):
             signal.signal(number, lambda *_: self.should_exit.set())
 
     def restart_all(self) -> None:
@@ -433,7 +430,6 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(
-        os.environ[FOLDER], ignore_errors=True
-    )  # the parent, which would do it, has ended
+    # The parent, which would do it, has ended.
+    shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)

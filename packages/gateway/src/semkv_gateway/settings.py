@@ -28,7 +28,7 @@ from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode, TierChoice
 from semkv_gateway.prices import PRICE_FORM, is_price
 from semkv_gateway.responses.opening import is_redis
-from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed
+from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed, Needs
 
 _KEY_LENGTH = 16
 
@@ -88,6 +88,20 @@ WORTH = Parameter(group="Worth")
 PRICE = Allowed(PRICE_FORM, is_price, each=True)
 RATE = Allowed("a share above 0 and below 1, such as 0.02", lambda share: 0.0 < share < 1.0)
 SHARE = Allowed("0, or a share below 1, such as 0.01", lambda share: 0.0 <= share < 1.0)
+SEARCHING = Allowed(
+    "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets",
+    lambda url: not url or is_redis(url),
+)
+NEAR_REPEATS = Needs("near-repeats (no --no-semantic)", lambda given: given.semantic)
+JUDGING = Needs(
+    "near-repeats and --judge or --policy judge", lambda given: given.semantic and given.judges
+)
+ONE_EACH = Needs(
+    "--kv-hints and as many --upstream, in the same order",
+    lambda given: given.kv_hints and len(given.peers) == len(given.upstreams),
+)
+KEPT = Needs("a --store that is not memory", lambda given: given.store != "memory")
+AGING = Needs("a --ttl other than 0", lambda given: given.ttl or given.ttl_rules)
 
 
 @dataclass(frozen=True)
@@ -155,22 +169,22 @@ class ServerSettings(LookupConfig):
         "http://127.0.0.1:8000",
     )
     kv_hints: bool = False
-    peers: Annotated[tuple[str, ...], Parameter(name="--peer"), PEER] = ()
+    peers: Annotated[tuple[str, ...], Parameter(name="--peer"), PEER, ONE_EACH] = ()
     store: str = ""
-    donor_search: Annotated[str, NEAR] = ""
+    donor_search: Annotated[str, SEARCHING, NEAR_REPEATS, NEAR] = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
-    stale: Annotated[float, NOT_NEGATIVE, LIFE] = 0.0
+    stale: Annotated[float, NOT_NEGATIVE, AGING, LIFE] = 0.0
     memory_mib: Annotated[int, POSITIVE, BOUNDS] = 256
-    store_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
+    store_mib: Annotated[int, POSITIVE, KEPT, BOUNDS] = 4096
     tenant_mib: Annotated[int, NOT_NEGATIVE, BOUNDS] = 0
     data_version: Annotated[str, LIFE] = ""
     default_temperature: Annotated[float | None, ZERO, DRAWN] = None
     sampled: Annotated[bool, DRAWN] = False
     sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
     skip_rules: Annotated[tuple[str, ...], Parameter(name="--skip-rule"), DRAWN] = ()
-    near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), NEAR] = ()
+    near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), NEAR_REPEATS, NEAR] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
     known_fields: Annotated[tuple[str, ...], Parameter(name="--known-field"), DRAWN] = ()
     trusted_proxies: Annotated[
@@ -190,20 +204,14 @@ class ServerSettings(LookupConfig):
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
-    judge_model: Annotated[str, NEAR] = ""
-    judge_url: Annotated[str | None, URL, NEAR] = None
-    judge_timeout: Annotated[float, NOT_NEGATIVE, NEAR] = 0.25
+    judge_model: Annotated[str, JUDGING, NEAR] = ""
+    judge_url: Annotated[str | None, URL, JUDGING, NEAR] = None
+    judge_timeout: Annotated[float, NOT_NEGATIVE, JUDGING, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
     hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"
-    holdout: Annotated[float, SHARE, WORTH] = 0.0
+    holdout: Annotated[float, SHARE, NEAR_REPEATS, WORTH] = 0.0
     feedback: Annotated[int, NOT_NEGATIVE] = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.peers and (not self.kv_hints or len(self.peers) != len(self.upstreams)):
-            allowed = "one for each --upstream, in their order, and --kv-hints"
-            raise ConfigError("--peer", list(self.peers), allowed)
 
     @property
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:

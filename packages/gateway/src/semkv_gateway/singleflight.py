@@ -178,9 +178,8 @@ class InFlight:
 
     def cancel(self) -> None:
         self.shared = False
-        asyncio.get_running_loop().call_soon(
-            self.task.cancel
-        )  # a task canceled before its first step never ends
+        # A task canceled before its first step never ends.
+        asyncio.get_running_loop().call_soon(self.task.cancel)
 
     # -- the task -----------------------------------------------------------------------------------------------
 

@@ -55,17 +55,14 @@ _CHOICE_KNOWN = frozenset(
 _TEXTS = ("content", "reasoning", "reasoning_content", "refusal")
 _DELTA_KNOWN = frozenset(("role", "tool_calls", *_TEXTS))
 _ANSWER_CHOICE_KNOWN = (_CHOICE_KNOWN | {"message"}) - {"delta"}
+# Lists that a stream brings piece by piece.
 _LOGPROBS_KNOWN = frozenset(
     "content refusal tokens token_logprobs top_logprobs text_offset".split()
-)  # lists that a stream brings piece by piece
+)
 _CALL_KNOWN = frozenset(("index", "id", "type", "function"))
 _FUNCTION_KNOWN = frozenset(("name", "arguments"))
 _CHUNKS = ("chat.completion.chunk", "text_completion")
 _ANSWERS = ("chat.completion", "text_completion")
-_USAGE = {
-    "prompt_tokens": "input_tokens",
-    "completion_tokens": "output_tokens",
-}  # as chats and as all others say it
 _BLOCK_TEXTS = {
     "text_delta": "text",
     "thinking_delta": "thinking",
@@ -173,7 +170,10 @@ class _Calls:
         arguments = function.get("arguments") or ""
         if not isinstance(arguments, str):
             raise _NotUnderstood
-        latest = None if call.get("index") is None else self._latest.get(call["index"])
+        index = call.get("index")
+        if type(index) not in (int, type(None)):  # true and 0.0 are equal to other numbers
+            raise _NotUnderstood
+        latest = None if index is None else self._latest.get(index)
         if latest is None or (call.get("id") or latest["id"]) != latest["id"]:
             self._begin(call, latest, function.get("name"), arguments)
         else:
@@ -221,7 +221,7 @@ def _check_index(index: object, arguments: str) -> None:
     """Raise where an index is no place in a list; a call without one must be whole."""
     if index is None and not is_json_object(arguments):
         raise _NotUnderstood
-    if index is not None and (type(index) is not int or index < 0):
+    if isinstance(index, int) and index < 0:
         raise _NotUnderstood
 
 
@@ -548,25 +548,9 @@ def read_answer(payload: bytes) -> Any:
             message.add(chunk)
             if chunk.get("type") == "response.completed":
                 answer = chunk["response"]
-            elif "type" not in chunk and isinstance(
-                chunk.get("usage"), dict
-            ):  # of a chat or a completion
-                answer = {"usage": chunk["usage"]}
         return answer or message.whole()
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError("a stream of unknown form") from error
-
-
-def usage_of(payload: bytes) -> dict[str, int]:
-    """The counts of tokens that an answer reports, as ``input_tokens`` and ``output_tokens``."""
-    try:
-        usage = read_answer(payload)["usage"]
-        named = {
-            _USAGE.get(name, name): count for name, count in usage.items() if isinstance(count, int)
-        }
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return {}
-    return {name: named[name] for name in _USAGE.values() if name in named}
 
 
 def text_of(payload: bytes) -> str:

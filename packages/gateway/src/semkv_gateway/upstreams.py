@@ -24,7 +24,6 @@ from functools import cache
 from typing import Any
 
 import xxhash
-from prometheus_client import Gauge
 
 from semkv.latest import Latest
 from semkv_gateway.http import Call, Reply, Upstream, UpstreamError
@@ -93,19 +92,17 @@ class Upstreams:
         self._sent_last: Latest[bytes, Member] = Latest(_BEGINNINGS)
         self._turn = 0
         self._looking: asyncio.Task[None] | None = None
-        self._up = Gauge(
-            "semkv_upstream_up",
+        self._up = metrics.gauge(
+            "upstream_up",
             "1 while connections to a server can be made.",
-            ("upstream",),
-            registry=metrics.registry,
-            multiprocess_mode="livemin",
+            "upstream",
+            mode="livemin",
         )
-        self._running = Gauge(
-            "semkv_upstream_requests",
+        self._running = metrics.gauge(
+            "upstream_requests",
             "Requests on their way to a server.",
-            ("upstream",),
-            registry=metrics.registry,
-            multiprocess_mode="livesum",
+            "upstream",
+            mode="livesum",
         )
         self._sent = metrics.counter("upstream_sent", "Requests sent to a server.", "upstream")
         self._moved = metrics.counter(

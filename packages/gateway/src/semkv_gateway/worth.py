@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Gauge
-
 from semkv.account import Account, Typical, name_of
 from semkv.errors import StoreError
 from semkv.latest import Latest
@@ -134,12 +132,11 @@ class Worth:
             "Requests for which a tier did not pay; with --tiers auto it was not asked.",
             "tier",
         )
-        self._asked = Gauge(
-            "semkv_tier_asked_share",
+        self._asked = metrics.gauge(
+            "tier_asked_share",
             "The share of requests for which a tier is asked now.",
-            ("tier",),
-            registry=metrics.registry,
-            multiprocess_mode="livemin",
+            "tier",
+            mode="livemin",
         )
         self._busiest = Busiest(_COUNTED)
         self._labels: set[tuple[str, str]] = set()

@@ -30,21 +30,18 @@ _TABLE = re.compile(rf"{_BLANK}{_BLANK}{_BLANK}(?<=\S...)")
 _WINDOW = 1 << 14
 _AHEAD = 4
 _CRLF = re.compile(r"(?<!\r)\r\n")
-_GAP = re.compile(
-    rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))"
-)  # but for one space in a line
-_STARTS = re.compile(
-    r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))"
-)  # sentences that begin with a word
+# But for one space in a line.
+_GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")
+# Sentences that begin with a word.
+_STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")
 _ENDS = (". ", "? ", "! ", *_LINE_ENDS)
 _COUNTED = 30  # characters between a word for a count and what is counted
 _HEAD_LETTERS = 4  # of a word: enough to see that most texts do not ask about typing
 _HEAD = re.compile(rf"\b\w{{1,{_HEAD_LETTERS}}}")
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 _LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures
-_WIDE = re.compile(
-    rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)"
-)  # one alone may be what is asked about
+# One alone may be what is asked about.
+_WIDE = re.compile(rf"(?<=[\w\u0300-\u036f])[{_LETTERS}]|[{_LETTERS}](?=\w)")
 _WORD = re.compile(rf"[0-9A-Za-z{_LETTERS}]+")
 
 

@@ -184,11 +184,15 @@ class Language:
     relatives: Words
     clauses: Words
     shifts: Words
+    contrary_relations: Pairs
+    singling: Words
+    adding: Words
     narrowing: Words
     narrowing_times: Words
     open: Words
     leads: Words
     asked: Words
+    some: Words
     helpers: Words
     hearer: Words
     third: Words

@@ -20,12 +20,14 @@ _KNOWN = 0.6  # share of the words that are known where none tells it
 _LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
+# Of one word: "inform", "information". Others make another: print and printer, sand and sandal,
+# java and javascript.
 _ENDINGS = frozenset(
     (
         "s es d ed ing y ly ally ion ions ation ity ment ments ness nes ance ence ive est len ic ical ful less"
         " able abl ible ibl"
     ).split()
-)  # of one word: "inform", "information". Others make another: print and printer, sand and sandal, java and javascript
+)
 _AL = 5  # letters from which "al" is one, too: "arrival", but not "sandal"
 
 

@@ -70,7 +70,12 @@ def alike(a: str, b: str) -> tuple[str, str]:
         return a, b
     first = _plain_words(a)
     second = _plain_words(b)
-    meant = {slip: word for slip, word in alone if {slip, word} <= first | second}
+    plain = first | second
+    meant = {
+        slip: word
+        for slip, word in alone
+        if {slip, word} <= plain or (_is_slip_of_name(slip, word) and _may_be_one(a, b, slip, word))
+    }
     only_first = first - second
     only_second = second - first
     meant |= dict(_slips(only_first, only_second))
@@ -121,7 +126,7 @@ def _apart(a: str, b: str) -> list[tuple[str, str]]:
     if len(apart) != 1 or max(map(len, apart[0])) > LONGEST:
         return []
     both_ways = (apart[0], apart[0][::-1])
-    return [pair for pair in both_ways if _is_slip_of(*pair)]
+    return [pair for pair in both_ways if _is_slip_of(*pair) or _is_slip_of_name(*pair)]
 
 
 def _core(chunk: str) -> str:
@@ -170,6 +175,25 @@ def _is_unlikely(slip: str, word: str) -> bool:
 def _is_cut_short(slip: str, word: str) -> bool:
     """Whether a slip of three letters begins as the word does, and is no mere abbreviation, as consonants are."""
     return slip[0] == word[0] and not set(languages()[0].vowels).isdisjoint(slip)
+
+
+@lru_cache(maxsize=4096)
+def _is_slip_of_name(slip: str, word: str) -> bool:
+    """Whether what is in no list can only be a common word, or a country, that is a name here: "Engish"."""
+    known = _spelling()
+    language = languages()[0]
+    is_known = word in language.nations or (word in known.common and word in known.ranks)
+    if not is_known or word in _lookalikes() or word in language.stop_words:
+        return False
+    if len(slip) < SHORTEST_ALONE or known.has(slip):
+        return False
+    return slip in slips_alone(word) and not _rivals(slip, word)
+
+
+def _may_be_one(a: str, b: str, slip: str, word: str) -> bool:
+    """Whether a slip is no name of its own: it has no capital, unless the word has one, too ("Thorne", "throne")."""
+    written = {chunk.strip(_EDGES) for chunk in (*a.split(), *b.split())}
+    return slip.capitalize() not in written or word.capitalize() in written
 
 
 def _differing(a: str, b: str) -> Iterator[str]:
@@ -239,9 +263,7 @@ def _put_right(text: str, meant: dict[str, str]) -> str:
         other = meant.get(word.lower())
         if other is None:
             return word
-        if word.islower():
-            return other
-        return other.capitalize() if _starts(text, found.start()) else word
+        return other if word.islower() else other.capitalize()
 
     return _WORD.sub(right, text)
 

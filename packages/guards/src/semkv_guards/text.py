@@ -18,13 +18,11 @@ _FLAG = 5  # characters of a flag with one hyphen; a longer one is a word with a
 _EDGE = ".,;:!?\"“”„«»…‘'`*"
 _BRACKETS = "()[]{}<>"
 _SIGNS = frozenset("%°$€£¥₹")
-_SYMBOLS = frozenset(
-    ("So", "Sk", "Sm", "Sc", "Co", "Cn")
-)  # kinds of signs in Unicode, and what is newer or private
+# Kinds of signs in Unicode, and what is newer or private.
+_SYMBOLS = frozenset(("So", "Sk", "Sm", "Sc", "Co", "Cn"))
 _SKINS = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
-_FLAG_LETTERS = frozenset(
-    map(chr, range(0xE0020, 0xE0080))
-)  # of the flags of England, Scotland and Wales
+# Of the flags of England, Scotland and Wales.
+_FLAG_LETTERS = frozenset(map(chr, range(0xE0020, 0xE0080)))
 STOPS = frozenset(",;?")
 """Signs that are tokens, since a question may start after one."""
 END = Token("?", "?", False)

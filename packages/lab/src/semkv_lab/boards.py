@@ -90,16 +90,29 @@ def _figures(report: Any) -> Row:
     }
 
 
-def _line(cache: str, name: str, row: Row) -> tuple[str, ...]:
+def _line(
+    cache: str,
+    name: str,
+    row: Row,
+) -> tuple[str, ...]:
     spent = (f"{row[kind]['p50_ms']:.1f} ms" if kind in row else "" for kind in ("hit", "miss"))
     return (cache, name, share_of(row["served"]), share_of(row["traps served"]), *spent)
 
 
 def _asked(side: Side, group: str) -> Asked:
     if isinstance(side, str):
-        return Asked(text=side, answer="stored", group=group)
+        return Asked(
+            text=side,
+            answer="stored",
+            group=group,
+        )
     history = tuple((said["role"], said["content"]) for said in side[:-1])
-    return Asked(text=side[-1]["content"], answer="stored", group=group, history=history)
+    return Asked(
+        text=side[-1]["content"],
+        answer="stored",
+        group=group,
+        history=history,
+    )
 
 
 BOARDS: Mapping[str, Callable[[Bench], Found]] = {"fow-cache": fow_cache}

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,8 @@ class Cache:
     reader needs to run the same; a cache that ``learns`` from requests is warmed up before pairs.
     """
 
-    name, learns = "", False
+    name = ""
+    learns = False
     judge: ScriptedJudge | None = None
 
     def __init__(self, encoder: TextEncoder) -> None:
@@ -116,6 +117,14 @@ class Cosine(Cache):
         self._answers[asked.group].append(asked.answer)
 
 
+class _Curve(NamedTuple):
+    """How likely an answer is right at a cosine: a logistic curve, with its threshold's standard deviation."""
+
+    threshold: float
+    steepness: float
+    deviation: float
+
+
 class VCache(Cosine):
     """vCache's rule by our reading of the paper (Schroeder et al., arXiv:2502.03771), not its authors' code.
 
@@ -140,7 +149,7 @@ class VCache(Cosine):
         self._rate = rate
         self._random = Random(seed)  # noqa: S311
         self._seen: dict[tuple[str, int], list[tuple[float, bool]]] = defaultdict(list)
-        self._fits: dict[tuple[str, int], tuple[float, float, float]] = {}
+        self._fits: dict[tuple[str, int], _Curve] = {}
         self._near: tuple[int, float] = (-1, 0.0)
 
     def lookup(self, asked: Asked) -> str | None:
@@ -162,16 +171,17 @@ class VCache(Cosine):
             return 1.0
         if key not in self._fits:
             self._fits[key] = self._fit([(0.0, False), (1.0, True), *self._seen[key]])
-        threshold, steepness, deviation = self._fits[key]
+        curve = self._fits[key]
         found = 1.0
         for z, e in self._LEVELS:
-            odds = steepness * (score - threshold - z * deviation)
-            right = (1 - e) / (1 + math.exp(-max(-500.0, min(500.0, odds))))
+            odds = curve.steepness * (score - curve.threshold - z * curve.deviation)
+            within = max(-500.0, min(500.0, odds))
+            right = (1 - e) / (1 + math.exp(-within))
             found = min(found, 1 - self._rate / max(1e-9, 1 - right))
         return max(0.0, found)
 
-    def _fit(self, seen: Sequence[tuple[float, bool]]) -> tuple[float, float, float]:
-        """Threshold, steepness and the threshold's standard deviation (delta method), by penalized likelihood."""
+    def _fit(self, seen: Sequence[tuple[float, bool]]) -> _Curve:
+        """By penalized likelihood; the deviation by the delta method."""
         table = np.array([(1.0, score) for score, _ in seen])
         wrong = np.array([float(not right) for _, right in seen])
         weights = -logistic(table, wrong, np.full(2, self._RIDGE), [(None, None), (None, -0.1)])
@@ -179,10 +189,11 @@ class VCache(Cosine):
         p = 1 / (1 + np.exp(-table @ weights))
         hessian = (table.T * (p * (1 - p))) @ table + self._RIDGE * np.eye(2)
         slope = np.array([-1 / steepness, bias / steepness**2])
-        return (
-            -bias / steepness,
-            steepness,
-            math.sqrt(max(0.0, float(slope @ np.linalg.solve(hessian, slope)))),
+        variance = float(slope @ np.linalg.solve(hessian, slope))
+        return _Curve(
+            threshold=-bias / steepness,
+            steepness=steepness,
+            deviation=math.sqrt(max(0.0, variance)),
         )
 
 
@@ -218,9 +229,14 @@ class Krites(Cosine):
         self._asked[group] += 1
         scores = self._vectors[group][: len(answers)] @ vector
         curated = scores[: self._curated[group]]
-        first = int(curated.argmax()) if len(curated) else -1
-        score = float(curated[first]) if len(curated) else 0.0
-        place = first if score >= self._threshold else int(scores.argmax()) if len(scores) else -1
+        first = -1
+        score = 0.0
+        if len(curated):
+            first = int(curated.argmax())
+            score = float(curated[first])
+        place = first
+        if score < self._threshold:
+            place = int(scores.argmax()) if len(scores) else -1
         hit = place >= 0 and bool(scores[place] >= self._threshold)
         if self._LEAST <= score < self._threshold and (group, asked.text) not in self._judged:
             self._judged.add((group, asked.text))
@@ -256,18 +272,16 @@ class GPTCache(Cache):
 
         gptcache.utils.prompt_install = refuse  # it would install what it lacks
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (most, most)
-        )  # every group's database stays open
+        # Every group's database stays open.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self.name = f"gptcache {threshold:g}"
         self.settings = {"similarity_threshold": threshold, "cosine": round(2 * threshold - 1, 4)}
         self._threshold = threshold
         self._folder = Path(tempfile.mkdtemp())
         self._caches: dict[str, Any] = {}
         self._api = api
-        atexit.register(
-            shutil.rmtree, self._folder, ignore_errors=True
-        )  # after its own writes at an exit
+        # After its own writes at an exit.
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _cache(self, group: str) -> Any:
         if group not in self._caches:
@@ -343,7 +357,10 @@ class RedisVL(Cache):
     def store(self, asked: Asked) -> None:
         vector = self.vector(asked.text).tolist()
         self._peer.store(
-            asked.text, asked.answer, vector=vector, filters={"section": self._section(asked.group)}
+            asked.text,
+            asked.answer,
+            vector=vector,
+            filters={"section": self._section(asked.group)},
         )
 
     def close(self) -> None:
@@ -413,7 +430,10 @@ class SemKV(Cache):
         self.learns = decider.learns
         self.approximate = self.wrong_approximate = 0  # hits
         self._cache = SemanticCache(
-            config, text_encoder=encoder, decider=decider, same_answer=lambda a, b: a == b
+            config,
+            text_encoder=encoder,
+            decider=decider,
+            same_answer=lambda a, b: a == b,
         )
         self._report: ReuseReport | None = None
         self.judge = ScriptedJudge(seed or 0) if policy.judges else None
@@ -468,7 +488,11 @@ def _request(asked: Asked) -> Request:
     if messages[-1]["role"] != "user":
         messages.append({"role": "user", "content": []})
     messages[-1]["content"].append({"type": "text", "text": asked.text})
-    body = {"model": "m", "temperature": 0, "messages": messages}
+    body = {
+        "model": "m",
+        "temperature": 0,
+        "messages": messages,
+    }
     canonical = canonicalise(body, Deployment("/v1/chat/completions", asked.group, b"bench"))
     assert isinstance(canonical, CanonicalRequest)
     assert canonical.request is not None
@@ -489,7 +513,11 @@ def makers(
     """Makers of a cache, one for each setting; ``calibration`` is the file for the policies that need one."""
     threshold = PolicyConfig.similarity_threshold
 
-    def semkv(value: float, settings: dict[str, Any], **policy: Any) -> Maker:
+    def semkv(
+        value: float,
+        settings: dict[str, Any],
+        **policy: Any,
+    ) -> Maker:
         config = PolicyConfig(**policy)
         return lambda seed: SemKV(
             encoder=encoder,
@@ -586,10 +614,23 @@ def try_out(cache: Cache) -> None:
 
 
 def ask_pair(
-    cache: Cache, pair: Pair, group: str, history: tuple[tuple[str, str], ...] = ()
+    cache: Cache,
+    pair: Pair,
+    group: str,
+    history: tuple[tuple[str, str], ...] = (),
 ) -> bool:
     """Whether b hits where only a is stored. A cache that learns keeps learning."""
-    play(cache, [Asked(text=pair.a, answer=pair.a, group=group, history=history)])
+    play(
+        cache,
+        [
+            Asked(
+                text=pair.a,
+                answer=pair.a,
+                group=group,
+                history=history,
+            )
+        ],
+    )
     return bool(
         play(
             cache,

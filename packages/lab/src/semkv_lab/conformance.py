@@ -21,21 +21,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from semkv.errors import ConfigError
 from semkv_lab.console import version
-from semkv_lab.local_engine import BLOCK, Answer, LocalEngine, answered, differs, prompt, token_ids
+from semkv_lab.local_engine import (
+    BLOCK,
+    Answer,
+    LocalEngine,
+    answered,
+    connector,
+    differs,
+    prompt,
+    token_ids,
+    write_adapter,
+)
 
 LIMIT_S = 300
 DIR = "$DIR"
 EXTRA: dict[str, dict[str, Any]] = {
-    "SemKVConnector": {
-        "cache_dir": DIR,
-        "host_bytes": 64 << 20,
-        "break_even": False,
-        "report_loads": True,
-    },
+    "SemKVConnector": connector(DIR, host_bytes=64 << 20)["kv_connector_extra_config"],
     "OffloadingConnector": {"cpu_bytes_to_use": 64 << 20},
     "ExampleConnector": {"shared_storage_path": DIR},
     "LMCacheConnectorV1": {
@@ -84,7 +89,12 @@ class Cannot(Exception):  # noqa: N818 - a verdict
 class Subject:
     """A connector under test, by its name in vLLM: its settings, and engines with it, all in one folder."""
 
-    def __init__(self, name: str, extra: dict[str, Any] | None, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        extra: dict[str, Any] | None,
+        folder: Path,
+    ) -> None:
         if extra is None and name not in EXTRA:
             raise ConfigError(
                 "--connector", name, f"one of {', '.join(EXTRA)}, or any with --extra JSON"
@@ -98,13 +108,28 @@ class Subject:
 
     def config(self) -> dict[str, Any]:
         extra = json.loads(json.dumps(self.extra).replace(DIR, str(self.store)))
-        return {"kv_connector": self.name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        return {
+            "kv_connector": self.name,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
 
-    def engine(self, step: Callable[..., Any], *args: Any, **engine: Any) -> Any:
+    def engine(
+        self,
+        step: Callable[..., Any],
+        *args: Any,
+        **engine: Any,
+    ) -> Any:
         """What a step finds in a new engine with the connector."""
         return _in_child(self.model, self.config(), step, args, engine)
 
-    def plain(self, key: str, step: Callable[..., Any], *args: Any, **engine: Any) -> Any:
+    def plain(
+        self,
+        key: str,
+        step: Callable[..., Any],
+        *args: Any,
+        **engine: Any,
+    ) -> Any:
         """The same without a connector; asked once for each key."""
         if key not in self.references:
             self.references[key] = _in_child(self.model, None, step, args, engine)
@@ -127,7 +152,11 @@ class Subject:
 # ---------------------------------------------------------------------- steps: each in an engine of its own
 
 
-def ask(engine: LocalEngine, salt: str | None = None, lora: Any = None) -> list[Answer]:
+def ask(
+    engine: LocalEngine,
+    salt: str | None = None,
+    lora: Any = None,
+) -> list[Answer]:
     return engine.ask([prompt(ids, salt) for ids in PROMPTS], lora=lora)
 
 
@@ -171,9 +200,8 @@ def ask_around_update(engine: LocalEngine) -> list[list[Answer]]:
 def ask_without_room(engine: LocalEngine) -> list[list[Answer]]:
     """While files cannot grow past 16 KiB, as on a full disk, and after."""
     rng = random.Random(4)  # noqa: S311 - prompts
-    engine.ask(
-        [prompt(token_ids(rng, len(ids))) for ids in PROMPTS]
-    )  # vLLM compiles at its first requests
+    # vLLM compiles at its first requests.
+    engine.ask([prompt(token_ids(rng, len(ids))) for ids in PROMPTS])
     limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in _family(os.getpid())}
     for pid, (_, most) in limits.items():
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (16 << 10, most))
@@ -186,11 +214,11 @@ def ask_without_room(engine: LocalEngine) -> list[list[Answer]]:
 
 def ask_crowd(engine: LocalEngine, rounds: int) -> dict[str, Any]:
     """All of `CROWD` at once, in a KV cache that cannot hold them."""
-    preempted, found = engine.count_preemptions(), []
+    preempted = engine.count_preemptions()
+    prompts = [prompt(ids) for ids in CROWD]
+    found = []
     for _ in range(rounds):
-        found.append(
-            [answered(output) for output in engine.outputs([prompt(ids) for ids in CROWD], 60)]
-        )
+        found.append([answered(output) for output in engine.outputs(prompts, 60)])
         forget(engine)
     return {"preempted": len(preempted), "answers": found}
 
@@ -204,7 +232,11 @@ def _other_weights(model: Any) -> None:
 # ---------------------------------------------------------------------- cases
 
 
-def same(what: str, answers: Sequence[Answer], reference: Sequence[Answer]) -> None:
+def same(
+    what: str,
+    answers: Sequence[Answer],
+    reference: Sequence[Answer],
+) -> None:
     """Raises `Failed` where an answer is another one."""
     for number, (own, other) in enumerate(zip(answers, reference, strict=True)):
         if why := differs(own, other):
@@ -213,7 +245,11 @@ def same(what: str, answers: Sequence[Answer], reference: Sequence[Answer]) -> N
             )
 
 
-def apart(what: str, one: Sequence[Answer], two: Sequence[Answer]) -> None:
+def apart(
+    what: str,
+    one: Sequence[Answer],
+    two: Sequence[Answer],
+) -> None:
     """Raises `Cannot` where answers that should differ do not."""
     if not any(map(differs, one, two)):
         raise Cannot(f"both {what} answer alike here")
@@ -335,7 +371,10 @@ CASES: dict[str, tuple[Callable[[Subject], str], str]] = {
 
 
 def run_case(
-    name: str, connector: str, extra: dict[str, Any] | None, references: dict[str, Any]
+    name: str,
+    connector: str,
+    extra: dict[str, Any] | None,
+    references: dict[str, Any],
 ) -> dict[str, Any]:
     """Verdict, detail and seconds of one case, in a folder of its own."""
     started = time.monotonic()
@@ -349,7 +388,11 @@ def run_case(
         except (Failed, Cannot) as reason:
             verdict = "fail" if isinstance(reason, Failed) else "cannot"
             detail = str(reason).replace(folder, "")
-    return {"verdict": verdict, "detail": detail, "seconds": round(time.monotonic() - started, 1)}
+    return {
+        "verdict": verdict,
+        "detail": detail,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def run(
@@ -380,72 +423,98 @@ def run(
     references: dict[str, Any] = {}
     for name in connectors:
         found[name] = {}
+        obstacle = _obstacle(name, on_cpu=current_platform.is_cpu())
         for case in cases:
-            if (package := NEEDS.get(name)) and not version(package):
-                result = {
-                    "verdict": "cannot",
-                    "detail": f"{package} is not installed: pip install {package}",
-                }
-            elif name in NO_CPU and current_platform.is_cpu():
-                result = {"verdict": "cannot", "detail": NO_CPU[name]}
+            if obstacle:
+                result: dict[str, Any] = {"verdict": "cannot", "detail": obstacle}
             else:
                 result = run_case(case, name, extra, references)
             said(f"{name} {case}: {result['verdict']}: {result['detail']}")
             found[name][case] = result
-    versions = {package: installed for package in PACKAGES if (installed := version(package))}
+    versions = {package: version(package) for package in PACKAGES}
+    installed = {package: number for package, number in versions.items() if number}
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
     settings = {name: EXTRA[name] if extra is None else extra for name in connectors}
     return {
-        "versions": versions | {"python": platform.python_version(), "machine": platform.machine()},
+        "versions": installed | machine,
         "settings": settings,
         "connectors": found,
     }
+
+
+def _obstacle(connector: str, *, on_cpu: bool) -> str:
+    """Why no case of a connector can run here; empty where they can."""
+    package = NEEDS.get(connector)
+    if package and not version(package):
+        return f"{package} is not installed: pip install {package}"
+    return NO_CPU.get(connector, "") if on_cpu else ""
 
 
 def table(found: dict[str, Any]) -> str:
     """A markdown table, a row a case: failures first, those of the connector that was named first before all."""
     columns = found["connectors"]
     rows = [["case", *columns], ["---"] * (len(columns) + 1)]
-    verdicts = ("fail", "cannot", "pass")
     asked = next(iter(columns.values()))
-    cases = sorted(
-        asked,
-        key=lambda case: [verdicts.index(column[case]["verdict"]) for column in columns.values()],
-    )
-    rows += [
-        [CASES[case][1], *(column[case]["verdict"] for column in columns.values())]
-        for case in cases
-    ]
+    verdicts = {case: [column[case]["verdict"] for column in columns.values()] for case in asked}
+    order = ("fail", "cannot", "pass")
+    cases = sorted(asked, key=lambda case: [*map(order.index, verdicts[case])])
+    rows += [[CASES[case][1], *verdicts[case]] for case in cases]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 # ---------------------------------------------------------------------- processes and checkpoints
 
 
-def _in_child(model: Path, kv: dict[str, Any] | None, step: Any, args: Any, engine: Any) -> Any:
+def _in_child(
+    model: Path,
+    kv: dict[str, Any] | None,
+    step: Any,
+    args: Any,
+    engine: Any,
+) -> Any:
     """What a step finds in an engine in a fork of this process; one that ends or hangs is a failed case."""
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
     try:
-        started, error, found = pool.submit(_child, model, kv, step, args, engine).result(LIMIT_S)
+        asked = pool.submit(_child, model, kv, step, args, engine)
+        result = asked.result(LIMIT_S)
     except TimeoutError:
         raise Failed(f"no answer within {LIMIT_S} s") from None
     except BrokenProcessPool:
         raise Failed("the engine's process ended by itself") from None
     finally:
-        for (
-            process
-        ) in pool._processes.values():  # what threads and native code do at an exit is not measured
+        # What threads and native code do at an exit is not measured.
+        for process in pool._processes.values():
             process.kill()
         pool.shutdown()
-    if error:
-        raise (Failed if started else Cannot)(error)
-    return found
+    if result.error:
+        raise (Failed if result.started else Cannot)(result.error)
+    return result.found
 
 
-def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[bool, str, Any]:
-    """Whether the engine started, what went wrong, and what the step found."""
+class _Result(NamedTuple):
+    """Whether an engine started, what went wrong there, and what a step found."""
+
+    started: bool
+    error: str
+    found: Any
+
+
+def _child(
+    model: Path,
+    kv: Any,
+    step: Any,
+    args: Any,
+    engine: Any,
+) -> _Result:
+    """A step in a new engine."""
     started = False
     try:
-        made = LocalEngine(model, kv, skip_tokenizer_init=True, **engine)
+        made = LocalEngine(
+            model,
+            kv,
+            skip_tokenizer_init=True,
+            **engine,
+        )
         started = True
         found = step(made, *args)
         made.settle()
@@ -453,8 +522,9 @@ def _child(model: Path, kv: Any, step: Any, args: Any, engine: Any) -> tuple[boo
     except BaseException as error:
         with contextlib.suppress(OSError):  # the log can be a file that cannot grow
             traceback.print_exc()
-        return started, f"{type(error).__name__}: {str(error)[:300]}", None
-    return started, "", found
+        said = f"{type(error).__name__}: {str(error)[:300]}"
+        return _Result(started, said, found=None)
+    return _Result(started, error="", found=found)
 
 
 def _family(pid: int) -> list[int]:
@@ -496,26 +566,10 @@ def _checkpoint(folder: Path, seed: int) -> Path:
 
 
 def _adapter(folder: Path, seed: int) -> Path:
-    """A random LoRA adapter of rank 8, large enough to change every answer."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    width = HEADS * HEAD
-    for layer in range(LAYERS):
-        for name, rows in (("q_proj", width), ("v_proj", KV_HEADS * HEAD)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, width, generator=generator)
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, 8, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = {
-        "peft_type": "LORA",
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": ["q_proj", "v_proj"],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(about | {"task_type": "CAUSAL_LM"}))
-    return folder
+    return write_adapter(
+        folder,
+        seed,
+        layers=[f"model.layers.{layer}.self_attn" for layer in range(LAYERS)],
+        width=HEADS * HEAD,
+        rows={"q_proj": HEADS * HEAD, "v_proj": KV_HEADS * HEAD},
+    )

@@ -52,7 +52,13 @@ class Listener:
     lines without a bar.
     """
 
-    def __init__(self, console: Console, settings: RunSettings, *, quiet: bool) -> None:
+    def __init__(
+        self,
+        console: Console,
+        settings: RunSettings,
+        *,
+        quiet: bool,
+    ) -> None:
         self.console = console
         self._settings = settings
         self._quiet = quiet
@@ -136,9 +142,18 @@ def print_summary(console: Console, summary: Figures, settings: RunSettings) -> 
     console.print(table("figures", (), [*figures(summary), place]))
 
 
-def table(title: str, names: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table(
+    title: str,
+    names: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> Table:
     """A table for the console: the first column to the left, figures to the right. No names make no header."""
-    made = Table(title=title, title_justify="left", title_style="bold", show_header=bool(names))
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=bool(names),
+    )
     for number, name in enumerate(names):
         made.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
@@ -222,7 +237,11 @@ _UNITS = {
 }
 
 
-def shown(value: Estimate, unit: str, digits: int | None = None) -> str:
+def shown(
+    value: Estimate,
+    unit: str,
+    digits: int | None = None,
+) -> str:
     """With the unit of a `Column`: ``93.1% [91.0, 95.0]``, ``12.3 ms [11.0, 14.1]``, ``1.05x [1.01, 1.05]``.
 
     A dash for no figure, no interval from one image.
@@ -261,7 +280,11 @@ def part(count: int, total: int) -> str:
 
 def run_header(settings: RunSettings) -> dict[str, object]:
     """What a results file says of the run that made it."""
-    return {"semkv": __version__, "settings": settings.to_json(), "environment": environment()}
+    return {
+        "semkv": __version__,
+        "settings": settings.to_json(),
+        "environment": environment(),
+    }
 
 
 def environment() -> dict[str, Any]:
@@ -335,9 +358,8 @@ def keep_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | N
         *itertools.product(outputs.items(), inputs.items()),
     ]
     for (key, path), (other, taken) in pairs:
-        if (
-            path is None or taken is None or (path.exists() and not path.is_file())
-        ):  # /dev/null may be named twice
+        # /dev/null may be named twice.
+        if path is None or taken is None or (path.exists() and not path.is_file()):
             continue
         if path.resolve() == taken.resolve() or (
             path.exists() and taken.exists() and path.samefile(taken)

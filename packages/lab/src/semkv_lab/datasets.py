@@ -180,7 +180,11 @@ class _Choices:
 
 
 def _sample(
-    key: str, row: Any, where: str, image: Callable[[str], ImageRef], choices: Any = None
+    key: str,
+    row: Any,
+    where: str,
+    image: Callable[[str], ImageRef],
+    choices: Any = None,
 ) -> Sample:
     asked = as_row(row, _Question, where)
     allowed = as_row(choices or {}, _Choices, f"{where}, its choices")
@@ -260,7 +264,11 @@ def _load_tables(
     return [_sample(str(row["id"]), row, f"{where}, question {row['id']}", image) for row in chosen]
 
 
-def _read_table(root: Path | None, config: str, split: str) -> Iterator[dict[str, Any]]:
+def _read_table(
+    root: Path | None,
+    config: str,
+    split: str,
+) -> Iterator[dict[str, Any]]:
     """The rows of a configuration; pictures stay encoded."""
     from datasets import Image, load_dataset
 
@@ -289,7 +297,9 @@ def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unpack_images(
-    rows: Iterable[Mapping[str, Any]], wanted: set[str], folder: Path
+    rows: Iterable[Mapping[str, Any]],
+    wanted: set[str],
+    folder: Path,
 ) -> dict[str, Path]:
     """Write each wanted image's own bytes to ``folder``; a file that is there already is kept."""
     found: dict[str, Path] = {}
@@ -302,9 +312,8 @@ def _unpack_images(
         if not file.is_file() or file.stat().st_size != len(data):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with replacing(
-                    file, durable=False
-                ) as part:  # what a power cut spoils can be made again
+                # What a power cut spoils can be made again.
+                with replacing(file, durable=False) as part:
                     part.write(data)
             except OSError as e:
                 raise DatasetError(f"{file}: cannot be written ({e.strerror or e})") from e

@@ -18,11 +18,12 @@ from semkv_stores.digests import digest, weights_digest
 _DATASET = "--dataset"
 _CALIBRATION = "--calibration"
 _MODEL = "--model"
+# Options that change where the samples lie, or their order.
 _ASKED_ALIKE = (
     "data_dir",
     "trace",
     "trace_requests",
-)  # options that change where the samples lie, or their order
+)
 
 
 @dataclass(frozen=True, order=True)

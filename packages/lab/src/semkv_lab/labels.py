@@ -7,11 +7,11 @@ the clusters that the same pairs make. A file too small for that is fitted pair 
 """
 
 import json
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -73,13 +73,20 @@ Stream = list[Asked]
 
 def clusters(pairs: Sequence[Pair]) -> dict[Item, int]:
     """The number of the cluster of every text: texts that a chain of same pairs connects."""
-    items = list(dict.fromkeys((pair.group, text) for pair in pairs for text in (pair.a, pair.b)))
-    place = {item: number for number, item in enumerate(items)}
-    same = [(place[pair.group, pair.a], place[pair.group, pair.b]) for pair in pairs if pair.same]
-    rows, columns = np.array(same, dtype=int).reshape(-1, 2).T
-    graph = coo_array((np.ones(len(same)), (rows, columns)), shape=(len(items), len(items)))
+    place: dict[Item, int] = {}  # of each text, in the order in which they come
+    ends = []
+    for pair in pairs:
+        a = place.setdefault((pair.group, pair.a), len(place))
+        b = place.setdefault((pair.group, pair.b), len(place))
+        if pair.same:
+            ends.append((a, b))
+    rows, columns = np.array(ends, dtype=int).reshape(-1, 2).T
+    graph = coo_array(
+        (np.ones(len(ends)), (rows, columns)),
+        shape=(len(place), len(place)),
+    )
     _, numbers = connected_components(graph, directed=False)
-    return dict(zip(items, numbers.tolist(), strict=True))
+    return dict(zip(place, numbers.tolist(), strict=True))
 
 
 SEED = 0  # the first seed of what is drawn
@@ -130,51 +137,65 @@ def zipf(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
     """A share of the requests falls on clusters of several texts by Zipf's law, the rest on single texts."""
     random = np.random.default_rng(seed)
     texts = _members(pairs)
-    several = [n for n in texts if len(texts[n]) > 1]
-    order = [several[i] for i in random.permutation(len(several))]
+
+    def shuffled(numbers: list[int]) -> list[int]:
+        return [numbers[i] for i in random.permutation(len(numbers))]
+
+    def one_text(number: int) -> str:
+        own = texts[number]
+        return own[int(random.integers(len(own)))]
+
+    order = shuffled([n for n in texts if len(texts[n]) > 1])
     head = order[: max(1, round(_POPULAR * len(order)))]
-    single = [n for n in texts if len(texts[n]) == 1] + order[len(head) :]
-    single = [single[i] for i in random.permutation(len(single))]
-    chosen = {n: texts[n][int(random.integers(len(texts[n])))] for n in single}
+    single = [n for n in texts if len(texts[n]) == 1]
+    single = shuffled(single + order[len(head) :])
+    chosen = {n: one_text(n) for n in single}
     weights = 1.0 / np.arange(1, len(head) + 1)
-    ranks = random.choice(len(head), size=requests, p=weights / weights.sum())
-    stream, used = [], 0
+    ranks = random.choice(
+        len(head),
+        size=requests,
+        p=weights / weights.sum(),
+    )
+    stream = []
+    used = 0
     for rank, lot in zip(ranks, random.random(requests), strict=True):
         if lot < _POPULAR_REQUESTS or not single:
             number = head[int(rank)]
-            text = texts[number][int(random.integers(len(texts[number])))]
+            text = one_text(number)
         else:
             number = single[used % len(single)]
-            text, used = chosen[number], used + 1
+            text = chosen[number]
+            used += 1
         stream.append(Asked(text, str(number)))
     return stream
 
 
 def paraphrases(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
     """Every text of the clusters of several, once."""
-    stream = [
-        Asked(text, str(n))
-        for n, texts in _members(pairs).items()
-        if len(texts) > 1
-        for text in texts
-    ]
-    return [stream[i] for i in np.random.default_rng(seed).permutation(len(stream))][:requests]
+    stream: Stream = []
+    for number, texts in _members(pairs).items():
+        if len(texts) > 1:
+            stream += [Asked(text, str(number)) for text in texts]
+    order = np.random.default_rng(seed).permutation(len(stream))
+    return [stream[i] for i in order][:requests]
 
 
 def hard_negatives(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
     """Pairs that are labeled different, three of four; the two texts of a pair come soon after one another."""
     random = np.random.default_rng(seed)
     cluster = clusters(pairs)
-    sides = [[p for p in pairs if p.same is same] for same in (False, True)]
+    same = [pair for pair in pairs if pair.same]
+    different = [pair for pair in pairs if not pair.same]
     stream: list[tuple[float, Asked]] = []
-    for number in range(-(-requests // 2)):
-        side = sides[int(random.random() < 0.25)]
+    for number in range(math.ceil(requests / 2)):
+        side = same if random.random() < 0.25 else different
         pair = side[int(random.integers(len(side)))]
-        stream += [
-            (number + 20 * random.random(), Asked(text, str(cluster[pair.group, text])))
-            for text in (pair.a, pair.b)
-        ]
-    return [asked for _, asked in sorted(stream, key=lambda row: row[0])][:requests]
+        for text in (pair.a, pair.b):
+            place = number + 20 * random.random()
+            asked = Asked(text, str(cluster[pair.group, text]))
+            stream.append((place, asked))
+    stream.sort(key=lambda row: row[0])
+    return [asked for _, asked in stream][:requests]
 
 
 def templates(_: Sequence[Pair], seed: int, requests: int) -> Stream:
@@ -184,7 +205,8 @@ def templates(_: Sequence[Pair], seed: int, requests: int) -> Stream:
     for _turn in range(requests):
         kind = int(random.integers(len(_TEMPLATES)))
         n = 1 + int(random.zipf(1.3)) % 120
-        text = _TEMPLATES[kind][int(random.integers(3))].format(n=n, y=1900 + n)
+        template = _TEMPLATES[kind][int(random.integers(3))]
+        text = template.format(n=n, y=1900 + n)
         stream.append(Asked(text, f"{kind} {n}"))
     return stream
 
@@ -200,10 +222,12 @@ def minigqa(seed: int, requests: int) -> Stream:
         folder = Path(name) / "minigqa"
         generate(folder, images, seed=seed, questions=rates, pictures={})
         records = json.loads((folder / "val_balanced_questions.json").read_text(encoding="utf-8"))
-    return [
-        Asked(row["question"], f"{row['imageId']}: {row['semanticStr']}", str(row["imageId"]))
-        for row in records.values()
-    ]
+    stream = []
+    for row in records.values():
+        image = str(row["imageId"])
+        answer = f"{image}: {row['semanticStr']}"
+        stream.append(Asked(row["question"], answer, image))
+    return stream
 
 
 def shift(pairs: Sequence[Pair], seed: int, requests: int) -> Stream:
@@ -254,15 +278,13 @@ def neighbors(items: Sequence[Item], encoder: TextEncoder) -> list[list[tuple[in
         vectors = encoder.encode([items[place][1] for place in members])
         for start in range(0, len(members), _BATCH):
             scores = vectors[start : start + _BATCH] @ vectors.T
-            order = np.argsort(-scores, axis=1, kind="stable")[:, : _MOST + 1]
-            for row, places in enumerate(order):
-                own = members[start + row]
-                near = [
-                    (members[p], min(1.0, float(scores[row, p])))
-                    for p in places
-                    if scores[row, p] >= FLOOR
+            nearest = np.argsort(-scores, axis=1, kind="stable")
+            for row, places in enumerate(nearest[:, : _MOST + 1]):
+                own = start + row
+                near = [p for p in places if p != own and scores[row, p] >= FLOOR]
+                found[members[own]] = [
+                    (members[p], min(1.0, float(scores[row, p]))) for p in near[:_MOST]
                 ]
-                found[own] = [(other, score) for other, score in near if other != own][:_MOST]
     return found
 
 
@@ -286,7 +308,11 @@ class Fit(NamedTuple):
 
 
 def fit(
-    pairs: Sequence[Pair], encoder: TextEncoder, *, precision: float = 0.95, guard: Guard = veto
+    pairs: Sequence[Pair],
+    encoder: TextEncoder,
+    *,
+    precision: float = 0.95,
+    guard: Guard = veto,
 ) -> Fit:
     """Fit the chance of a wrong answer, where ``guard`` does not object; ``precision`` is the least chance of a right
     answer with which a donor may be used."""
@@ -315,7 +341,12 @@ def _of_both_kinds(rows: Sequence[Lookup]) -> bool:
 class _Texts:
     """The texts of pairs, each with its cluster and its neighbors."""
 
-    def __init__(self, pairs: Sequence[Pair], encoder: TextEncoder, guard: Guard) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        encoder: TextEncoder,
+        guard: Guard,
+    ) -> None:
         cluster = clusters(pairs)
         self._pairs = pairs
         self._items = list(cluster)
@@ -324,14 +355,24 @@ class _Texts:
         self._guard = guard
         self._passed: dict[tuple[int, int], bool] = {}
 
+    def _text(self, place: int) -> str:
+        return self._items[place][1]
+
     def _free(self, a: int, b: int) -> bool:
         """Whether the guard has nothing against a text in place of another."""
         if (a, b) not in self._passed:
-            self._passed[a, b] = self._guard(self._items[a][1], self._items[b][1]) is None
+            self._passed[a, b] = self._guard(self._text(a), self._text(b)) is None
         return self._passed[a, b]
 
-    def _lookup(self, a: int, b: int, score: float, wrong: bool) -> Lookup:
-        return Lookup(score, wrong, wording(self._items[a][1], self._items[b][1]))
+    def _lookup(
+        self,
+        a: int,
+        b: int,
+        *,
+        score: float,
+        wrong: bool,
+    ) -> Lookup:
+        return Lookup(score, wrong, wording(self._text(a), self._text(b)))
 
     def as_traffic(self) -> list[Lookup]:
         """What texts find while a drawn part of the others is stored, in rounds."""
@@ -340,11 +381,12 @@ class _Texts:
         for share in _STORED:
             stored = random.random(len(self._items)) < share
             for a in np.flatnonzero(~stored).tolist():
-                there = islice(((b, score) for b, score in self._near[a] if stored[b]), _ASKED)
-                b, score = next(((b, score) for b, score in there if self._free(a, b)), (None, 0.0))
-                if b is not None:
-                    wrong = self._cluster[a] != self._cluster[b]
-                    found[a, b] = self._lookup(a, b, score, wrong)
+                there = [(b, score) for b, score in self._near[a] if stored[b]]
+                for b, score in there[:_ASKED]:
+                    if self._free(a, b):
+                        wrong = self._cluster[a] != self._cluster[b]
+                        found[a, b] = self._lookup(a, b, score=score, wrong=wrong)
+                        break
         return list(found.values())
 
     def as_pairs(self) -> list[Lookup]:
@@ -356,24 +398,33 @@ class _Texts:
             b = place[pair.group, pair.b]
             score = dict(self._near[a]).get(b)
             if score is not None and self._free(a, b):
-                found.append(self._lookup(a, b, score, wrong=not pair.same))
+                found.append(self._lookup(a, b, score=score, wrong=not pair.same))
         return found
 
 
 def _calibration(rows: Sequence[Lookup], fingerprint: str, limit: float) -> Calibration:
     """A higher cosine may not raise the chance. A feature's weight, by its standard deviation, is drawn to 0."""
     raw = np.array([features(row.score, row.wording) for row in rows])
+    wrong = np.array([row.wrong for row in rows], dtype=float)
     middle = raw.mean(axis=0)
     spread = np.maximum(raw.std(axis=0), 1e-6)
-    table = np.hstack([np.ones((len(rows), 1)), (raw - middle) / spread])
+    ones = np.ones((len(rows), 1))
+    table = np.hstack([ones, (raw - middle) / spread])
     penalty = np.array([1e-3, *[_RIDGE] * len(FEATURES)])
-    bounds = [(None, None), (None, 0.0), (None, 0.0), *[(None, None)] * (len(FEATURES) - 2)]
-    found = logistic(table, np.array([row.wrong for row in rows], dtype=float), penalty, bounds)
+    free = (None, None)
+    falling = (None, 0.0)
+    others = len(FEATURES) - 2
+    bounds = [free, falling, falling, *[free] * others]
+    found = logistic(table, wrong, penalty, bounds)
     weights = found[1:] / spread
     bias = float(found[0] - weights @ middle)
-    named = {name: round(float(weight), 5) for name, weight in zip(FEATURES, weights, strict=True)}
+    rounded = [round(float(weight), 5) for weight in weights]
+    named = dict(zip(FEATURES, rounded, strict=True))
     return Calibration(
-        fingerprint=fingerprint, bias=round(bias, 5), weights=named, limit=round(limit, 6)
+        fingerprint=fingerprint,
+        bias=round(bias, 5),
+        weights=named,
+        limit=round(limit, 6),
     )
 
 
@@ -388,12 +439,16 @@ def logistic(
 
     def cost(weights: Floats) -> tuple[float, Floats]:
         odds = table @ weights
-        value = float(np.sum(np.logaddexp(0.0, odds) - truth * odds)) + 0.5 * float(
-            penalty @ weights**2
-        )
-        return value, table.T @ (1.0 / (1.0 + np.exp(-odds)) - truth) + penalty * weights
+        chance = 1.0 / (1.0 + np.exp(-odds))
+        unlikely = np.sum(np.logaddexp(0.0, odds) - truth * odds)
+        value = float(unlikely + 0.5 * penalty @ weights**2)
+        return value, table.T @ (chance - truth) + penalty * weights
 
     found: Floats = minimize(
-        cost, np.zeros(table.shape[1]), jac=True, method="L-BFGS-B", bounds=bounds
+        cost,
+        np.zeros(table.shape[1]),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=bounds,
     ).x
     return found

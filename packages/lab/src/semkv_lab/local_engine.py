@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +23,37 @@ Answer = dict[str, Any]
 """What came for one prompt: tokens, the two best tokens and their gap at each place, and what was loaded."""
 
 
+def connector(cache_dir: Path | str, **settings: Any) -> dict[str, Any]:
+    """The configuration of one SemKVConnector over a directory, as ``--kv-transfer-config`` takes it.
+
+    It stores every block and says what it loads, but where ``settings`` say otherwise.
+    """
+    usual = {
+        "cache_dir": str(cache_dir),
+        "break_even": False,
+        "report_loads": True,
+    }
+    return {
+        "kv_connector": "SemKVConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": usual | settings,
+    }
+
+
+@contextmanager
+def all_computed_again() -> Iterator[None]:
+    """What semkv moved to its places in documents is computed again, all of it, by the repair."""
+    from semkv_vllm.placement import Placement
+
+    passes = Placement._passes
+
+    def whole(self: Any, loads: Any, prompts: Any) -> Any:
+        return passes(self, [replace(load, exact=True) for load in loads], prompts)
+
+    with mock.patch.object(Placement, "_passes", whole):
+        yield
+
+
 class LocalEngine:
     """A small vLLM in this process, with or without a KV connector.
 
@@ -29,7 +63,12 @@ class LocalEngine:
         args: of ``vllm.LLM``; None takes one of ours away.
     """
 
-    def __init__(self, model: Path | str, kv: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        kv: dict[str, Any] | None = None,
+        **args: Any,
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
         from vllm.platforms import current_platform
@@ -54,7 +93,9 @@ class LocalEngine:
         args = {name: value for name, value in (usual | args).items() if value is not None}
         with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"):
             self.llm = LLM(
-                str(model), kv_transfer_config=KVTransferConfig(**kv) if kv else None, **args
+                str(model),
+                kv_transfer_config=KVTransferConfig(**kv) if kv else None,
+                **args,
             )
 
     @property
@@ -66,16 +107,30 @@ class LocalEngine:
         return self.core.scheduler
 
     def outputs(
-        self, prompts: Sequence[Any], tokens: int = 16, lora: Any = None, **sampling: Any
+        self,
+        prompts: Sequence[Any],
+        tokens: int = 16,
+        lora: Any = None,
+        **sampling: Any,
     ) -> list[Any]:
         """vLLM's outputs for prompts that are asked together; greedy by default."""
         from vllm import SamplingParams
 
-        usual = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        usual = {
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+        }
         params = SamplingParams(**(usual | sampling))
         return list(self.llm.generate(list(prompts), params, use_tqdm=False, lora_request=lora))
 
-    def ask(self, prompts: Iterable[Any], tokens: int = 16, **fields: Any) -> list[Answer]:
+    def ask(
+        self,
+        prompts: Iterable[Any],
+        tokens: int = 16,
+        **fields: Any,
+    ) -> list[Answer]:
         """The answers to prompts, asked one after another."""
         return [answered(self.outputs([prompt], tokens, **fields)[0]) for prompt in prompts]
 
@@ -178,3 +233,44 @@ def token_ids(rng: random.Random, count: int) -> list[int]:
 
 def prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
     return {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+
+
+def write_adapter(
+    folder: Path,
+    seed: int,
+    *,
+    layers: Sequence[str],
+    width: int,
+    rows: Mapping[str, int],
+) -> Path:
+    """A random LoRA adapter of rank 8, large enough to change every answer.
+
+    Args:
+        folder: is made.
+        seed: of its numbers.
+        layers: names of the attention layers that it changes.
+        width: numbers that each of their projections takes.
+        rows: numbers that each projection gives, by its name.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in layers:
+        for name, count in rows.items():
+            prefix = f"base_model.model.{layer}.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, width, generator=generator)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(count, 8, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": list(rows),
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder

@@ -26,7 +26,8 @@ Integers = npt.NDArray[np.int64]
 Figures = dict[str, Any]
 """Figures by name: counts, `Estimate`, `times`, and more of the same."""
 
-RESAMPLES, _SEED = 2_000, 0
+RESAMPLES = 2_000
+_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,13 @@ class Estimate:
 def read_estimate(summary: Mapping[str, Any], path: str) -> Estimate:
     """A figure of a summary by its dotted path; empty where there is none, or something else."""
     found = at(summary, *path.split("."))
-    named = (
-        [found.get(name) for name in ("n", "value", "low", "high")]
-        if isinstance(found, Mapping)
-        else [0]
-    )
-    is_one = isinstance(named[0], int) and all(
-        isinstance(number, int | float | None) for number in named
-    )
-    return Estimate(*named) if is_one and len(named) > 1 else Estimate(0, None)
+    if not isinstance(found, Mapping):
+        return Estimate(0, None)
+    named: list[Any] = [found.get(name) for name in ("n", "value", "low", "high")]
+    are_numbers = all(isinstance(number, int | float | None) for number in named)
+    if not are_numbers or not isinstance(named[0], int):
+        return Estimate(0, None)
+    return Estimate(*named)
 
 
 def mean(values: Sequence[tuple[str, float]]) -> Estimate:
@@ -94,13 +93,18 @@ def _estimate(
     images = np.array([index.setdefault(image, len(index)) for image, _ in values])
     numbers = np.array([value for _, value in values], dtype=np.float64)
     order = np.argsort(numbers, kind="stable")
-    images, numbers = images[order], numbers[order]
-    found = Estimate(len(values), of(numbers, np.ones(len(values), np.int64)))
+    images = images[order]
+    numbers = numbers[order]
+    once = np.ones(len(values), np.int64)
+    found = Estimate(len(values), of(numbers, once))
     if len(index) == 1:
         return found
     rng = np.random.default_rng(_SEED)
     even = np.full(len(index), 1 / len(index))
-    drawn = [of(numbers, rng.multinomial(len(index), even)[images]) for _ in range(RESAMPLES)]
+    drawn = []
+    for _ in range(RESAMPLES):
+        counts = rng.multinomial(len(index), even)
+        drawn.append(of(numbers, counts[images]))
     low, high = np.percentile(drawn, [2.5, 97.5])
     return replace(found, low=float(low), high=float(high))
 
@@ -109,7 +113,11 @@ def times(values: Iterable[float | None]) -> Figures:
     """Median and 95th percentile of the seconds that are known; None where none is."""
     known = [seconds for seconds in values if seconds is not None]
     middle, late = np.percentile(known, [50, 95]).tolist() if known else (None, None)
-    return {"n": len(known), "p50_s": middle, "p95_s": late}
+    return {
+        "n": len(known),
+        "p50_s": middle,
+        "p95_s": late,
+    }
 
 
 # -- how right the answers are ------------------------------------------------------------
@@ -127,10 +135,12 @@ def given(record: SampleRecord) -> str | None:
 
 def accuracy_on_hits(records: Iterable[SampleRecord]) -> Estimate:
     """Accuracy of what hits gave (`given`), over those of which it is known and that have an expected answer."""
-    hits = [(r, text) for r in records if r.hit and (text := given(r)) is not None]
-    return share(
-        [(r.image, answers_match(text, r.answer)) for r, text in hits if r.answer is not None]
-    )
+    judged = []
+    for record in records:
+        text = given(record)
+        if record.hit and text is not None and record.answer is not None:
+            judged.append((record.image, answers_match(text, record.answer)))
+    return share(judged)
 
 
 def consistency(records: Sequence[SampleRecord]) -> Estimate:
@@ -161,13 +171,14 @@ def distribution(records: Sequence[SampleRecord]) -> float | None:
             groups.setdefault(r.group, []).append(
                 (normalise_answer(r.answer), normalise_answer(r.text))
             )
+    if not groups:
+        return None
     weighted = 0.0
     for answers in groups.values():
         expected, found = (Counter(column) for column in zip(*answers, strict=True))
-        weighted += len(answers) * sum(
-            (found[answer] - count) ** 2 / count for answer, count in expected.items()
-        )
-    return weighted / sum(map(len, groups.values())) if groups else None
+        off = [(found[answer] - count) ** 2 / count for answer, count in expected.items()]
+        weighted += len(answers) * sum(off)
+    return weighted / sum(map(len, groups.values()))
 
 
 def by_type(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
@@ -184,9 +195,9 @@ def by_type(records: Sequence[SampleRecord]) -> dict[str, Estimate]:
 
 def without(record: SampleRecord) -> str | None:
     """What the request would have got without its hit, where that is known: the cold answer, of a dry run its own."""
-    return (
-        record.text if not record.applied else record.cold.text if record.cold is not None else None
-    )
+    if not record.applied:
+        return record.text
+    return None if record.cold is None else record.cold.text
 
 
 def wrong_hit(record: SampleRecord) -> bool | None:
@@ -282,17 +293,21 @@ def _saved_latency(pairs: Iterable[tuple[SampleRecord, Cold]]) -> list[tuple[str
 
 
 def _first_token(run: Run) -> Estimate:
-    timed = [(r, before, now) for r, before, now in run.timed if r.hit and r.applied]
-    return median(
-        [(r.image, before / (now - r.lookup_s)) for r, before, now in timed if now > r.lookup_s]
-    )
+    ratios = []
+    for record, before, now in run.timed:
+        served = now - record.lookup_s
+        if record.hit and record.applied and served > 0:
+            ratios.append((record.image, before / served))
+    return median(ratios)
 
 
 def _gained(run: Run) -> Estimate:
-    judged = [(r, c) for r, c in run.pairs if r.match is not None and c.match is not None]
-    return share(
-        [(r.image, r.hit and r.applied and bool(r.match) and not c.match) for r, c in judged]
-    )
+    gained = []
+    for record, cold in run.pairs:
+        if record.match is not None and cold.match is not None:
+            is_served = record.hit and record.applied
+            gained.append((record.image, is_served and record.match and not cold.match))
+    return share(gained)
 
 
 def _among(records: Iterable[SampleRecord], name: str) -> Estimate:
@@ -507,7 +522,11 @@ def _statuses(records: Sequence[SampleRecord]) -> Figures:
     return {tier: {str(status): counts[tier, status] for status in Status} for tier, _ in counts}
 
 
-def summarise(records: Sequence[SampleRecord], cold: Sequence[Cold] = (), **more: Any) -> Figures:
+def summarise(
+    records: Sequence[SampleRecord],
+    cold: Sequence[Cold] = (),
+    **more: Any,
+) -> Figures:
     """The figures of a run as ``--summary-out`` writes them: an `Estimate` is an object of its fields.
 
     ``cold`` has every answer of the cold pass, more than the records have where a run was interrupted. ``more`` is what

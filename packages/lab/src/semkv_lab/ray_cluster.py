@@ -84,7 +84,12 @@ def _cluster(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _needs(ray: Any, address: str, left: Sequence[Experiment], cpus: int) -> dict[str, float]:
+def _needs(
+    ray: Any,
+    address: str,
+    left: Sequence[Experiment],
+    cpus: int,
+) -> dict[str, float]:
     """What of the cluster each experiment takes, by Ray's names."""
     has = ray.cluster_resources()
     if address == LOCAL and cpus > has.get("CPU", 0):

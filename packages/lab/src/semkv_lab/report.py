@@ -218,6 +218,7 @@ def _wrong_row(wrong: Wrong) -> Row:
 # -- figures ------------------------------------------------------------
 
 INK = "#1b2026"
+# Told apart on white and on black.
 SERIES = (
     "#2b7fd6",
     "#d65a1f",
@@ -225,7 +226,7 @@ SERIES = (
     "#a05ccb",
     "#b07d1a",
     "#d6408a",
-)  # told apart on white and on black
+)
 MARKERS = "osD^vPX*"
 STYLE: Any = {
     **dict.fromkeys(
@@ -249,7 +250,10 @@ def _svg(section: Section, _: Path) -> str:
     assert section.figure is not None
     out = io.StringIO()
     section.figure.savefig(
-        out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        out,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None},
     )
     text = out.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")
@@ -264,7 +268,13 @@ def _png(section: Section, page: Path) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **style: Any) -> Any:
+def _error_bar(
+    axes: Any,
+    x: Estimate,
+    y: Estimate | float,
+    factor: float,
+    **style: Any,
+) -> Any:
     """A mark with its intervals; a plain number is a place and has none."""
     places, bars = [], []
     for one in (x, y if isinstance(y, Estimate) else Estimate(1, y / factor)):
@@ -275,7 +285,11 @@ def _error_bar(axes: Any, x: Estimate, y: Estimate | float, factor: float, **sty
     return axes.errorbar(*places, xerr=bars[0], yerr=bars[1], elinewidth=0.8, **style)
 
 
-def _legend(figure: Figure, marks: Mapping[str, Any], height: float) -> None:
+def _legend(
+    figure: Figure,
+    marks: Mapping[str, Any],
+    height: float,
+) -> None:
     """Below axes of this height, in inches."""
     names = [shorten(name, 130, placeholder=" ...") for name in marks]
     columns = max(1, 110 // max(map(len, names)))
@@ -303,7 +317,11 @@ def _tradeoff(plane: Sequence[Point], colors: Mapping[str, str]) -> Section | No
     axes.plot([0, *xs], [ys[0], *ys], drawstyle="steps-pre", color=INK, linewidth=1.1, zorder=1.5)
     for number, place in enumerate(zip(xs, ys, strict=True), 1):
         axes.annotate(
-            str(number), place, xytext=(4, 3), textcoords="offset points", fontweight="bold"
+            str(number),
+            place,
+            xytext=(4, 3),
+            textcoords="offset points",
+            fontweight="bold",
         )
     axes.set(xlabel="hit rate (% of requests)", ylabel="accuracy on hits (%)", xlim=(0, None))
     _legend(figure, marks, 4.9)
@@ -365,10 +383,13 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
     names = [row[0] for row in rows]
     figure, marks = Figure(layout="constrained"), dict[str, Any]()
     served, saved = figure.subplots(1, 2, sharey=True)
-    for place, (_, group, share, time) in enumerate(
-        rows
-    ):  # one below the other: bars do not cover each other
-        style = {"fmt": "o", "markersize": 3.4, "color": colors[group]}
+    # One below the other: bars do not cover each other.
+    for place, (_, group, share, time) in enumerate(rows):
+        style = {
+            "fmt": "o",
+            "markersize": 3.4,
+            "color": colors[group],
+        }
         marks[group] = _error_bar(served, share, place, 100, **style)
         if time.value is not None:
             _error_bar(saved, time, place, 1000, **style)
@@ -385,5 +406,9 @@ def _tiers(experiments: Sequence[Experiment], colors: Mapping[str, str]) -> Sect
         f"Bars are {_INTERVAL}; what leaves the panel is cut."
     )
     return Section(
-        title="Hit rate and saved time by tier", text=said, rows=(), figure=figure, name="tiers"
+        title="Hit rate and saved time by tier",
+        text=said,
+        rows=(),
+        figure=figure,
+        name="tiers",
     )

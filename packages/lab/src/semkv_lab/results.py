@@ -103,9 +103,8 @@ def _read_log(path: Path) -> list[Experiment]:
         raise DatasetError(
             f"{path}: no log of a sweep, which is a file that ends in .csv or .jsonl"
         )
-    found = {
-        e.name: e for e in read_rows(lines, Experiment, cut_off=True)
-    }  # a later row is a later try
+    # A later row is a later try.
+    found = {e.name: e for e in read_rows(lines, Experiment, cut_off=True)}
     for e in found.values():
         if e.samples and (file := path.parent / e.samples).is_file():
             found[e.name] = replace(e, records=tuple(read_rows(file, SampleRecord, cut_off=True)))
@@ -174,7 +173,12 @@ def load_table(path: Path) -> "pd.DataFrame":
     )
 
 
-def to_mlflow(path: str | Path, *, uri: str | None = None, experiment: str = "semkv") -> int:
+def to_mlflow(
+    path: str | Path,
+    *,
+    uri: str | None = None,
+    experiment: str = "semkv",
+) -> int:
     """Log a sweep's log to MLflow: a run for each of its experiments, with settings as parameters, figures as metrics.
 
     Names have dots, as in `semkv_lab.load`. The machine and its versions are tags. A log that is handed in again makes

@@ -75,7 +75,11 @@ class Kv:
     rows: torch.Tensor | None = None
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layer: int,
+        *_: Any,
     ) -> tuple[torch.Tensor, ...]:
         for held, new in zip(self.layers[layer], (keys, values), strict=True):
             held[:, :, self.rows] = new
@@ -182,9 +186,8 @@ class TransformersEngine:
             self._take(kv, kept, moved)
             return self._answer(start, prompt, tokens, kv, first, {own for _, own in moved})
         stand = len(kept.tokens)
-        if (
-            kept.names[-1] != self._names(canonical)[-1]
-        ):  # the request's own segments follow the donor's
+        # The request's own segments follow the donor's.
+        if kept.names[-1] != self._names(canonical)[-1]:
             sent = self._tokens(canonical)
             stand = _shared(kept.tokens, sent)
             most = min(most, len(tokens) - (len(sent) - stand))
@@ -252,7 +255,10 @@ class TransformersEngine:
             {"role": "user", "content": turn if has_pictures else "".join(map(str, parts))}
         )
         text: str = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            messages,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=True,
         )
         return text
 
@@ -326,7 +332,11 @@ class TransformersEngine:
         )
 
     def _step(
-        self, hidden: torch.Tensor, kv: Kv, rows: torch.Tensor, doubtful: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        kv: Kv,
+        rows: torch.Tensor,
+        doubtful: torch.Tensor,
     ) -> tuple[int, int]:
         """Send tokens through the layers: their embeddings [1, rows, width], their positions, and which of them have KV
         of a donor's. Returns the next token, and how many were computed; one in a part of the layers counts for that
@@ -358,7 +368,11 @@ class TransformersEngine:
         return int(logits.argmax()), math.ceil(work / len(layers))
 
     def _deviating(
-        self, layer: Any, hidden: torch.Tensor, values: torch.Tensor, doubtful: torch.Tensor
+        self,
+        layer: Any,
+        hidden: torch.Tensor,
+        values: torch.Tensor,
+        doubtful: torch.Tensor,
     ) -> torch.Tensor:
         """Which rows to compute from this layer on: those without KV, and the share whose values deviate most."""
         new = layer.self_attn.v_proj(layer.input_layernorm(hidden))[0]
@@ -396,7 +410,12 @@ class TransformersEngine:
             ]
         )
 
-    def _take(self, kv: Kv, kept: Kept, pairs: Sequence[tuple[int, int]]) -> None:
+    def _take(
+        self,
+        kv: Kv,
+        kept: Kept,
+        pairs: Sequence[tuple[int, int]],
+    ) -> None:
         """Copy KV from the first to the second position of each pair; keys are turned by the distance."""
         if not pairs:
             return

@@ -185,24 +185,27 @@ class _Runner:
                 f"images without a file: {len(missing)}, such as {first.name!r}: {where}"
             )
 
-    def _each(self, stage: str, answer: Callable[[Sample], None], done: Collection[Any]) -> None:
+    def _each(
+        self,
+        stage: str,
+        answer: Callable[[Sample], None],
+        done: Collection[Any],
+    ) -> None:
         """Hand every sample to ``answer``, and count those the engine fails on."""
         alike = 0
         for sample in self._listener.track(self.samples, stage):
             try:
                 answer(sample)
             except Exception as e:
-                own = plug.is_path(self.settings.engine) and not isinstance(
-                    e, SemkvError
-                )  # may raise anything
+                # May raise anything.
+                own = plug.is_path(self.settings.engine) and not isinstance(e, SemkvError)
                 if not own and not isinstance(e, EngineError):
                     raise
                 self._failed.add(sample.sample_id)
                 self.faults["failed samples"] = len(self._failed)
                 self._listener.say(f"[{sample.sample_id}] failed | {e}")
-                alike += not isinstance(
-                    e, MediaError
-                )  # an image that cannot be read is that sample's fault
+                # An image that cannot be read is that sample's fault.
+                alike += not isinstance(e, MediaError)
                 if not done and alike >= _GIVE_UP_AFTER:
                     raise
 
@@ -340,7 +343,9 @@ class _Runner:
 
     def _prompt(self, segments: tuple[Any, ...]) -> EnginePrompt:
         return EnginePrompt(
-            segments, tenant=self.settings.tenant, max_tokens=self.settings.max_tokens
+            segments,
+            tenant=self.settings.tenant,
+            max_tokens=self.settings.max_tokens,
         )
 
 
@@ -359,7 +364,11 @@ def _match(text: str, sample: Sample) -> bool | None:
     return None if sample.answer is None else answers_match(text, sample.answer)
 
 
-def _among(text: str, choices: Sequence[str], sample: Sample) -> bool | None:
+def _among(
+    text: str,
+    choices: Sequence[str],
+    sample: Sample,
+) -> bool | None:
     """Whether an answer is one of GQA's choices; what two objects have in common is one of three words."""
     if not choices:
         return None
@@ -376,7 +385,11 @@ def bytes_on_disk(settings: RunSettings) -> int:
     return sum(status.st_size for _, status in described(files))
 
 
-def read_cold(path: Path, samples: Sequence[Sample], builder: RequestBuilder) -> dict[str, Cold]:
+def read_cold(
+    path: Path,
+    samples: Sequence[Sample],
+    builder: RequestBuilder,
+) -> dict[str, Cold]:
     """The cold answers in a file of ``--samples-out``, by sample id."""
     there = {
         record.sample_id: record.cold for record in read_rows(path, SampleRecord, cut_off=True)
@@ -410,9 +423,8 @@ def execute(
     if settings.engine in ("vllm", "transformers"):
         from semkv_lab.vllm_engine import check_model, set_environment
 
-        check_model(
-            settings.model, settings.revision
-        )  # before a data set is loaded, which may be a download
+        # Before a data set is loaded, which may be a download.
+        check_model(settings.model, settings.revision)
         set_environment(verbose=verbose)  # before the cache's encoders import torch
     for key, path in ((SAMPLES_OUT, settings.samples_out), (SUMMARY_OUT, settings.summary_out)):
         if path is not None:
@@ -463,7 +475,11 @@ def make_engine(
         if settings.engine == "scripted":
             return ScriptedEngine(name=settings.model)
         answers = label_answers(samples, settings.instruction)
-        return ScriptedEngine(answer=answers, name="labels", store=set() if attach else None)
+        return ScriptedEngine(
+            answer=answers,
+            name="labels",
+            store=set() if attach else None,
+        )
     if settings.engine == "transformers":
         from semkv_lab.reuse import TransformersEngine
 

@@ -195,7 +195,12 @@ def read_jsonl(path: Path, *, cut_off: bool = False) -> Iterator[tuple[int, dict
         yield number, row
 
 
-def read_rows(path: Path, kind: type[_T], *, cut_off: bool = False) -> list[_T]:
+def read_rows(
+    path: Path,
+    kind: type[_T],
+    *,
+    cut_off: bool = False,
+) -> list[_T]:
     """The lines of a file (`read_jsonl`) as objects of a dataclass."""
     found = [
         as_row(row, kind, f"{path}, line {number}")

@@ -44,7 +44,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "card": Kind((0, 2), (215, 255), lines=(2, 9), size=(10, 30)),
+    "card": Kind(
+        (0, 2),
+        (215, 255),
+        lines=(2, 9),
+        size=(10, 30),
+    ),
     "table": Kind(
         (0, 0),
         (250, 250),
@@ -54,7 +59,12 @@ KINDS = {
         columns=(3, 5),
         size=(10, 14),
     ),
-    "toys": Kind((4, 25), (60, 220), shapes=(3, 7), reach=(9, 34)),
+    "toys": Kind(
+        (4, 25),
+        (60, 220),
+        shapes=(3, 7),
+        reach=(9, 34),
+    ),
     "map": Kind(
         (7, 7),
         (205, 228),
@@ -64,8 +74,20 @@ KINDS = {
         columns=(1, 3),
         size=(10, 13),
     ),
-    "sign": Kind((20, 40), (70, 190), shapes=(3, 6), reach=(10, 40), lines=(1, 2), size=(20, 40)),
-    "texture": Kind((30, 55), (70, 190), shapes=(3, 9), reach=(7, 26)),
+    "sign": Kind(
+        (20, 40),
+        (70, 190),
+        shapes=(3, 6),
+        reach=(10, 40),
+        lines=(1, 2),
+        size=(20, 40),
+    ),
+    "texture": Kind(
+        (30, 55),
+        (70, 190),
+        shapes=(3, 9),
+        reach=(7, 26),
+    ),
 }
 
 
@@ -104,7 +126,13 @@ def make(kind: Kind, rng: Random) -> Scene:
         y = rng.uniform(reach + 4, height - reach - 4)
         if all(math.hypot(x - e.x, y - e.y) > 1.5 * reach + 20 for e in elements):
             elements.append(
-                Element(x=x, y=y, reach=reach, form=rng.choice(FORMS), color=_paint(rng, tone))
+                Element(
+                    x=x,
+                    y=y,
+                    reach=reach,
+                    form=rng.choice(FORMS),
+                    color=_paint(rng, tone),
+                )
             )
     elements = elements[: rng.randint(*kind.shapes)]
     size = rng.randint(*kind.size)
@@ -131,18 +159,25 @@ def _paint(rng: Random, other: Sequence[int]) -> RGB:
 
 
 def _ground(
-    size: tuple[int, int], mean: Sequence[int], contrast: float, rng: Random
+    size: tuple[int, int],
+    mean: Sequence[int],
+    contrast: float,
+    rng: Random,
 ) -> Image.Image:
     """Noise of several grains, as in photographs."""
-    noise = np.zeros((size[1], size[0], 3))
+    width, height = size
+    noise = np.zeros((height, width, 3))
     random = np.random.default_rng(rng.getrandbits(31))
     for grain in (1, 4, 16, 64):
-        shape = (size[1] // grain + 2, size[0] // grain + 2, 3)
-        coarse = random.normal(size=shape) + 2 * random.normal(size=(*shape[:2], 1))
-        noise += coarse.repeat(grain, axis=0).repeat(grain, axis=1)[: size[1], : size[0]]
-    return Image.fromarray(
-        (np.array(mean) + contrast * noise / noise.std()).clip(0, 255).astype(np.uint8)
-    )
+        rows = height // grain + 2
+        columns = width // grain + 2
+        colored = random.normal(size=(rows, columns, 3))
+        gray = random.normal(size=(rows, columns, 1))
+        coarse = colored + 2 * gray
+        fine = coarse.repeat(grain, axis=0).repeat(grain, axis=1)
+        noise += fine[:height, :width]
+    pixels = np.array(mean) + contrast * noise / noise.std()
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
 def draw(scene: Scene) -> Image.Image:
@@ -179,21 +214,17 @@ def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
     if not shapes:
         return
     one = rng.choice(shapes)
-    yield "color", scene.edited(one, one._replace(color=_paint(rng, one.color)))
-    yield (
-        "form",
-        scene.edited(
-            one, one._replace(form=rng.choice([form for form in FORMS if form != one.form]))
-        ),
-    )
+    recolored = one._replace(color=_paint(rng, one.color))
+    yield "color", scene.edited(one, recolored)
+    other_forms = [form for form in FORMS if form != one.form]
+    yield "form", scene.edited(one, one._replace(form=rng.choice(other_forms)))
     far = max(8.0, one.reach) * rng.uniform(1, 3)
     turn = rng.uniform(0, 2 * math.pi)
-    yield (
-        "place",
-        scene.edited(
-            one, one._replace(x=one.x + far * math.cos(turn), y=one.y + far * math.sin(turn))
-        ),
+    moved = one._replace(
+        x=one.x + far * math.cos(turn),
+        y=one.y + far * math.sin(turn),
     )
+    yield "place", scene.edited(one, moved)
     yield "count", scene.edited(one)
     if others := [e for e in shapes if math.dist(one.color, e.color) > 70]:
         other = rng.choice(others)
@@ -201,7 +232,12 @@ def changes(scene: Scene, rng: Random) -> Iterator[tuple[str, Scene]]:
         yield "swap", half.edited(other, other._replace(color=one.color))
 
 
-def _respelled(scene: Scene, rng: Random, labels: Sequence[Element], letters: str) -> Scene:
+def _respelled(
+    scene: Scene,
+    rng: Random,
+    labels: Sequence[Element],
+    letters: str,
+) -> Scene:
     """One letter of one label becomes another of the same kind."""
     old = rng.choice(labels)
     at = rng.choice([i for i, letter in enumerate(old.text) if letter in letters])
@@ -211,49 +247,59 @@ def _respelled(scene: Scene, rng: Random, labels: Sequence[Element], letters: st
 
 def _shows(a: Image.Image, b: Image.Image) -> bool:
     """Whether a change is within the frame and not hidden."""
-    return bool((np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)) > 32).any())
+    difference = np.asarray(a, np.int16) - np.asarray(b, np.int16)
+    return bool((np.abs(difference) > 32).any())
 
 
 # -- photographs and files ------------------------------------------------------------
 
 
-def frame(image: Image.Image, dx: int = 0, dy: int = 0) -> Image.Image:
+def frame(
+    image: Image.Image,
+    dx: int = 0,
+    dy: int = 0,
+) -> Image.Image:
     """What the camera sees, moved by some pixels."""
     return image.crop((EDGE + dx, EDGE + dy, image.width - EDGE + dx, image.height - EDGE + dy))
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: int) -> bytes:
+def encoded(
+    image: Image.Image,
+    form: str = "PNG",
+    **options: int,
+) -> bytes:
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
 
 
 def first_photo(wide: Image.Image, rng: Random) -> bytes:
-    return (
-        encoded(frame(wide))
-        if rng.random() < 0.5
-        else encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
-    )
+    if rng.random() < 0.5:
+        return encoded(frame(wide))
+    return encoded(frame(wide), "JPEG", quality=rng.randint(75, 95))
 
 
 def shift(wide: Image.Image, rng: Random) -> bytes:
     """The camera moves by one to four pixels."""
     far = rng.randint(1, 4)
-    return encoded(
-        frame(
-            wide,
-            *rng.choice(((far, 0), (-far, 0), (0, far), (0, -far), (far, rng.randint(-far, far)))),
-        )
-    )
+    aslant = (far, rng.randint(-far, far))
+    dx, dy = rng.choice(((far, 0), (-far, 0), (0, far), (0, -far), aslant))
+    return encoded(frame(wide, dx, dy))
 
 
 def crop(wide: Image.Image, rng: Random) -> bytes:
     """2% of width and height are cut off at one side, or 1% at both; the rest may be enlarged again."""
     image = frame(wide)
-    (w, h), part = image.size, rng.choice((0.0, 0.5, 1.0))
-    left, top = round(0.02 * w * part), round(0.02 * h * part)
-    cut = image.crop((left, top, left + w - round(0.02 * w), top + h - round(0.02 * h)))
-    return encoded(cut.resize((w, h), Image.Resampling.BICUBIC) if rng.random() < 0.5 else cut)
+    width, height = image.size
+    part = rng.choice((0.0, 0.5, 1.0))
+    left = round(0.02 * width * part)
+    top = round(0.02 * height * part)
+    right = left + width - round(0.02 * width)
+    bottom = top + height - round(0.02 * height)
+    cut = image.crop((left, top, right, bottom))
+    if rng.random() < 0.5:
+        cut = cut.resize(image.size, Image.Resampling.BICUBIC)
+    return encoded(cut)
 
 
 def reencoded(wide: Image.Image, rng: Random) -> bytes:
@@ -268,28 +314,29 @@ def light(wide: Image.Image, rng: Random) -> bytes:
 
 def scale(wide: Image.Image, rng: Random) -> bytes:
     """5% larger or smaller, at most."""
-    image, by = frame(wide), rng.uniform(0.95, 1.05)
-    return encoded(
-        image.resize((round(image.width * by), round(image.height * by)), Image.Resampling.BICUBIC)
-    )
+    image = frame(wide)
+    by = rng.uniform(0.95, 1.05)
+    size = (round(image.width * by), round(image.height * by))
+    return encoded(image.resize(size, Image.Resampling.BICUBIC))
 
 
 def second(wide: Image.Image, rng: Random) -> bytes:
     """A second photograph: moved by parts of a pixel, another light, other noise, and JPEG."""
-    dx, dy = rng.uniform(-3, 3), rng.uniform(-3, 3)
+    dx = rng.uniform(-3, 3)
+    dy = rng.uniform(-3, 3)
     by = rng.uniform(0.99, 1.01)
     moved = wide.transform(
-        wide.size, Image.Transform.AFFINE, (by, 0, dx, 0, by, dy), Image.Resampling.BICUBIC
+        wide.size,
+        Image.Transform.AFFINE,
+        (by, 0, dx, 0, by, dy),
+        Image.Resampling.BICUBIC,
     )
-    pixels = np.asarray(
-        ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07)), dtype=np.float32
-    )
-    grain = np.random.default_rng(rng.getrandbits(31)).normal(0, 2, pixels.shape)
-    return encoded(
-        Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8)),
-        "JPEG",
-        quality=rng.randint(70, 92),
-    )
+    lit = ImageEnhance.Brightness(frame(moved)).enhance(rng.uniform(0.93, 1.07))
+    pixels = np.asarray(lit, dtype=np.float32)
+    random = np.random.default_rng(rng.getrandbits(31))
+    noisy = pixels + random.normal(0, 2, pixels.shape)
+    taken = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    return encoded(taken, "JPEG", quality=rng.randint(70, 92))
 
 
 COPIES: tuple[Callable[[Image.Image, Random], bytes], ...] = (
@@ -318,7 +365,8 @@ def pairs(scenes: int) -> list[Pair]:
     for name, number in product([*KINDS, "minigqa"], range(scenes)):
         rng = Random(f"0 {name} {number}")  # noqa: S311
         if name == "minigqa":
-            scene, by = make_scene(rng), rng.choice((1, 3))
+            scene = make_scene(rng)
+            by = rng.choice((1, 3))
             wide = _enlarged(draw_minigqa(scene), by)
             changed = [("color", _enlarged(draw_minigqa(recolor(scene, rng)), by))]
         else:
@@ -327,20 +375,32 @@ def pairs(scenes: int) -> list[Pair]:
             changed = [(what, draw(other)) for what, other in changes(drawn, rng)]
         donor = first_photo(wide, rng)
         found += [
-            Pair(kind=name, what=copy.__name__, same=True, donor=donor, request=copy(wide, rng))
+            Pair(
+                kind=name,
+                what=copy.__name__,
+                same=True,
+                donor=donor,
+                request=copy(wide, rng),
+            )
             for copy in COPIES
         ]
         for what, other in changed:
             if _shows(frame(other), frame(wide)):
                 taken = first_photo if rng.random() < 0.5 else rng.choice(COPIES)
                 found.append(
-                    Pair(kind=name, what=what, same=False, donor=donor, request=taken(other, rng))
+                    Pair(
+                        kind=name,
+                        what=what,
+                        same=False,
+                        donor=donor,
+                        request=taken(other, rng),
+                    )
                 )
     return found
 
 
 def _enlarged(small: Image.Image, by: int) -> Image.Image:
-    inner = small.resize((small.width * by, small.height * by), Image.Resampling.BICUBIC)
-    return Image.fromarray(
-        np.pad(np.asarray(inner), ((EDGE, EDGE), (EDGE, EDGE), (0, 0)), mode="edge")
-    )
+    size = (small.width * by, small.height * by)
+    inner = np.asarray(small.resize(size, Image.Resampling.BICUBIC))
+    edges = ((EDGE, EDGE), (EDGE, EDGE), (0, 0))
+    return Image.fromarray(np.pad(inner, edges, mode="edge"))

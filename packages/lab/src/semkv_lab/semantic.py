@@ -54,7 +54,12 @@ Found = tuple[Row, list["Table"]]
 _REMEMBERED = 1 << 20  # texts whose vectors an encoder keeps
 
 
-def calibrate(path: Path, out: Path, encoder_name: str, precision: float) -> Row:
+def calibrate(
+    path: Path,
+    out: Path,
+    encoder_name: str,
+    precision: float,
+) -> Row:
     """Fit a calibration from a file of pairs, and write it. Raises `ConfigError` and `DatasetError`."""
     pairs = read_rows(path, Pair)
     encoder = SentenceEncoder(encoder_name, remembered=_REMEMBERED)
@@ -83,7 +88,12 @@ def eval_pairs(path: Path, flags: PolicyConfig) -> Row:
     with closing(_cache(flags, (text for pair in pairs for text in (pair.a, pair.b)))) as cache:
         figures = _pair_figures(cache, pairs)
     vetoed = sum(veto(pair.a, pair.b) is not None for pair in pairs) if flags.guards else 0
-    return {**_header(flags), "pairs": len(pairs), "vetoed": vetoed, **figures}
+    return {
+        **_header(flags),
+        "pairs": len(pairs),
+        "vetoed": vetoed,
+        **figures,
+    }
 
 
 def eval_stream(path: Path, flags: PolicyConfig) -> Row:
@@ -107,7 +117,11 @@ def eval_stream(path: Path, flags: PolicyConfig) -> Row:
 
 def _header(flags: PolicyConfig) -> Row:
     """What a result says of the flags."""
-    shown: Row = {"policy": flags.policy, "encoder": flags.index_encoder, "guards": flags.guards}
+    shown: Row = {
+        "policy": flags.policy,
+        "encoder": flags.index_encoder,
+        "guards": flags.guards,
+    }
     if flags.policy is PolicyName.FIXED:
         shown["similarity_threshold"] = flags.similarity_threshold
     if flags.policy is PolicyName.BOUNDED:
@@ -438,7 +452,11 @@ def streams_part(bench: Bench) -> Found:
         static = [static_thresholds(stream, bench.encoder) for stream in streams]
         rows = dict(_through(streams, static, make) for make in bench.makers)
         sizes = [len(stream) for stream in streams]
-        found[kind] = {"requests": sizes, "caches": rows, "thresholds": {"cosine": static}}
+        found[kind] = {
+            "requests": sizes,
+            "caches": rows,
+            "thresholds": {"cosine": static},
+        }
         title = f"stream {kind}: {len(streams)} of {sizes[0]} requests; 95% intervals by bootstrap over answers"
         names = (
             "cache",
@@ -476,7 +494,11 @@ def static_thresholds(stream: Stream, encoder: TextEncoder) -> Static:
     return found
 
 
-def _through(streams: Sequence[Stream], static: Sequence[Static], make: Maker) -> tuple[str, Row]:
+def _through(
+    streams: Sequence[Stream],
+    static: Sequence[Static],
+    make: Maker,
+) -> tuple[str, Row]:
     """Name and figures of one cache and setting on every stream, empty at the start of each."""
     played = []
     for n, stream in enumerate(streams):
@@ -568,7 +590,12 @@ def turns_part(bench: Bench) -> Found:
                     hits[pair.same].append((f"{number}", hit))
             streams = [
                 [
-                    Asked(text=text, answer=f"{n}", group="houses", history=h)
+                    Asked(
+                        text=text,
+                        answer=f"{n}",
+                        group="houses",
+                        history=h,
+                    )
                     for n, h in enumerate(about)
                 ]
                 for text in last
@@ -650,7 +677,12 @@ def _image_cache(made: Sequence[scenes.Pair], guarded: bool) -> Row:
                 )
                 seconds.append(report.lookup_s)
             vetoes = dict(cache.stats().vetoes)
-    measured = {"layer": layer, "images": len(donors), "vetoes": vetoes, "lookup": times(seconds)}
+    measured = {
+        "layer": layer,
+        "images": len(donors),
+        "vetoes": vetoes,
+        "lookup": times(seconds),
+    }
     return _image_shares(made, hits) | measured
 
 

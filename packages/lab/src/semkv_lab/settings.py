@@ -174,13 +174,16 @@ def refuse_judge(flags: PolicyConfig) -> None:
         )
 
 
-def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def fill_from_preset(
+    app: App,
+    commands: tuple[str, ...],
+    arguments: ArgumentCollection,
+) -> None:
     """A source of flags: the preset's, for what is not given."""
     flags = {name: argument for argument in arguments for name in argument.names}
     for name in ("--preset", "--model"):
-        flags[name].tokens[:] = [
-            token for token in flags[name].tokens if token.value
-        ]  # "$UNSET" is not given
+        # "$UNSET" is not given.
+        flags[name].tokens[:] = [token for token in flags[name].tokens if token.value]
     name = _preset_name(flags)
     if not name:
         return
@@ -191,7 +194,12 @@ def fill_from_preset(app: App, commands: tuple[str, ...], arguments: ArgumentCol
             continue
         for index, part in enumerate(value if isinstance(value, list | tuple) else [value]):
             argument.append(
-                Token(keyword=argument.name, value=str(part), source=f"preset {name}", index=index)
+                Token(
+                    keyword=argument.name,
+                    value=str(part),
+                    source=f"preset {name}",
+                    index=index,
+                )
             )
 
 
@@ -224,9 +232,8 @@ def resolve(given: Mapping[str, Any] | None = None, /, **flags: Any) -> RunSetti
     """The settings that flags of ``semkv run`` make, named with ``-`` or ``_``; None is not given."""
     words: dict[str, list[str]] = {}
     for key, value in {**(given or {}), **flags}.items():
-        option = "--" + key.replace("_", "-").replace(
-            "-layers", "-layer"
-        )  # of two names the last one counts
+        # Of two names the last one counts.
+        option = "--" + key.replace("_", "-").replace("-layers", "-layer")
         items = (
             value if option == "--embedding-layer" and isinstance(value, list | tuple) else [value]
         )

@@ -138,7 +138,10 @@ def _experiment(name: str, row: Mapping[str, Any]) -> Experiment:
         )
     try:
         return Experiment(
-            name=name, notes=notes, names_a_cache="cache_dir" in given, settings=resolve(given)
+            name=name,
+            notes=notes,
+            names_a_cache="cache_dir" in given,
+            settings=resolve(given),
         )
     except SemkvError as error:
         raise SemkvError(f"experiment {name}: {error}") from error
@@ -197,7 +200,12 @@ class SweepLog:
         ]
         columns = [*_FIRST, *sorted({key for row in flat for key in row} - set(_FIRST))]
         out = io.StringIO()
-        writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(
+            out,
+            columns,
+            restval="",
+            lineterminator="\n",
+        )
         writer.writeheader()
         writer.writerows(flat)
         with writing(_LOG_FILE, self.path):
@@ -220,9 +228,8 @@ def locked(path: Path) -> Iterator[None]:
         with writing(_LOG_FILE, path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                held.enter_context(
-                    lock(path.with_suffix(".lock"), 0)
-                )  # given up with the process, however it ends
+                # Given up with the process, however it ends.
+                held.enter_context(lock(path.with_suffix(".lock"), 0))
             except BlockingIOError:
                 raise ConfigError(
                     _LOG_FILE, str(path), "a log that no other sweep is writing"
@@ -248,7 +255,9 @@ def run_sweep(flags: SweepFlags, console: Console) -> int:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
             task = bar.add_task(
-                "Experiments", total=len(planned), completed=len(planned) - len(left)
+                "Experiments",
+                total=len(planned),
+                completed=len(planned) - len(left),
             )
 
             def begin(e: Experiment) -> Experiment:
@@ -437,7 +446,11 @@ def _cold_answers(experiment: Experiment, log: SweepLog) -> Path | None:
     return None
 
 
-def _row(e: Experiment, error: str, log: SweepLog) -> dict[str, Any]:
+def _row(
+    e: Experiment,
+    error: str,
+    log: SweepLog,
+) -> dict[str, Any]:
     """A row of the log, from the summary that the run has left."""
     found: Mapping[str, Any] = {} if error else read_json(e.summary, nan_is_null=True)
     if not error and (changed := _changed(found, log)):
@@ -512,14 +525,17 @@ def _run(e: Experiment) -> str:
 
     Returns why that failed; empty where it did not.
     """
-    process = _forkserver([e]).Process(target=run_apart, args=(e,), name=e.name)
+    process = _forkserver([e]).Process(
+        target=run_apart,
+        args=(e,),
+        name=e.name,
+    )
     process.start()
     try:
         process.join()
     finally:
-        with suppress(
-            OSError
-        ):  # nothing left, or not yet a group: itself, or what a crash left of its engine
+        # Nothing left, or not yet a group: itself, or what a crash left of its engine.
+        with suppress(OSError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()

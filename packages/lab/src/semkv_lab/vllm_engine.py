@@ -230,7 +230,11 @@ class VllmEngine:
         content = [
             {"type": "text", "text": part}
             if isinstance(part, str)
-            else {"type": "image_pil", "image_pil": load_image(part), "uuid": prompt.uuid(part)}
+            else {
+                "type": "image_pil",
+                "image_pil": load_image(part),
+                "uuid": prompt.uuid(part),
+            }
             for part in parts
         ]
         messages = [{"role": "system", "content": system}] if system else []
@@ -334,7 +338,13 @@ def _cpu_build() -> bool:
 def _llm_arguments(options: VllmOptions, *, cpu: bool) -> dict[str, Any]:
     # vLLM's CPU attention takes multiples of 32 tokens; its default share of memory suits a machine of its own.
     on_cpu = (
-        {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 29} if cpu else {}
+        {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 1 << 29,
+        }
+        if cpu
+        else {}
     )
     return {
         "model": options.model,

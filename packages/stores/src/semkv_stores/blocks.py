@@ -105,9 +105,8 @@ class BlockStore:
         self._read_only = self._closed = False
         self._write_after = self._warn_after = self._flushed_at = 0.0
         self._swept_at = float("-inf")
-        self._disowned: list[
-            str
-        ] = []  # namespaces that are still to be purged of what this writer wrote
+        # Namespaces that are still to be purged of what this writer wrote.
+        self._disowned: list[str] = []
         self._open()
 
     # -- the index as it is now -----------------------------------------------------------------------------------

@@ -51,9 +51,8 @@ _REASONS = {
     sqlite3.SQLITE_BUSY: "busy",
     sqlite3.SQLITE_LOCKED: "busy",
 }
-_WRONG_SQL = (
-    sqlite3.SQLITE_ERROR
-)  # of a file that was opened: then `Schema.probes` has seen its columns
+# Of a file that was opened: then `Schema.probes` has seen its columns.
+_WRONG_SQL = sqlite3.SQLITE_ERROR
 
 log = logging.getLogger("semkv")
 
@@ -311,9 +310,8 @@ class Database:
                 self.connection.close()
             if anew:
                 self._delete()
-            if damaged is not None and damaged == file_id(
-                self.path
-            ):  # else another process has replaced it
+            # Else another process has replaced it.
+            if damaged is not None and damaged == file_id(self.path):
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
@@ -321,9 +319,8 @@ class Database:
                 sqlite3.DatabaseError,
                 UnicodeDecodeError,
             ) as error:  # the latter is raised where SQLite's message is no text
-                is_of_no_use = (
-                    is_useless(error) or _code(error) == _WRONG_SQL
-                )  # the latter of a damaged table's text
+                # The latter of a damaged table's text.
+                is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL
                 ours = is_ours(self.path)  # None: only its name may tell
                 named = ours is None and self.path.name == self._schema.file
                 if not self._replace or not is_of_no_use or not (ours or named):
@@ -364,9 +361,8 @@ class Database:
                     raise missing
                 self._begin(db)
             if writable:
-                db.execute(
-                    "PRAGMA journal_mode=WAL"
-                )  # after the above, which `is_ours` finds in the file then
+                # After the above, which `is_ours` finds in the file then.
+                db.execute("PRAGMA journal_mode=WAL")
             for query in (*self._schema.probes, *(self._schema.added if writable else ())):
                 db.execute(query).fetchone()
             db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")

@@ -29,6 +29,15 @@ class Allowed:
     each: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the other settings must be where this one is given, as an annotation: else it would do nothing, and nobody
+    would hear of it. The test is of all settings."""
+
+    text: str
+    test: Callable[[Any], object]
+
+
 POSITIVE = Allowed("a positive number", lambda n: n > 0)
 NOT_NEGATIVE = Allowed("0 or a positive number", lambda n: n >= 0)
 COSINE = Allowed("a number from 0 to 1", lambda n: 0.0 <= n <= 1.0)
@@ -83,27 +92,26 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
 
 
 @cache
-def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed]]]:
-    """By field: its flag, its type, and what is allowed of it."""
+def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed | Needs]]]:
+    """By field: its flag, its type, what is allowed of it, and what it needs."""
     hints = get_type_hints(kind)
     annotated = get_type_hints(kind, include_extras=True)
-    found: dict[str, tuple[str, Any, list[Allowed]]] = {}
+    found: dict[str, tuple[str, Any, list[Allowed | Needs]]] = {}
     for item in fields(kind):
         extras = getattr(annotated[item.name], "__metadata__", ())
-        names = [
-            name for extra in extras for name in getattr(extra, "name", None) or ()
-        ]  # of a command line's parameter
+        # Of a command line's parameter.
+        names = [name for extra in extras for name in getattr(extra, "name", None) or ()]
         option = names[0] if names else "--" + item.name.replace("_", "-")
         found[item.name] = (
             option,
             hints[item.name],
-            [extra for extra in extras if isinstance(extra, Allowed)],
+            [extra for extra in extras if isinstance(extra, (Allowed, Needs))],
         )
     return found
 
 
 def check(settings: Any, *, flags: bool = True) -> None:
-    """Read every field of a frozen dataclass as its type (`typed`), and hold it against its `Allowed`.
+    """Read every field of a frozen dataclass as its type (`typed`), and hold it against its `Allowed` and `Needs`.
 
     Call it first in ``__post_init__``.
 
@@ -114,11 +122,26 @@ def check(settings: Any, *, flags: bool = True) -> None:
     Raises:
         ConfigError: a value does not fit.
     """
-    for name, (option, kind, limits) in _declared(cast("Hashable", type(settings))).items():
+    declared = _declared(cast("Hashable", type(settings)))
+    for name, (option, kind, limits) in declared.items():
         key = option if flags else name
         value = typed(key, getattr(settings, name), kind)
         for limit in limits:
-            for item in value if limit.each else (value,):
-                if item is not None and not limit.test(item):
-                    raise ConfigError(key, item, limit.text)
+            if isinstance(limit, Allowed):
+                _hold(key, value, limit)
         object.__setattr__(settings, name, value)
+    for item in fields(settings):
+        option, _, limits = declared[item.name]
+        value = getattr(settings, item.name)
+        if value == item.default:
+            continue
+        for need in limits:
+            if isinstance(need, Needs) and not need.test(settings):
+                key = option if flags else item.name
+                raise ConfigError(key, value, f"left out, or {need.text} beside it")
+
+
+def _hold(key: str, value: Any, limit: Allowed) -> None:
+    for item in value if limit.each else (value,):
+        if item is not None and not limit.test(item):
+            raise ConfigError(key, item, limit.text)

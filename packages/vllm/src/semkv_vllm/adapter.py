@@ -159,9 +159,8 @@ class KVAdapter:
             return f"no live request {request_id}"
         if request.num_computed_tokens:
             return "the request has started"
-        if (
-            request.lora_request is not None
-        ):  # the engine's hashes do not say which weights the adapter had
+        # The engine's hashes do not say which weights the adapter had.
+        if request.lora_request is not None:
             return "the request has a LoRA adapter"
         if (chunk.layout, chunk.namespace) != (self._shared.layout, self._shared.namespace()):
             return "the chunk is of another model or layout, or of weights from before a reset"

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -27,10 +28,11 @@ HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(
 )
 """By class of vLLM's configuration, or ``environment`` or ``packages``: names, and why each changes no value."""
 
+# A variable's name where Python code reads it.
 _READ = re.compile(
     rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\s*\()\s*["'](\w+)["']"""
     rb"""|["'](\w+)["']\s+(?:not\s+)?in\s+os\.environ"""
-)  # a variable's name where Python code reads it
+)
 _FAMILIES = (  # of variables that libraries below vLLM, and its plugins, read
     "AITER_",
     "ATEN_",
@@ -57,6 +59,12 @@ _FAMILIES = (  # of variables that libraries below vLLM, and its plugins, read
 # Kubernetes sets such variables for a service named "vllm".
 _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$")
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
+_CLASSES = (  # fields that name a class to compute with, as its module and its name
+    "ParallelConfig.worker_cls",
+    "ParallelConfig.worker_extension_cls",
+    "SchedulerConfig.scheduler_cls",
+)
+_KNOWN_CODE = ("vllm", "semkv_vllm", "torch", "transformers")  # packages of a known version
 _OURS = {"semkv", "semkv-vllm"}  # every file that they store names the version of its format
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -88,6 +96,8 @@ def _field(name: str, value: Any) -> object:
     if name == "ModelConfig.hf_overrides" and callable(value):
         return "a function"  # hf_config holds the configuration that it made
     try:
+        if name in _CLASSES and isinstance(value, str):
+            return [value, code_of(value.rpartition(".")[0])]
         return plain(value)
     except UnknownError as error:
         raise UnknownError(
@@ -129,26 +139,48 @@ def _object(value: Any) -> object:
     if isinstance(value, functools.partial):
         return ["partial", plain(value.func), plain(value.args), plain(value.keywords)]
     if inspect.isroutine(value):
-        if str(value.__module__).partition(".")[0] in (
-            "vllm",
-            "torch",
-            "transformers",
-        ):  # of a known version
+        if _is_known(str(value.__module__)):
             return _name(value)
         raise UnknownError(f"a function of its own ({value.__qualname__})")
     if isinstance(value, type):
-        return _name(value)
+        return [_name(value), code_of(str(value.__module__))]
     if hasattr(value, "to_json_string"):  # a configuration of transformers
         return str(value.to_json_string(use_diff=False))
     if dataclasses.is_dataclass(value):
         return configuration(value)
+    # vLLM's and torch's protocols for what plugins and passes are.
     for own in (
         "compute_hash",
         "uuid",
-    ):  # vLLM's and torch's protocols for what plugins and passes are
+    ):
         if hasattr(value, own):
             return [_name(type(value)), str(getattr(value, own)())]
     raise UnknownError(f"a {_name(type(value))}")
+
+
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in (*_KNOWN_CODE, "builtins")
+
+
+def code_of(module: str) -> list[object]:
+    """The Python files of the package that a module belongs to, each as `plain` has a file; none of a package whose
+    version is known. A version that somebody develops stays the same while its code changes.
+
+    Raises:
+        UnknownError: the package has no files.
+    """
+    if not module or _is_known(module):
+        return []
+    package = module.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        spec = None
+    if spec is None or not (spec.submodule_search_locations or spec.has_location):
+        raise UnknownError(f"code that cannot be found ({module})")
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return [plain(file) for file in sorted(files or [Path(str(spec.origin))])]
 
 
 def _name(thing: Any) -> str:
@@ -180,11 +212,12 @@ def files_in(value: object) -> Iterator[Path]:
             yield from files_in(part)
 
 
-def environment() -> dict[str, str]:
-    """The variables that are set and read by vLLM or the libraries below it, but for harmless ones."""
-    read = _read_by_vllm()
+def environment() -> dict[str, object]:
+    """The variables that are set and read by vLLM or the libraries below it, but for harmless ones; of one that names a
+    file also its content."""
+    read, _ = _code_of_vllm()
     return {
-        name: value
+        name: _text(value)
         for name, value in sorted(os.environ.items())
         if (name in read or name.startswith(_FAMILIES))
         and name not in HARMLESS["environment"]
@@ -193,17 +226,34 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
-def _read_by_vllm() -> frozenset[str]:
-    """Those that vLLM registers, and those that its code reads without (half a second for its 2,600 files)."""
+def _code_of_vllm() -> tuple[frozenset[str], str]:
+    """The variables that vLLM registers, and those that its code reads without; and the digest of its code, which may
+    have been changed where it is installed (half a second for its 2,600 files)."""
     import vllm
     from vllm import envs
 
     found = set(envs.environment_variables)
-    for file in Path(str(vllm.__file__)).parent.rglob("*.py"):
+    digest = hashlib.sha256()
+    root = Path(str(vllm.__file__)).parent
+    for file in sorted(root.rglob("*.py")):
         code = file.read_bytes()
+        digest.update(f"{file.relative_to(root)} {len(code)} ".encode() + code)
         if b"environ" in code or b"getenv" in code:
             found |= {(one or other).decode() for one, other in _READ.findall(code)}
-    return frozenset(found)
+    return frozenset(found), digest.hexdigest()
+
+
+def code() -> dict[str, object]:
+    """What is computed with: vLLM's Python code and that of its plugins.
+
+    Raises:
+        UnknownError: as `code_of`.
+    """
+    modules = {point.module for point in _plugin_points()}
+    return {
+        "vllm": _code_of_vllm()[1],
+        "plugins": [code_of(module) for module in sorted(modules)],
+    }
 
 
 def versions() -> dict[str, str]:
@@ -235,9 +285,13 @@ def _needed() -> set[str]:
     return {_canonical(name) for name in names} - set(HARMLESS["packages"])
 
 
-def _plugins() -> set[str]:
+def _plugin_points() -> list[metadata.EntryPoint]:
     points = [point for group in _PLUGINS for point in metadata.entry_points(group=group)]
-    return {_canonical(point.dist.name) for point in points if point.dist is not None} - _OURS
+    return [p for p in points if p.dist is None or _canonical(p.dist.name) not in _OURS]
+
+
+def _plugins() -> set[str]:
+    return {_canonical(point.dist.name) for point in _plugin_points() if point.dist is not None}
 
 
 def _canonical(name: str) -> str:

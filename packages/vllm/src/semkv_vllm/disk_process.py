@@ -111,9 +111,8 @@ class _UnderWay:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._taken: dict[
-            int, float | None
-        ] = {}  # by number, oldest first: since when a thread has it
+        # By number, oldest first: since when a thread has it.
+        self._taken: dict[int, float | None] = {}
 
     def __len__(self) -> int:
         return len(self._taken)

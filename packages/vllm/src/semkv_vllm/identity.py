@@ -23,6 +23,7 @@ from semkv_stores.digests import digest, weight_files, weights_digest
 from semkv_stores.files import replace_text
 from semkv_vllm.configuration import (
     UnknownError,
+    code,
     configuration,
     environment,
     files_in,
@@ -57,6 +58,7 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     speculative = vllm_config.speculative_config
     started = begun(vllm_config)
     facts: dict[str, object] = {
+        "code": code(),
         "configuration": configuration(vllm_config, without=["cache_config"]),  # of KV only
         "environment": environment(),
         "generation": plain(model.try_get_generation_config()),  # Llama 4 computes by it

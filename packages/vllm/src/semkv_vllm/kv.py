@@ -192,9 +192,8 @@ class SemKVConnector(OffloadingConnector):
         transfer = config.kv_transfer_config
         transfer.engine_id = self._engine
         transfer.kv_connector_extra_config["cpu_bytes_to_use"] = self._host_bytes
-        self.shared = KVShared(
-            settings, None, None, dict
-        )  # for the spec; in the scheduler's half for others, too
+        # For the spec; in the scheduler's half for others, too.
+        self.shared = KVShared(settings, None, None, dict)
         if role == KVConnectorRole.SCHEDULER:
             self.shared = make_shared(config, kv_cache_config, settings)
             self.shared.step_rows = self._step_rows
@@ -202,15 +201,13 @@ class SemKVConnector(OffloadingConnector):
         super().__init__(config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             self.connector_scheduler.__class__ = SemKVScheduler
-            if (
-                not self._first
-            ):  # the scheduler is the last to map the memory, which goes with its last process now
+            # The scheduler is the last to map the memory, which goes with its last process now.
+            if not self._first:
                 region_of(self._engine).unlink(missing_ok=True)
         self._adapters = Adapters(settings.cache_dir)
         self._media = Media(trusted=settings.trust_media_names, stop_storing=self._stop_storing)
-        self._handed: WeakKeyDictionary[Any, dict[str, Any]] = (
-            WeakKeyDictionary()
-        )  # by request, what vLLM was given
+        # By request, what vLLM was given.
+        self._handed: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._instance = str(vllm_config.instance_id)
         self._cache_manager: Any = None  # vLLM's own cache
@@ -549,9 +546,8 @@ class SemKVConnector(OffloadingConnector):
         self._end_documents(request)
         if not outcome:
             return wait, params
-        key = (
-            REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"
-        )  # MultiConnector refuses equal keys
+        # MultiConnector refuses equal keys.
+        key = REPORT_KEY if self._number == 1 else f"{REPORT_KEY}-{self._number}"
         return wait, {**(params or {}), key: outcome}
 
     # ------------------------------------------------------------------ other weights

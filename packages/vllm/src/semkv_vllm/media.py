@@ -23,9 +23,8 @@ from semkv_stores.digests import digest
 log = logging.getLogger("semkv.connectors")
 
 _MIXED = "mixed"  # in place of a content: the name has stood for two, or for what cannot be seen
-_NAMES = (
-    1 << 18
-)  # names that are remembered; an item in vLLM's caches takes a block or more of a smaller number
+# Names that are remembered; an item in vLLM's caches takes a block or more of a smaller number.
+_NAMES = 1 << 18
 
 
 class UnreadableError(Exception):
@@ -45,9 +44,8 @@ class Media:
     ) -> None:
         self._trusted = trusted
         self._stop_storing = stop_storing
-        self._digests: dict[
-            int, tuple[weakref.ref[Any], str]
-        ] = {}  # by id of what the encoder is given
+        # By id of what the encoder is given.
+        self._digests: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._contents: OrderedDict[bytes, str] = OrderedDict()  # by name
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
         self._warned: set[str] = set()

@@ -107,9 +107,8 @@ class _Checks:
         """A result of the tier's, in which a block without its seal has failed."""
         job = self.jobs.pop(result.job_id, None)
         is_purged = self.stamps.pop(result.job_id, None) is not self.shared.stamp
-        if (
-            job is None or not job.is_promotion
-        ):  # a tier that serves others has jobs that were not handed over
+        # A tier that serves others has jobs that were not handed over.
+        if job is None or not job.is_promotion:
             return result
         loaded = set(job.keys if result.success else result.successful_keys or ())
         places = {
@@ -137,9 +136,8 @@ class _Checks:
         and the peer that it names is left alone for a while."""
         now = time.monotonic()
         waits = context.get_state(_Waits)
-        if (
-            waits is None or now - waits.asked > WAIT_S
-        ):  # it is looked up for the first time, or again
+        # It is looked up for the first time, or again.
+        if waits is None or now - waits.asked > WAIT_S:
             waits = _Waits(now, now)
             context.set_state(waits)
         waits.asked = now

@@ -124,9 +124,8 @@ class KVShared:
     renamed: bool = False
     away: dict[str, float] = field(default_factory=dict)
     _quiet: dict[str, float] = field(default_factory=dict)  # by place, until when
-    _names: dict[str, str] = field(
-        default_factory=dict
-    )  # by adapter, of the requests since the last reset
+    # By adapter, of the requests since the last reset.
+    _names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.store is not None:

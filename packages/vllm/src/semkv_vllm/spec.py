@@ -183,9 +183,8 @@ class SemKVManager(TieringOffloadingManager):
         if shared.store is None or shared.store.last_purge() == shared.heard:
             return
         purges = shared.store.purges_after(shared.heard)
-        if (
-            purges == [Purge()] and shared.store.root.exists()
-        ):  # the index cannot be read at this moment
+        # The index cannot be read at this moment.
+        if purges == [Purge()] and shared.store.root.exists():
             return
         shared.stamp = object()
         for purge in purges:
@@ -363,9 +362,8 @@ class CPUWorker(OffloadingWorker):
         self._region = region
         self._groups = kv_caches.group_data_refs
         self._done = list[TransferResult]()
-        self._device = [
-            tensor.tensor.numpy() for tensor in kv_caches.tensors
-        ]  # int8 [blocks, page], the same memory
+        # int8 [blocks, page], the same memory.
+        self._device = [tensor.tensor.numpy() for tensor in kv_caches.tensors]
         self._host = [
             region.create_next_worker_view(t.page_size_bytes).numpy() for t in kv_caches.tensors
         ]

@@ -112,17 +112,15 @@ class SemKVTier(SecondaryTierManager):
             bucket = self.shared.settings.follower()
             self._disk = DiskProcess(memory, shape, self.shared.store, bucket)
         self._parts: dict[int, _Part] = {}  # by the number of the disk's job
-        self._hung = dict[
-            str, float
-        ]()  # files whose reads were given up, and until when they are not read again
+        # Files whose reads were given up, and until when they are not read again.
+        self._hung = dict[str, float]()
         self._away_until = 0.0  # until when nothing is read from the bucket
         self._waiting_bytes = 0
         self._finished: deque[JobResult] = deque()
         self._counted = dict[str, int]()
         self._tells: bool = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._told = dict[
-            bytes, str
-        ]()  # namespaces of blocks that vLLM knows to be on disk; looked at longest ago first
+        # Namespaces of blocks that vLLM knows to be on disk; looked at longest ago first.
+        self._told = dict[bytes, str]()
         self._events = list[OffloadingEvent]()
         self._looked = 0.0
 
@@ -343,9 +341,8 @@ class SemKVTier(SecondaryTierManager):
         """Ask the index whether the next blocks are still there."""
         self._looked = time.monotonic()
         store = self.shared.store
-        if (
-            store is None or not store.last_purge()
-        ):  # while it cannot be read, nothing is known to be gone
+        # While it cannot be read, nothing is known to be gone.
+        if store is None or not store.last_purge():
             return
         namespace = next(iter(self._told.values()))
         count = min(_MOST, len(self._told) // _LOOKS + 1)

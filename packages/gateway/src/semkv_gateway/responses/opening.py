@@ -83,10 +83,14 @@ def open_store(
 class _Guarded:
     """A user's store: whatever it raises is a `StoreError`, and so is an answer that lies under another key."""
 
+    unreplicated = 0
+
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "put_all":  # a class made of one of ours may have a `put` of its own alone
+            raise AttributeError(name)
         method = getattr(self._store, name)
 
         def call(*arguments: Any, **more: Any) -> Any:

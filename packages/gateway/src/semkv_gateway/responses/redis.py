@@ -43,6 +43,7 @@ from semkv_gateway.responses.store import (
 
 _BATCH = 500
 _OVERHEAD = 512  # bytes that Redis takes for an entry besides head and payload
+_WAITED = 800  # milliseconds of a wait for replicas to a second of the longest wait for an answer
 _NOTHING = Selector(key="")
 
 # KEYS: used, sizes, bytes, log. In every script `drop` removes one answer and its bookkeeping.
@@ -85,6 +86,11 @@ if ARGV[2] == '1' and #last > 0 then return last[1][1] end
 redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[3] - 1)
 return redis.call('XADD', KEYS[1], '*', 'selector', ARGV[1])
 """
+# KEYS: a name of no other use. The first write is one that a full Redis takes.
+_MARK = """
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], '', 'PX', 60000)
+"""
 # ARGV: prefix, key...
 _DELETE = _DROP + "for i = 2, #ARGV do drop(ARGV[i]) end"
 
@@ -114,7 +120,9 @@ class RedisStore(ResponseStore):
         client: Any = None,
     ) -> None:
         self.max_bytes = max_bytes
+        self.unreplicated = 0
         self._clock = clock
+        self._timeout_s = timeout_s
         self._db = client or connect(url, timeout_s)
         root = root_of(name)
         self._answer = f"{root}:a:"
@@ -199,7 +207,10 @@ class RedisStore(ResponseStore):
             if gone and not dry_run:
                 self._remove(gone)
             if not cursor:
-                return len(found)
+                break
+        if not dry_run:
+            self.unreplicated += not is_replicated(self._db, self._log, self._timeout_s)
+        return len(found)
 
     def _matching(self, selector: Selector, keys: list[str]) -> list[str]:
         """The keys of answers that are there and meet a selector, or cannot be read."""
@@ -288,11 +299,7 @@ def connect(url: str, timeout_s: float) -> Any:
         return _clustered(url, timeout_s) if "+cluster://" in url else _single(url, timeout_s)
     except (ValueError, TypeError, redis.RedisError, redis.exceptions.RedisClusterException):
         allowed = "a URL such as redis://host:6379/0 or redis+cluster://host:7000,other:7000"
-        raise ConfigError("--store", _without_password(url), allowed) from None
-
-
-def _without_password(url: str) -> str:
-    return re.sub("//.*@", "//", url)
+        raise ConfigError("--store", url, allowed) from None
 
 
 def _single(url: str, timeout_s: float) -> Any:
@@ -351,6 +358,31 @@ def _once() -> Any:
 
 def _timeouts(seconds: float) -> dict[str, float]:
     return {"socket_timeout": seconds, "socket_connect_timeout": seconds}
+
+
+def is_replicated(db: Any, key: str, timeout_s: float) -> bool:
+    """Whether a replica has all that was written to a key's node so far, so that no fail-over undoes it. True of a node
+    that has had no replica for an hour, since then nothing can take its place.
+
+    Args:
+        db: a client that `connect` made.
+        key: its hash tag names the node.
+        timeout_s: longest wait for a replica.
+    """
+    from redis import RedisError, exceptions
+
+    try:
+        is_clustered = isinstance(db, _Later)
+        node = db.get_redis_connection(db.get_node_from_key(key)) if is_clustered else db
+        if not node.info("replication").get("repl_backlog_active"):
+            return True
+        # Redis waits for what the same connection has written.
+        pipe = node.pipeline(transaction=False)
+        pipe.eval(_MARK, 1, f"{key}:mark")
+        pipe.execute_command("WAIT", 1, max(1, int(_WAITED * timeout_s)))
+        return int(pipe.execute()[1]) > 0
+    except (RedisError, exceptions.RedisClusterException, OSError):
+        return False
 
 
 class _Later:

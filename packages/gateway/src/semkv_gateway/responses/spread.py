@@ -12,21 +12,22 @@ while, so that memory serves none that another gateway may have invalidated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
+from typing import Any
 
 import xxhash
 
 from semkv.errors import StoreError
 from semkv_gateway.responses.redis import RedisStore, connect, root_of
 from semkv_gateway.responses.store import News, ResponseStore, Selector, StoredResponse
+from semkv_stores.breaker import Rests
 
 PARTS = 16  # more than a cluster of caches has nodes; a part must have room for the largest answer
 AWAY = "part"  # `StoreError.reason` of a part that does not answer, where the others may
 _SLOTS = 16_384
-_PAUSE_S = 1.0  # for which a part is left alone after a fault
 _UNHEARD_S = 20.0  # after which memory serves nothing of a part
 _UNKNOWN = "-"  # a place that no log has
 
@@ -51,7 +52,7 @@ class SpreadStore(ResponseStore):
         max_bytes: int = 4 << 30,
         timeout_s: float = 0.25,
         name: str = "answers",
-        clock: Callable[[], float] = time.time,
+        **more: Any,
     ) -> None:
         self.max_bytes = max_bytes
         self._db = connect(url, timeout_s)
@@ -59,27 +60,29 @@ class SpreadStore(ResponseStore):
             RedisStore(
                 url,
                 max_bytes=max_bytes // PARTS,
+                timeout_s=timeout_s,
                 name=part_name(name, part),
-                clock=clock,
                 client=self._db,
+                **more,
             )
             for part in range(PARTS)
         ]
-        self._quiet_until = [0.0] * PARTS  # by the monotonic clock
+        self._rests = Rests()
         self._heard = [time.monotonic()] * PARTS
 
     @contextmanager
     def _part(self, number: int) -> Iterator[RedisStore]:
         """A part; one that was away a moment ago is not asked."""
-        if time.monotonic() < self._quiet_until[number]:
+        if self._rests.has(number):
             error = StoreError("redis: a node of the cluster was away a moment ago")
             error.reason = AWAY
             raise error
+        began = time.monotonic()
         try:
             yield self._parts[number]
         except StoreError as error:
             if error.reason == "away":
-                self._quiet_until[number] = time.monotonic() + _PAUSE_S
+                self._rests.failed(number, began)
                 error.reason = AWAY
             raise
 
@@ -131,6 +134,10 @@ class SpreadStore(ResponseStore):
             raise failed[0]
         return News(",".join(places), tuple(dict.fromkeys(selectors)))
 
+    @property
+    def unreplicated(self) -> int:
+        return sum(part.unreplicated for part in self._parts)
+
     def refuse(self, name: str, *, refused: bool) -> None:
         with self._part(part_of(name)) as part:
             part.refuse(name, refused=refused)
@@ -161,6 +168,13 @@ class SpreadStore(ResponseStore):
         self._db.close()
 
 
+def part_of_slot(key: str) -> int:
+    """The part that has the slot of a name in Redis."""
+    from redis.crc import key_slot
+
+    return key_slot(key.encode()) * PARTS // _SLOTS
+
+
 def part_of(key: str) -> int:
     """The part in which an answer lies."""
     return xxhash.xxh3_64_intdigest(key.encode()) % PARTS
@@ -168,11 +182,9 @@ def part_of(key: str) -> int:
 
 def part_name(name: str, part: int) -> str:
     """The name of a part's `RedisStore`. Its hash tag falls into the part's own sixteenth of a cluster's slots."""
-    from redis.crc import key_slot
-
     for number in count():
         found = f"{name}:{part}.{number}"
-        if key_slot(root_of(found).encode()) * PARTS // _SLOTS == part:
+        if part_of_slot(root_of(found)) == part:
             return found
     raise AssertionError
 

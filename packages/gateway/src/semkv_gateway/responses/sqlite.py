@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -133,24 +133,42 @@ class SqliteStore(ResponseStore):
         return response
 
     def put(self, response: StoredResponse, since: str = "") -> bool:
-        head, payload = encode(response)
-        size, now = len(head) + len(payload), self._clock()
-        until = None if response.stale_until == float("inf") else response.stale_until
+        return self.put_all([(response, since)])[0]
+
+    def put_all(self, responses: Sequence[tuple[StoredResponse, str]]) -> list[bool]:
+        """Keep several in one transaction."""
+        now = self._clock()
+        forms = [encode(response) for response, _ in responses]
+        with self.database.write() as db:
+            news = {since: self._news(db, since) for since in {since for _, since in responses}}
+            db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
+            kept = [
+                not (since and news[since].hit(response)) and self._insert(db, response, form, now)
+                for (response, since), form in zip(responses, forms, strict=True)
+            ]
+            nbytes = db.execute(_TOTALS).fetchone()[1]
+            self._trim(db, nbytes, self.max_bytes, _OLDEST, responses[-1][0].key)
+        return kept
+
+    def _insert(
+        self,
+        db: sqlite3.Connection,
+        response: StoredResponse,
+        form: tuple[bytes, bytes],
+        now: float,
+    ) -> bool:
+        """Keep one whose stored form this is, unless it is larger than its bound."""
+        size = len(form[0]) + len(form[1])
         if size > min(self.max_bytes, self.max_tenant_bytes or self.max_bytes):
             return False
-        with self.database.write() as db:
-            if since and self._news(db, since).hit(response):
-                return False
-            db.execute("DELETE FROM responses WHERE key=?", (response.key,))
-            db.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (response.key, head, payload, response.created, until, now, size),
-            )
-            db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
-            if self.max_tenant_bytes:
-                self._trim_tenant(db, response, size)
-            nbytes = db.execute(_TOTALS).fetchone()[1]
-            self._trim(db, nbytes, self.max_bytes, _OLDEST, response.key)
+        until = None if response.stale_until == float("inf") else response.stale_until
+        db.execute("DELETE FROM responses WHERE key=?", (response.key,))
+        db.execute(
+            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (response.key, *form, response.created, until, now, size),
+        )
+        if self.max_tenant_bytes:
+            self._trim_tenant(db, response, size)
         return True
 
     def _trim_tenant(self, db: sqlite3.Connection, response: StoredResponse, size: int) -> None:

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import xxhash
 
@@ -211,6 +211,15 @@ class ResponseStore(Protocol):
 
     def close(self) -> None:
         """Let go of files and connections. Every later call raises `StoreError`."""
+
+
+@runtime_checkable
+class KeepsSeveral(Protocol):
+    """A store that keeps several responses in the time of one. One thread uses it, then."""
+
+    def put_all(self, responses: Sequence[tuple[StoredResponse, str]]) -> Sequence[bool]:
+        """`ResponseStore.put` of several, each beside the cursor of its request: all are durable when this returns.
+        Where it raises, none is."""
 
 
 class SteadyClock:

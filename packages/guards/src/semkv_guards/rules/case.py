@@ -45,6 +45,7 @@ def capital_at_start(pair: Pair) -> str | None:
     vetoes=(
         ("Is NO toxic?", "Is No toxic?"),
         ("What is a CAT scan?", "What is a cat scan?"),
+        ("Is mercury heavy?", "Is Mercury heavy?"),
     ),
     allows=(
         ("What is the TCP port?", "What is the tcp port?"),

@@ -77,6 +77,65 @@ def added_phrase(pair: Pair) -> str | None:
     return None
 
 
+@rule(
+    reasons=("modifier",),
+    tables=("singling", "adding"),
+    vetoes=(
+        ("Which planet has rings?", "Which planet has the most rings?"),
+        ("Who was her husband?", "Who was her first husband?"),
+        ("Who won the prize?", "Who also won the prize?"),
+    ),
+    allows=(
+        ("What are common symptoms?", "What are the most common symptoms?"),
+        ("Can I pay by card?", "Can I also pay by card?"),
+        ("When did they meet?", "When did they first meet?"),
+    ),
+)
+def singled_out(pair: Pair) -> str | None:
+    """One text asks for the one that has most, or came first, or for one more, and the other for any."""
+    for view in pair.views:
+        words = {t.word for t in view.only}
+        asks_which = view.text.tokens[:1] and view.text.tokens[0].word in pair.language.questions
+        if asks_which and not words.isdisjoint(pair.language.adding):
+            return "modifier"
+        is_said = any(t.word in pair.language.numbers for t in view.others)
+        if not is_said and not words.isdisjoint(pair.language.singling) and _singles_out(view):
+            return "modifier"
+    return None
+
+
+def _singles_out(view: View) -> bool:
+    """Whether such a word limits the noun behind it, or ends a clause: not "most common", "they first met"."""
+    language = view.text.language
+    words = language.singling & {t.word for t in view.only}
+    tokens = (END, *view.text.tokens, END, END)
+    before = _stems_before(tokens, language)
+    beside = _neighbors(view.other)
+    for place, token in enumerate(tokens):
+        if token.word not in words:
+            continue
+        previous = tokens[place - 1]
+        after, beyond = tokens[place + 1 : place + 3]
+        ranks = token.word in language.ordinals
+        if (before[place], _stem(after)) not in beside:
+            continue
+        if after.word in STOPS:
+            return ranks
+        is_noun = language.may_be_content(after) and not language.may_be_content(beyond)
+        if is_noun and _may_limit(previous, language, ranks=ranks):
+            return True
+    return False
+
+
+def _may_limit(previous: Token, language: Language, *, ranks: bool) -> bool:
+    """Whether a noun may follow: "her first husband", "has most rings"; not "they first met", "are most common"."""
+    if ranks:
+        return previous.word in language.articles or previous.word == language.owns
+    is_pronoun = previous.word in language.persons and previous.word not in language.articles
+    is_open = previous.word in language.questions or previous.stem in language.being
+    return not is_pronoun and not is_open
+
+
 def _adds_phrase(view: View, found: set[str]) -> bool:
     language = view.text.language
     prepositions = language.relations - {language.owns, language.infinitive}

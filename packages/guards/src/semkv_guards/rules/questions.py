@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from semkv_guards.language import Token
-from semkv_guards.pairs import Pair
+from semkv_guards.pairs import Pair, View
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import Text
 
@@ -51,6 +51,7 @@ def lone_question_word(pair: Pair) -> str | None:
         ("Where do I pay?", "How much do I pay?"),
         ("Is the shop open?", "When is the shop open?"),
         ("Does tea raise blood pressure?", "How does tea raise blood pressure?"),
+        ("Can I take a cello on board?", "How can I take a cello on board?"),
     ),
     allows=(("Where can I buy a bike?", "How can I buy a bike?"),),
 )
@@ -68,8 +69,9 @@ def question_word(pair: Pair) -> str | None:
     closed = pair.b if first else pair.a
     if not closed.asks_yes_or_no:
         return None
-    # "Can I pay by card" may ask how; "does tea raise blood pressure" does not.
-    may_ask_how = closed.tokens[0].word not in pair.language.helpers
+    # "Can I pay by card" may ask how, but not beside "how can I pay by card"; "does tea raise blood pressure" does not.
+    is_the_same = [len(only) for only in pair.only] in ([0, 1], [1, 0])
+    may_ask_how = closed.tokens[0].word not in pair.language.helpers and not is_the_same
     return None if may_ask_how and first | second == {"manner"} else "question word"
 
 
@@ -96,6 +98,46 @@ def asked_noun(pair: Pair) -> str | None:
     kinds = [kind.split()[1] for kind in asked if " " in kind]
     classes = {str(number) for number in pair.language.classes.get(noun.stem, ())}
     return "question word" if kinds and classes.isdisjoint(kinds) else None
+
+
+@rule(
+    reasons=("question word",),
+    tables=("questions", "tenses"),
+    vetoes=(
+        ("Are there moons of Mars?", "What are the moons of Mars?"),
+        ("Do I have to pay taxes?", "What taxes do I have to pay?"),
+    ),
+    allows=(
+        ("Can you tell me the fee?", "What is the fee?"),
+        ("Is there a way to bake bread?", "What is a way to bake bread?"),
+        ("Are there alternatives to Yelp?", "What are some alternatives to Yelp?"),
+    ),
+)
+def open_question(pair: Pair) -> str | None:
+    """One text asks whether there is something, and the other what it is."""
+    for view in pair.views:
+        if not view.text.asks_yes_or_no or not _asks_what(view.other):
+            continue
+        asks_politely = view.text.tokens[0].word in view.text.language.modals
+        if not asks_politely and not _asks_for_any(view):
+            return "question word"
+    return None
+
+
+def _asks_what(text: Text) -> bool:
+    """Whether a text asks what or which there is, but not whether it is so."""
+    start = _question_start(text)
+    words = [t.word for t in text.tokens[start : start + 1]]
+    return bool(words) and words[0] in text.language.open_questions
+
+
+def _asks_for_any(view: View) -> bool:
+    """Whether who asks whether there is one asks for it: "is there any", "is there a way"; "what are some"."""
+    language = view.text.language
+    return not (
+        language.asked.isdisjoint(view.text.words)
+        and language.some.isdisjoint(view.text.words | view.other.words)
+    )
 
 
 def what_is_asked(text: Text) -> frozenset[str]:

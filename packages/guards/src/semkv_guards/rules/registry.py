@@ -67,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     questions.lone_question_word,
     questions.question_word,
     questions.asked_noun,
+    questions.open_question,
     verbs.forbidden_or_excused,
     verbs.modality,
     verbs.future_or_past,
@@ -77,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     relations.particle,
     relations.other_way,
     relations.exchanged_ends,
+    relations.contrary_relation,
     relations.relation,
     words.too_many_words,
     words.name,
@@ -85,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     words.unknown_language,
     modifiers.added_modifier,
     modifiers.added_phrase,
+    modifiers.singled_out,
 )
 
 REASONS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from semkv_guards.pairs import Pair, Tokens
+from semkv_guards.pairs import Pair, Tokens, triples
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
@@ -80,6 +80,51 @@ def relation(pair: Pair) -> str | None:
     if not are_relations and not (is_choice and stems <= language.symmetric_stems):
         return None
     return "relation" if not pair.akin(x, y) and pair.neighbours(x, y) else None
+
+
+@rule(
+    reasons=("relation",),
+    tables=("contrary_relations",),
+    vetoes=(
+        (
+            "What should I do until the ambulance arrives?",
+            "What should I do when the ambulance arrives?",
+        ),
+        ("What was said of the king?", "What was said by the king?"),
+        ("What happened during the war?", "What happened since the war?"),
+    ),
+    allows=(
+        ("What do I do when it leaks?", "What do I do if it leaks?"),
+        ("What do I pay until May?", "What do I pay till May?"),
+    ),
+)
+def contrary_relation(pair: Pair) -> str | None:
+    """Another small word says something else of the same: what to do "until" and "when" somebody comes, what is said
+    "of" and "by" the king."""
+    first, second = ({t.word for t in only} for only in pair.only)
+    for left, right in pair.language.contrary_relations:
+        for one, other in ((left, right), (right, left)):
+            mine = first.intersection(one.split())
+            theirs = second.intersection(other.split())
+            if mine and theirs and _stand_alike(pair, mine, theirs):
+                return "relation"
+    return None
+
+
+def _stand_alike(pair: Pair, mine: set[str], theirs: set[str]) -> bool:
+    """Whether the same word follows two relations, and stands before both."""
+    here = _places(pair.a, mine)
+    return not here.isdisjoint(_places(pair.b, theirs))
+
+
+def _places(text: Text, words: set[str]) -> set[tuple[str, str]]:
+    """The stems before and after some words, articles left aside."""
+    tokens = (END, *text.without_articles, END)
+    return {
+        (END.stem if before.word in STOPS else before.stem, after.stem)
+        for before, token, after in triples(tokens)
+        if token.word in words and after.word not in STOPS
+    }
 
 
 @rule(

@@ -122,9 +122,8 @@ def generate(
     prefix = f"{SPLITS.index(split) + 1}{seed:04d}"  # ids are unique over splits and seeds, and digits, as GQA's are
     drawn = list(_pictures(images, pictures, rng, prefix))
     asked = list(_questions(questions, rng, drawn, (f"{prefix}{number:07d}" for number in count())))
-    turn: dict[
-        str, float
-    ] = {}  # what was made from something comes after it, everything else at random
+    # What was made from something comes after it, everything else at random.
+    turn: dict[str, float] = {}
     for p in drawn:
         turn[p.image_id] = rng.uniform(turn.get(p.derived_from, 0.0), 1)
     asked.sort(key=lambda q: (turn[q.image_id], q.place))
@@ -187,7 +186,12 @@ def _pictures(
             yield _derive(base, variant, next(ids), rng)
 
 
-def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Picture:
+def _derive(
+    base: _Picture,
+    variant: str,
+    image_id: str,
+    rng: Random,
+) -> _Picture:
     from PIL import Image, ImageChops, ImageEnhance
 
     if variant == "lookalike":
@@ -220,7 +224,10 @@ def _derive(base: _Picture, variant: str, image_id: str, rng: Random) -> _Pictur
 
 
 def _questions(
-    rates: Mapping[str, float], rng: Random, pictures: Sequence[_Picture], ids: Iterator[str]
+    rates: Mapping[str, float],
+    rng: Random,
+    pictures: Sequence[_Picture],
+    ids: Iterator[str],
 ) -> Iterator[_Asked]:
     """Every question, picture by picture."""
     by_image: dict[str, list[_Asked]] = {}
@@ -233,7 +240,10 @@ def _questions(
 
 
 def _ask_base(
-    rates: Mapping[str, float], rng: Random, picture: _Picture, ids: Iterator[str]
+    rates: Mapping[str, float],
+    rng: Random,
+    picture: _Picture,
+    ids: Iterator[str],
 ) -> list[_Asked]:
     total = max(4, round(rng.gauss(QUESTIONS_PER_IMAGE, QUESTIONS_SPREAD)))
     plan = rng.choices([*rates, ORIGINAL], [*rates.values(), 1 - sum(rates.values())], k=total)
@@ -250,7 +260,12 @@ def _ask_base(
     return made
 
 
-def _original(rng: Random, picture: _Picture, texts: set[str], ids: Iterator[str]) -> _Asked:
+def _original(
+    rng: Random,
+    picture: _Picture,
+    texts: set[str],
+    ids: Iterator[str],
+) -> _Asked:
     while True:
         program = ask_any(picture.scene, rng)
         template = draw_wording(program, rng)
@@ -363,7 +378,11 @@ def _ask_again(
 
 # -- as GQA writes it ------------------------------------------------------------
 
-_GQA_NAME = {"shape": "name", "color": "color", "size": "size"}
+_GQA_NAME = {
+    "shape": "name",
+    "color": "color",
+    "size": "size",
+}
 
 
 def semantic_str(program: Program, object_ids: Sequence[str]) -> str:
@@ -569,7 +588,12 @@ def make_document(rng: Random, words: int = 1100) -> Document:
     return Document(title, topic["opening"], tuple(entries))
 
 
-def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[str, str]]:
+def returning(
+    documents: int,
+    *,
+    seed: int = 0,
+    words: int = 1300,
+) -> list[dict[str, str]]:
     """Questions about documents that return: six rows a document, the original, then at any later time the rest.
 
     1,300 words are about 2,000 tokens of minigqa-vlm's tokenizer.
@@ -587,13 +611,21 @@ def returning(documents: int, *, seed: int = 0, words: int = 1300) -> list[dict[
             question, answer = rng.choice(
                 [pair for entry in described.entries for pair in entry.questions]
             )
-            row = {"variant": variant, "document": str(number), "context": text}
+            row = {
+                "variant": variant,
+                "document": str(number),
+                "context": text,
+            }
             row |= {"question": question, "answer": answer}
             placed.append((first if variant == "original" else rng.uniform(first, 1), row))
     return [row for _, row in sorted(placed, key=lambda pair: pair[0])]
 
 
-def _variants(document: Document, other: Document, rng: Random) -> dict[str, tuple[str, Document]]:
+def _variants(
+    document: Document,
+    other: Document,
+    rng: Random,
+) -> dict[str, tuple[str, Document]]:
     """The text of each of `VARIANTS`, and the document that it describes."""
     at = rng.choice(
         [at for at, entry in enumerate(document.entries) if "{count}" in entry.fact["sentence"]]
@@ -619,7 +651,11 @@ def _variants(document: Document, other: Document, rng: Random) -> dict[str, tup
     return {**found, "other": (other.text, other)}
 
 
-def _make_entry(rng: Random, topic: Mapping[str, Any], number: int) -> Entry:
+def _make_entry(
+    rng: Random,
+    topic: Mapping[str, Any],
+    number: int,
+) -> Entry:
     fact = rng.choice(topic["facts"])
     slots = {
         "entry": str(number),

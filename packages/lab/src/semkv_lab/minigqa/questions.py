@@ -56,8 +56,17 @@ _ONE_WORD = {
     "above": "above",
     "below": "below",
 }
-_OTHER_SIDE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
-_DOMAIN = {"color": COLORS, "shape": SHAPES, "size": SIZES}
+_OTHER_SIDE = {
+    "left": "right",
+    "right": "left",
+    "top": "bottom",
+    "bottom": "top",
+}
+_DOMAIN = {
+    "color": COLORS,
+    "shape": SHAPES,
+    "size": SIZES,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,11 @@ _PHRASES = (
 )  # fmt: skip
 
 
-def references(scene: Scene, index: int, without: str = "") -> list[Ref]:
+def references(
+    scene: Scene,
+    index: int,
+    without: str = "",
+) -> list[Ref]:
     """Every phrase that names object ``index`` and no other, not using the attribute ``without``."""
     thing = scene.things[index]
     said = [names for names in _PHRASES if without not in names]
@@ -220,7 +233,12 @@ def split(kind: str) -> tuple[str, str]:
     return task, kind[len(task) + 1 :]
 
 
-def _answer(scene: Scene, program: Program, a: Ref | None, b: Ref | None) -> str | None:
+def _answer(
+    scene: Scene,
+    program: Program,
+    a: Ref | None,
+    b: Ref | None,
+) -> str | None:
     task, name = split(program.kind)
     if a is None:
         return _judged(name, scene.ground, program)
@@ -237,7 +255,12 @@ def _answer(scene: Scene, program: Program, a: Ref | None, b: Ref | None) -> str
     return _judged(task, getattr(first, name), program)
 
 
-def _answer_of_two(scene: Scene, program: Program, a: Ref, b: Ref) -> str | None:
+def _answer_of_two(
+    scene: Scene,
+    program: Program,
+    a: Ref,
+    b: Ref,
+) -> str | None:
     task, name = split(program.kind)
     if task == "rel":
         truth = relation_holds(scene, a.index, program.value, b.index)
@@ -290,7 +313,11 @@ def _first(found: Sequence[int]) -> int:
     return found[0] if found else -1
 
 
-def _is_there(kind: str, found: Sequence[int], others: Sequence[int]) -> bool:
+def _is_there(
+    kind: str,
+    found: Sequence[int],
+    others: Sequence[int],
+) -> bool:
     if kind == "exist_and":
         return bool(found and others)
     if kind == "exist_or":
@@ -317,7 +344,11 @@ def ask_any(scene: Scene, rng: Random) -> Program:
             return program
 
 
-def _pick(scene: Scene, rng: Random, without: str = "") -> Ref | None:
+def _pick(
+    scene: Scene,
+    rng: Random,
+    without: str = "",
+) -> Ref | None:
     refs = references(scene, rng.randrange(len(scene.things)), without)
     return rng.choice(refs) if refs else None
 
@@ -333,7 +364,12 @@ def _two(scene: Scene, rng: Random) -> list[int]:
     return rng.sample(range(len(scene.things)), 2)
 
 
-def _wrong(scene: Scene, rng: Random, index: int, name: str) -> str:
+def _wrong(
+    scene: Scene,
+    rng: Random,
+    index: int,
+    name: str,
+) -> str:
     """A value the object does not have; half the time one that another object of the scene has."""
     own = getattr(scene.things[index], name)
     seen = [v for t in scene.things if (v := getattr(t, name)) != own]
@@ -343,16 +379,30 @@ def _wrong(scene: Scene, rng: Random, index: int, name: str) -> str:
 
 
 def _value(
-    rng: Random, kind: str, task: str, a: Ref | None, own: str, wrong: Callable[[], str]
+    rng: Random,
+    kind: str,
+    task: str,
+    a: Ref | None,
+    own: str,
+    wrong: Callable[[], str],
 ) -> Program:
     """``query``, ``verify`` or ``choose`` of a value: of an object, of its place, of the ground."""
     if task == "query":
         return Program(kind, a=a)
     if task == "verify":
-        return Program(kind, a=a, value=own if rng.random() < 0.5 else wrong())
+        return Program(
+            kind,
+            a=a,
+            value=own if rng.random() < 0.5 else wrong(),
+        )
     pair = [own, wrong()]
     rng.shuffle(pair)
-    return Program(kind, a=a, value=pair[0], other=pair[1])
+    return Program(
+        kind,
+        a=a,
+        value=pair[0],
+        other=pair[1],
+    )
 
 
 def _attribute(task: str, name: str) -> Asker:
@@ -374,11 +424,10 @@ def _position(task: str) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         a = _pick(scene, rng)
         side = side_of(scene, a.index, rng.choice(axes)) if a else None
-        return (
-            None
-            if side is None
-            else _value(rng, f"position_{task}", task, a, side, lambda: _OTHER_SIDE[side])
-        )
+        if side is None:
+            return None
+        other = _OTHER_SIDE[side]
+        return _value(rng, f"position_{task}", task, a, side, lambda: other)
 
     return asker
 
@@ -401,12 +450,18 @@ def _verify_both(scene: Scene, rng: Random) -> Program | None:
         wrong = rng.choice(("color", "size", "both"))
         color = color if wrong == "size" else _wrong(scene, rng, a.index, "color")
         size = size if wrong == "color" else _wrong(scene, rng, a.index, "size")
-    return Program("verify_both", a=a, value=color, other=size)
+    return Program(
+        "verify_both",
+        a=a,
+        value=color,
+        other=size,
+    )
 
 
 def _maybe_there(scene: Scene, rng: Random, truth: bool) -> Ref | None:
     """A phrase that fits some object, or one that fits none though half the time each of its words fits something."""
-    use_color, use_shape = rng.choice(((True, True), (True, True), (False, True), (True, False)))
+    both = (True, True)
+    use_color, use_shape = rng.choice((both, both, (False, True), (True, False)))
     for _ in range(_TRIES):
         if truth:
             thing = rng.choice(scene.things)
@@ -430,23 +485,21 @@ def _exist(scene: Scene, rng: Random) -> Program | None:
 def _exist_two(kind: str, holds: Callable[[bool, bool], bool]) -> Asker:
     def asker(scene: Scene, rng: Random) -> Program | None:
         truth = rng.random() < 0.5
-        first, second = rng.choice(
-            [both for both in product((True, False), repeat=2) if holds(*both) == truth]
-        )
+        both = product((True, False), repeat=2)
+        first, second = rng.choice([there for there in both if holds(*there) == truth])
         for _ in range(_TRIES):
             a = _maybe_there(scene, rng, first)
             b = _maybe_there(scene, rng, second)
-            if (
-                a is None
-                or b is None
-                or a.text == b.text
-                or set(a.fitting(scene)) & set(b.fitting(scene))
-            ):
-                continue
-            return Program(kind, a=a, b=b)
+            if a is not None and b is not None and _are_apart(scene, a, b):
+                return Program(kind, a=a, b=b)
         return None
 
     return asker
+
+
+def _are_apart(scene: Scene, a: Ref, b: Ref) -> bool:
+    """Whether two phrases are different ones, and fit no object both."""
+    return a.text != b.text and not set(a.fitting(scene)) & set(b.fitting(scene))
 
 
 def _same(kind: str) -> Asker:
@@ -485,7 +538,13 @@ def _relation(kind: str) -> Asker:
             return None
         relation = rng.choice(RELATIONS)
         other = OPPOSITE[relation] if kind == "rel_choose" else ""
-        return Program(kind, "", *pair, value=relation, other=other)
+        return Program(
+            kind,
+            "",
+            *pair,
+            value=relation,
+            other=other,
+        )
 
     return asker
 
@@ -499,7 +558,11 @@ def _relation_query(name: str) -> Asker:
         if found is None or not refs:
             return None
         return Program(
-            kind=f"rel_query_{name}", answer="", a=Ref(-1), b=rng.choice(refs), value=found[1]
+            kind=f"rel_query_{name}",
+            answer="",
+            a=Ref(-1),
+            b=rng.choice(refs),
+            value=found[1],
         )
 
     return asker
@@ -515,7 +578,16 @@ def _relation_exist(scene: Scene, rng: Random) -> Program | None:
         relation = rng.choice(RELATIONS)
         if a is None or b is None or not a.shape:
             continue
-        program = restate(scene, Program(kind="rel_exist", answer="", a=a, b=b, value=relation))
+        program = restate(
+            scene,
+            Program(
+                kind="rel_exist",
+                answer="",
+                a=a,
+                b=b,
+                value=relation,
+            ),
+        )
         if program is not None and program.answer == yes_no(truth):
             return program
     return None

@@ -115,7 +115,12 @@ def _place(rng: Random, kinds: list[tuple[str, str]]) -> tuple[Thing, ...] | Non
     return tuple(things)
 
 
-def relation_holds(scene: Scene, subject: int, relation: str, target: int) -> bool | None:
+def relation_holds(
+    scene: Scene,
+    subject: int,
+    relation: str,
+    target: int,
+) -> bool | None:
     """Whether object ``subject`` clearly stands in ``relation`` to ``target``; None where the picture is not clear."""
     a, b = scene.things[subject], scene.things[target]
     delta = b.x - a.x if relation in ("to the left of", "to the right of") else b.y - a.y
@@ -189,56 +194,68 @@ def _background(scene: Scene) -> Image:
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8), "RGB")
 
 
+_FILLED = {"fill": "fill"}
+_LIT = {"fill": "light"}
 _EDGED = {"fill": "fill", "outline": "edge"}
-_STAR = [
-    (1.08 * (0.42 if i % 2 else 1), math.pi * (i / 5 - 0.5)) for i in range(10)
-]  # radius and angle
-_HEART = [
-    (
-        math.sin(a) ** 3,
-        -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16,
-    )
-    for a in (2 * math.pi * i / 28 for i in range(28))
-]
-# How a shape is drawn: strokes of the pen, each with its points in half sides from the center, and its style.
+_THICK_EDGED = {**_EDGED, "width": 2}
+_LINE = {"fill": "edge", "width": 2}
+
+
+def _star() -> list[tuple[float, float]]:
+    """Ten points, each second one near the center."""
+    points = []
+    for tenth in range(10):
+        angle = math.pi * (tenth / 5 - 0.5)
+        radius = 1.08 * (0.42 if tenth % 2 else 1)
+        points.append((radius * math.cos(angle), 0.08 + radius * math.sin(angle)))
+    return points
+
+
+def _heart() -> list[tuple[float, float]]:
+    """28 points of the curve x = sin³ a, y = (13 cos a - 5 cos 2a - 2 cos 3a - cos 4a) / 16."""
+    points = []
+    for part in range(28):
+        a = 2 * math.pi * part / 28
+        up = 13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)
+        points.append((math.sin(a) ** 3, 0.92 * -up / 16 - 0.08))
+    return points
+
+
 _STROKES: dict[str, list[tuple[str, list[tuple[float, float]], dict[str, Any]]]] = {
     "cube": [
-        (
-            "polygon",
-            [(-1, -0.5), (-0.5, -1), (1, -1), (0.5, -0.5)],
-            {"fill": "light", "outline": "edge"},
-        ),
+        ("polygon", [(-1, -0.5), (-0.5, -1), (1, -1), (0.5, -0.5)], {**_LIT, "outline": "edge"}),
         (
             "polygon",
             [(0.5, -0.5), (1, -1), (1, 0.5), (0.5, 1)],
             {"fill": "edge", "outline": "edge"},
         ),
-        ("rectangle", [(-1, -0.5), (0.5, 1)], {**_EDGED, "width": 2}),
+        ("rectangle", [(-1, -0.5), (0.5, 1)], _THICK_EDGED),
     ],
     "ball": [
-        ("ellipse", [(-1, -1), (1, 1)], {**_EDGED, "width": 2}),
-        ("ellipse", [(-0.55, -0.6), (-0.1, -0.2)], {"fill": "light"}),
+        ("ellipse", [(-1, -1), (1, 1)], _THICK_EDGED),
+        ("ellipse", [(-0.55, -0.6), (-0.1, -0.2)], _LIT),
     ],
     "cone": [
-        ("ellipse", [(-1, 0.4), (1, 1)], {**_EDGED, "width": 2}),
-        ("polygon", [(0, -1), (-1, 0.7), (1, 0.7)], {"fill": "fill"}),
-        ("line", [(-1, 0.7), (0, -1), (1, 0.7)], {"fill": "edge", "width": 2}),
+        ("ellipse", [(-1, 0.4), (1, 1)], _THICK_EDGED),
+        ("polygon", [(0, -1), (-1, 0.7), (1, 0.7)], _FILLED),
+        ("line", [(-1, 0.7), (0, -1), (1, 0.7)], _LINE),
     ],
     "cylinder": [
-        ("ellipse", [(-0.66, 0.5), (0.66, 1)], {**_EDGED, "width": 2}),
-        ("rectangle", [(-0.66, -0.72), (0.66, 0.75)], {"fill": "fill"}),
-        ("line", [(-0.66, -0.72), (-0.66, 0.75)], {"fill": "edge", "width": 2}),
-        ("line", [(0.66, -0.72), (0.66, 0.75)], {"fill": "edge", "width": 2}),
-        ("ellipse", [(-0.66, -1), (0.66, -0.45)], {"fill": "light", "outline": "edge", "width": 2}),
+        ("ellipse", [(-0.66, 0.5), (0.66, 1)], _THICK_EDGED),
+        ("rectangle", [(-0.66, -0.72), (0.66, 0.75)], _FILLED),
+        ("line", [(-0.66, -0.72), (-0.66, 0.75)], _LINE),
+        ("line", [(0.66, -0.72), (0.66, 0.75)], _LINE),
+        ("ellipse", [(-0.66, -1), (0.66, -0.45)], {**_THICK_EDGED, "fill": "light"}),
     ],
-    "star": [("polygon", [(r * math.cos(a), 0.08 + r * math.sin(a)) for r, a in _STAR], _EDGED)],
+    "star": [("polygon", _star(), _EDGED)],
     "ring": [("ellipse", [(-1, -1), (1, 1)], {"outline": "fill", "width": "thick"})],
     "cross": [
-        ("rectangle", [(-0.34, -1), (0.34, 1)], {"fill": "fill"}),
-        ("rectangle", [(-1, -0.34), (1, 0.34)], {"fill": "fill"}),
+        ("rectangle", [(-0.34, -1), (0.34, 1)], _FILLED),
+        ("rectangle", [(-1, -0.34), (1, 0.34)], _FILLED),
     ],
-    "heart": [("polygon", [(across, 0.92 * down - 0.08) for across, down in _HEART], _EDGED)],
+    "heart": [("polygon", _heart(), _EDGED)],
 }
+"""How a shape is drawn: strokes of the pen, each with its points in half sides from the center, and its style."""
 
 
 def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
@@ -258,5 +275,9 @@ def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
 
 
 def _shaded(color: RGB, factor: float) -> RGB:
-    red, green, blue = (min(255, round(part * factor)) for part in color)
-    return (red, green, blue)
+    red, green, blue = color
+    return (
+        min(255, round(red * factor)),
+        min(255, round(green * factor)),
+        min(255, round(blue * factor)),
+    )
