@@ -14,6 +14,8 @@
 #   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
 #   documents-quality  documents_quality: with it, how many answers are right where documents are reused
 #   documents-identity documents_quality: with it, log-probabilities against those of the computed prompt
+#   documents-pictures documents_identity: the same with pictures, Qwen3-VL-2B's shape
+#   documents-tp2      documents_identity: the same without, Qwen2.5-1.5B's shape, on two GPUs
 #   documents-order    documents: prefill throughput with and without an order, Qwen2.5-7B's shape
 #   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
@@ -105,6 +107,8 @@ documents-quality) alone documents-quality documents_quality.py measure --model 
     --out "$out/documents-quality.json" "$@" ;;
 documents-identity) alone documents-identity documents_quality.py identity --model "$documents" --sets 60 \
     --out "$out/documents-identity.json" "$@" ;;
+documents-pictures) alone documents-pictures documents_identity.py pictures --out "$out/documents-pictures.json" "$@" ;;
+documents-tp2) alone documents-tp2 documents_identity.py text --ranks 2 --out "$out/documents-tp2.json" "$@" ;;
 documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 256 1024 --caches 65536 --requests 600 \
     --rounds 1 --out "$out/documents-order.json" "$@" ;;
 by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +19,9 @@ from broken_rotation import SIGN
 from gateway_helpers import PATIENT, SECRET, Served, a_tenant, kind, wait_until
 from kv_engines import connector, token_ids
 from semkv.errors import ConfigError
+from semkv.tiers.bounded import Bounded
 from semkv_gateway.app import app_of
+from semkv_gateway.document_reuse import _MATCH, FILE, DocumentReuse
 from semkv_gateway.settings import ServerSettings
 from test_positions import WORKER
 from tiny_models import Checkpoint
@@ -175,6 +178,36 @@ def test_a_broken_rotation_ends_reuse_within_the_bound(gateway: Served, server: 
     assert 0 < found["wrong"] <= RATE * 30
     assert found["counts"]["checked, other"] == found["wrong"]
     assert sum(found["reused"]) < 15, "after each one that changed the budget must fill again"
+
+
+def learned(file: Path, faults: list[str]) -> DocumentReuse:
+    return DocumentReuse(RATE, lambda outcome: None, file, faults.append)
+
+
+def test_what_was_learned_outlives_a_restart(tmp_path: Path) -> None:
+    """The budget does not; a damaged file counts as none, and somebody hears of it."""
+    file = tmp_path / FILE
+    faults = list[str]()
+    reuse = learned(file, faults)
+    bound = reuse._bound_of("tenant", "model", RATE)
+    for _ in range(200):
+        bound.arrived()
+    for _ in range(20):
+        bound.observe(_MATCH, correct=False, served=None)
+        reuse.outcomes += 1
+    assert reuse.is_due
+    reuse.save()
+    assert not reuse.is_due
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = learned(file, faults)
+    assert again._bound_of("tenant", "model", RATE).state() == bound.state()
+    empty = Bounded(RATE, texts=1).state()
+    assert again._bound_of("other", "model", RATE).state() == empty
+    assert again._bound_of("tenant", "model", RATE)._left == 0
+    assert not faults
+    file.write_text(file.read_text()[:-9])
+    assert learned(file, faults)._bound_of("tenant", "model", RATE).state() == empty
+    assert faults == ["documents"]
 
 
 def test_settings() -> None:

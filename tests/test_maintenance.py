@@ -477,7 +477,7 @@ def test_a_purge_removes_what_semkv_wrote_and_nothing_else(tmp_path: Path) -> No
     for folder in (root / "kv", root / "fusion", fusion):
         with closing(open_store(folder)) as store:
             assert save(store, 0, 2)
-    ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "policy.json"]
+    ours = ["catalog.sqlite.damaged", "media/ab/" + "ab" * 32, "policy.json", "document-reuse.json"]
     ours += [
         "kv/extents/0a/0a11.safetensors",
         f"weights/{'0a' * 32}.json",

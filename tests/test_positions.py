@@ -125,6 +125,7 @@ def planner(**shared: Any) -> Any:
     half.refused = ""
     half._block = 16
     half._arriving = {}
+    half._seen = lambda request: request
     half._shared = SimpleNamespace(**shared)
     return half
 
@@ -202,7 +203,8 @@ class Reuse:
         return self.engine.scheduler.connector.shared.counters
 
     def store(self) -> None:
-        self.engine.outputs([prompt(ids) for ids in self.documents], tokens=1, logprobs=None)
+        asked = [self.as_prompt(ids) for ids in self.documents]
+        self.engine.outputs(asked, tokens=1, logprobs=None)
         self.engine.forget(keep_host=True)
 
     def text(self, count: int) -> list[int]:
@@ -224,10 +226,14 @@ class Reuse:
         yield self.compose(self.text(64), 4, self.text(7), 2)  # the prompt ends with a document
         yield self.compose(self.text(3), 1, self.text(88), 0, 0, self.text(1))  # one comes twice
 
+    def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
+        return prompt(ids, salt)
+
     def output(self, ids: list[int], extra: Any, tokens: int = 8, **fields: Any) -> Any:
         fields = {"logprobs": -1} | fields
         salt = fields.pop("salt", None)
-        (found,) = self.engine.outputs([prompt(ids, salt)], tokens, extra_args=extra, **fields)
+        asked = self.as_prompt(ids, salt)
+        (found,) = self.engine.outputs([asked], tokens, extra_args=extra, **fields)
         return found
 
     def exact(self, ids: list[int]) -> Any:
@@ -748,15 +754,20 @@ def rotations() -> list[float]:
                 for rope in ropes:
                     given = {"rope_theta": 10000.0, "partial_rotary_factor": part, **rope}
                     rotary = get_rope(64, 4096, neox, given, torch.float32)
-                    found.append(rotation_error(rotary, "cpu", torch.float32, 4096))
+                    found.append(rotation_error(rotary, "cpu", torch.float32, 4096, axes=1))
+        for interleaved in (True, False):
+            given = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [12, 10, 10]}
+            given["mrope_interleaved"] = interleaved
+            rotary = get_rope(64, 4096, True, given, torch.float32)
+            found.append(rotation_error(rotary, "cpu", torch.float32, 4096, axes=3))
     return found
 
 
 @pytest.mark.engine
 def test_keys_are_rotated_as_models_do() -> None:
-    """NeoX and GPT-J style, whole and half heads, three kinds of tables."""
+    """NeoX and GPT-J style, whole and half heads, three kinds of tables, two kinds of M-RoPE."""
     found = in_child(rotations)
-    assert len(found) == 12
+    assert len(found) == 14
     assert max(found) < 1e-6
 
 

@@ -112,20 +112,47 @@ def qwen3_vl_config(
     return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
 
 
-def qwen3_vl(directory: Path) -> Path:
+def qwen3_vl(directory: Path, layers: int = 4, added: int = 3) -> Path:
+    """Qwen3-VL; ``added``: behind how many of its ``layers`` the encoder's output is added."""
     import transformers
 
     text = {
-        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers, "head_dim": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
         "rope": {"rope_theta": 1e4, "mrope_section": [12, 10, 10]},
     }  # fmt: skip
     vision = {
         "depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256,
-        "num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1, 2],
+        "num_position_embeddings": 256, "deepstack_visual_indexes": list(range(added)),
     }  # fmt: skip
     config = qwen3_vl_config(directory, text, vision, (4 * 32 * 32, 64 * 32 * 32))
     return _save(transformers.Qwen3VLForConditionalGeneration, config, directory)
+
+
+def qwen2_5_vl(directory: Path) -> Path:
+    """Qwen2.5-VL of one layer: M-RoPE by sections."""
+    import transformers
+
+    tok = tokenizer(directory, [*_QWEN_TOKENS.values()])
+    transformers.Qwen2_5_VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(
+            size={"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}, patch_size=14
+        ),
+        tokenizer=tok, video_processor=transformers.Qwen2VLVideoProcessor(),
+    ).save_pretrained(directory)  # fmt: skip
+    ids = {key: tok.convert_tokens_to_ids(name) for key, name in _QWEN_TOKENS.items()}
+    text = {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    return _save(transformers.Qwen2_5_VLForConditionalGeneration, config, directory)
 
 
 def internvl(directory: Path) -> Path:
@@ -262,6 +289,8 @@ def picture(seed: int = 0, size: int = 64) -> Any:
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llava": llava,
     "qwen3-vl": qwen3_vl,
+    "qwen3-vl-shallow": partial(qwen3_vl, layers=1, added=1),
+    "qwen2.5-vl": qwen2_5_vl,
     "internvl": internvl,
     **{family: partial(text, family) for family in TEXT},
 }

@@ -4,13 +4,18 @@ A request says where its documents stand (``kv_transfer_params.semkv.spans``), a
 The answer is approximate. So a request is sent with its spans only where the policy `Bounded` accepts that, for its
 model and tenant by themselves. Requests that the policy selects are also sent without spans, in the background, and the
 two answers are compared. What is sent without spans has an exact answer.
+
+What the policies have learned is kept in a file, as that of near-repeats is: of several processes the last one's stays.
+Their budgets begin empty.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from semkv.tiers.bounded import Bounded
@@ -20,6 +25,9 @@ from semkv_gateway import strict_json
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.singleflight import InFlight
 from semkv_stores.digests import digest
+from semkv_stores.files import replace_text
+
+log = logging.getLogger(__name__)
 
 # What becomes of requests with spans, and of checks.
 REUSED: Final = "reused"
@@ -40,6 +48,9 @@ APPROXIMATE: Final = "approximate"
 _KNOWN = 256
 _TEXTS = 1024  # of each pair: the latest requests with reuse, which take 250 bytes each
 _CHECKS = 4  # requests at once that are to be checked
+_SAVE_AFTER = 20  # outcomes of checks
+FILE: Final = "document-reuse.json"
+_FORMAT = 1
 # The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0 to 13.5% with 16 tokens or more.
 _PRIOR_SCORE = 0.948
 _MATCH = Match(
@@ -57,13 +68,26 @@ class DocumentReuse:
         rate: most changed answers of a model and tenant, by their requests with spans; None where such requests pass
             by the cache as they came.
         count: called with what became of a request or a check.
+        file: keeps what was learned.
+        on_fault: called after a fault of the file, which costs what was learned.
     """
 
-    def __init__(self, rate: float | None, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rate: float | None,
+        count: Callable[[str], None],
+        file: Path,
+        on_fault: Callable[[str], None],
+    ) -> None:
         self._rate = rate
         self.count = count
         self.checks = 0  # requests that are to be checked, and are not yet
+        self.outcomes = 0  # of checks that are not in the file yet
+        self._file = file
+        self._on_fault = on_fault
         self._bounds: OrderedDict[tuple[str, str], Bounded] = OrderedDict()
+        if rate is not None:
+            self._restore(rate)
 
     @property
     def is_on(self) -> bool:
@@ -90,6 +114,50 @@ class DocumentReuse:
             self.count(REFUSED)
             return None
         return Reuse(self, bound, decision)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for `save`."""
+        return self.outcomes >= _SAVE_AFTER
+
+    def save(self) -> None:
+        """Keep what was learned. May be called in another thread."""
+        if not self.outcomes:
+            return
+        self.outcomes = 0
+        pairs = [
+            {
+                "tenant": tenant,
+                "model": model,
+                "policy": bound.state(),
+            }
+            for (tenant, model), bound in list(self._bounds.items())
+        ]
+        text = json.dumps({"format": _FORMAT, "pairs": pairs})
+        try:
+            replace_text(self._file, text, private=True)
+        except OSError:
+            self._failed("could not be kept")
+
+    def _restore(self, rate: float) -> None:
+        """Take up what was kept. What is damaged is nothing."""
+        try:
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            if kept["format"] != _FORMAT:
+                return
+            for pair in kept["pairs"][-_KNOWN:]:
+                bound = Bounded(rate, texts=_TEXTS)
+                bound.restore(pair["policy"])
+                self._bounds[str(pair["tenant"]), str(pair["model"])] = bound
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            self._bounds.clear()
+            self._failed("could not be read")
+
+    def _failed(self, what: str) -> None:
+        log.exception("what was learned of reused documents %s: %s", what, self._file)
+        self._on_fault("documents")
 
     def _bound_of(self, tenant: str, model: str, rate: float) -> Bounded:
         """That of a model and tenant. Where there are too many, the oldest of the tenant that has the most goes, since
@@ -142,6 +210,7 @@ class Reuse:
         if outcome in (SAME, OTHER):
             correct = outcome == SAME
             self._bound.observe(_MATCH, correct=correct, served=self._decision)
+            self._requests.outcomes += 1
 
 
 def without_spans(raw: bytes) -> bytes:

@@ -47,8 +47,8 @@ def all_computed_again() -> Iterator[None]:
 
     passes = Placement._passes
 
-    def whole(self: Any, loads: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads])
+    def whole(self: Any, loads: Any, prompts: Any) -> Any:
+        return passes(self, [replace(load, exact=True) for load in loads], prompts)
 
     with mock.patch.object(Placement, "_passes", whole):
         yield

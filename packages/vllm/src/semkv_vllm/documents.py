@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from semkv_vllm import REPORT_KEY, private
+from semkv_vllm.pictures import PICTURE, end_of, is_cut, within
 from semkv_vllm.shared import KVShared
 from semkv_vllm.spans import Asked, Load, Piece, Span, asked, piece_of, renamed, staged
 
@@ -43,6 +44,7 @@ class _Wish:
         asked: where its documents are.
         keys: of each document's blocks in the store.
         limit: vLLM's bound on the request's tokens that may be stored.
+        pictures: of the request, with what an encoder is given.
         exact: the request's exact block hashes while its blocks have other names.
         load: what will be loaded, without the blocks.
         staged: of each block that is loaded, its place among the request's blocks and its key.
@@ -52,6 +54,7 @@ class _Wish:
     asked: Asked
     keys: list[list[bytes]]
     limit: int | None
+    pictures: Sequence[Any] = ()
     exact: list[bytes] | None = None
     load: Load | None = None
     staged: list[tuple[int, bytes]] = field(default_factory=list)
@@ -69,6 +72,14 @@ class Orders(NamedTuple):
 class Documents:
     """See the module. For the scheduler's thread.
 
+    Args:
+        half: vLLM's half of the scheduler's side.
+        shared: what all parts of the connector share.
+        vllm_config: vLLM's configuration.
+        block: tokens of a block.
+        seen: gives a request as vLLM's half has it, which knows what its pictures contain.
+        by_content: makes such a one of a request that vLLM's half does not know; None after a fault.
+
     Attributes:
         refused: why nothing is reused; empty where it may be.
     """
@@ -79,12 +90,17 @@ class Documents:
         shared: KVShared,
         vllm_config: Any,
         block: int,
+        *,
+        seen: Callable[[Any], Any],
+        by_content: Callable[[Any], Any],
     ) -> None:
         self.refused = "no worker has said that its model is right"
         self._half = half
         self._shared = shared
         self._settings = shared.settings
         self._block = block
+        self._seen = seen
+        self._by_content = by_content
         self._most_rows = (
             self._settings.document_rows or vllm_config.scheduler_config.max_num_batched_tokens
         )
@@ -108,7 +124,9 @@ class Documents:
             repair=self._settings.document_repair,
             separator=self._settings.document_separator,
         )
-        if wish is None or sum(e - b for b, e in wish.spans) < self._settings.document_tokens:
+        if wish is None or any(is_cut(request.mm_features, *span) for span in wish.spans):
+            return
+        if sum(e - b for b, e in wish.spans) < self._settings.document_tokens:
             return
         state = private.state_of(self._half, request.request_id)
         if state.max_load_tokens is not None:
@@ -121,13 +139,14 @@ class Documents:
             asked=wish,
             keys=keys,
             limit=state.max_offload_tokens,
+            pictures=tuple(request.mm_features),
         )
 
     def _may_reuse(self, request: Any) -> bool:
         """Whether nothing about a request needs exact KV, or is not handled."""
         plain = request.prompt_token_ids is not None and request.prompt_embeds is None
         special = (
-            request.mm_features
+            any(item.modality != PICTURE for item in request.mm_features)
             or request.lora_request
             or request.resumable
             or request.skip_reading_prefix_cache
@@ -143,9 +162,17 @@ class Documents:
     def _keys(self, request: Any, span: Span) -> list[bytes]:
         """The keys in the store of a request that is one document alone."""
         tokens = array("i", request.prompt_token_ids[span.begin : span.end])
+        pictures = within(request.mm_features, *span)
+        if pictures:
+            return list(self._hashed(tokens.tobytes(), request.cache_salt, pictures))
         return list(self._keys_of(tokens.tobytes(), request.cache_salt))
 
-    def _hashed(self, packed: bytes, salt: str | None) -> tuple[bytes, ...]:
+    def _hashed(
+        self,
+        packed: bytes,
+        salt: str | None,
+        pictures: Sequence[Any] = (),
+    ) -> tuple[bytes, ...]:
         tokens = array("i")
         tokens.frombytes(packed)
         alone = Request(
@@ -153,10 +180,13 @@ class Documents:
             tokens.tolist(),
             SamplingParams(),
             None,
+            mm_features=list(pictures),
             cache_salt=salt,
             block_hasher=self._hasher,
         )
-        return tuple(make_offload_key(hashed, 0) for hashed in alone.block_hashes)
+        seen = self._by_content(alone)
+        hashes = () if seen is None else seen.block_hashes
+        return tuple(make_offload_key(hashed, 0) for hashed in hashes)
 
     # ------------------------------------------------------------------ its plan
 
@@ -185,7 +215,7 @@ class Documents:
     ) -> Matched | None:
         self._arriving.pop(request.request_id, None)
         # With no token to load this only says whether transfers are under way, and makes ready for a lookup.
-        waiting, _ = self._half.get_num_new_matched_tokens(request, computed, 0)
+        waiting, _ = self._half.get_num_new_matched_tokens(self._seen(request), computed, 0)
         if waiting is None:
             return _LATER
         if wish.exact is not None:
@@ -193,7 +223,7 @@ class Documents:
             self._name_exactly(request, wish)
             if own:  # the local hit has blocks of an earlier attempt
                 return _LATER
-            self._half.get_num_new_matched_tokens(request, computed, 0)
+            self._half.get_num_new_matched_tokens(self._seen(request), computed, 0)
         if self.refused or wish.failed:  # since it was asked
             self.forget(request)
             return None
@@ -252,6 +282,7 @@ class Documents:
             blocks=[],
             pieces=tuple(pieces),
             begin=exact_end,
+            has_pictures=bool(request.mm_features),
             end=min(max((piece.last for piece in pieces), default=exact_end), most),
         )
 
@@ -287,7 +318,7 @@ class Documents:
         """How many of the first keys are in host memory; None where some are on their way there."""
         if not keys:
             return 0
-        return private.first_held(self._half, request, keys)
+        return private.first_held(self._half, self._seen(request), keys)
 
     def _is_worth_it(self, load: Load) -> bool:
         least = max(1, self._settings.document_tokens)
@@ -306,16 +337,22 @@ class Documents:
         wish.exact = list(request.block_hashes)
         wish.load = load
         nonce = secrets.token_bytes(32)
-        request.block_hashes[:] = renamed(request.block_hashes, first, nonce)
+        self._rename(request, renamed(request.block_hashes, first, nonce))
         limit = load.begin if wish.limit is None else min(load.begin, wish.limit)
         private.names_changed(self._half, request.request_id, first, limit)
+
+    def _rename(self, request: Any, hashes: Sequence[bytes]) -> None:
+        request.block_hashes[:] = hashes
+        seen = self._seen(request)
+        if seen is not request:
+            seen.name_anew()
 
     def _name_exactly(self, request: Any, wish: _Wish) -> None:
         """Give a request's blocks their exact names again."""
         if wish.exact is None or wish.load is None:
             return
         first = wish.load.begin // self._block
-        request.block_hashes[:] = wish.exact
+        self._rename(request, wish.exact)
         request.update_block_hashes()
         private.names_changed(self._half, request.request_id, first, wish.limit)
         wish.exact = None
@@ -343,12 +380,12 @@ class Documents:
         own = list(blocks.get_block_ids()[0])
         load = replace(
             wish.load,
-            tokens=list(request.all_token_ids[: wish.load.end]),
+            tokens=_tokens(request, wish.load.end),
             blocks=own,
         )
         private.load_blocks(
             self._half,
-            request,
+            self._seen(request),
             keys=[key for _, key in wish.staged],
             blocks=[own[place] for place, _ in wish.staged],
             others=own,
@@ -374,17 +411,29 @@ class Documents:
         if wish is None or wish.load is None or not tokens:
             return None
         self._used.pop(name, None)
-        self._arriving[name] = replace(
-            wish.load,
-            tokens=list(request.all_token_ids[: wish.load.end]),
+        self._arriving[name] = Load(
+            request=name,
+            tokens=_tokens(request, wish.load.end),
             blocks=list(blocks.get_block_ids()[0]),
             pieces=(),
             begin=wish.load.end - tokens,
+            end=wish.load.end,
+            has_pictures=wish.load.has_pictures,
             exact=True,
         )
         if not private.is_loading(self._half, name):
             self._unloaded.append(name)
         return 0
+
+    def give_pictures(self, scheduled: Any) -> None:
+        """Let workers have what the encoder is given of pictures that count as loaded, which vLLM takes out.
+
+        They may be computed again, by `semkv_vllm.repair` or, where that fails, by vLLM.
+        """
+        for new in scheduled.scheduled_new_reqs if self._wishes else ():
+            wish = self._wishes.get(new.req_id)
+            if wish is not None and wish.pictures:
+                new.mm_features = list(wish.pictures)
 
     def of_step(self, scheduled: Any) -> Orders:
         """What the workers must do in a step, in which some requests run for the first time."""
@@ -434,6 +483,11 @@ class Documents:
         """The live check has failed: nothing is reused any more."""
         self.refused = "rotated keys were not what the model computes"
         self._shared.counters["document_mismatches"] += 1
+
+
+def _tokens(request: Any, end: int) -> list[int]:
+    """All up to a token, and to the end of a picture that begins before it."""
+    return list(request.all_token_ids[: end_of(request.mm_features, end)])
 
 
 def refusal_of(answers: Sequence[Any], ranks: int) -> str:

@@ -129,18 +129,18 @@ class Fused:
             self._move(group, moves)
 
     def _move(self, group: _Group, moves: Moves) -> None:
-        rows = moves.rows.contiguous()
-        turn = Turn(group.rotary, rows[2], rows[3])
+        slots = moves.slots.contiguous()
+        turn = Turn(group.rotary, moves.source, moves.target)
         half = turn.size // 2
         size = group.cells.size
         requests = len(moves.firsts) - 1
         _move[requests, 2 * group.cells.heads, len(group.caches)](
             group.caches,
-            rows,
+            slots,
             moves.firsts,
             turn.cos.contiguous(),
             turn.sin.contiguous(),
-            rows.shape[1],
+            slots.shape[1],
             *group.cache.stride()[:3],
             kind=_TYPES[group.cache.dtype],
             block=group.cells.block,

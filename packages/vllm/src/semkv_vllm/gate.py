@@ -10,11 +10,13 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from semkv_vllm import private
 from semkv_vllm.moving import (
     Cells,
     Moves,
@@ -25,6 +27,7 @@ from semkv_vllm.moving import (
     move,
     tolerance,
 )
+from semkv_vllm.pictures import Prompt, straight
 from semkv_vllm.repair import Gap, Pass, Repair
 from semkv_vllm.spans import WATCHED
 
@@ -33,12 +36,20 @@ log = logging.getLogger("semkv.connectors")
 WORKER = "semkv_vllm.worker.DocumentWorker"
 """What ```--worker-cls``` must be: connectors are given the KV cache, and the repair needs the model."""
 
+_WITH_PICTURES = {
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+}
+"""Models that take pictures, and of which it is tested that they keep nothing from one pass to the next but what
+`semkv_vllm.private.picture_inputs_kept` knows of."""
+
 _ROTARY = "vllm.model_executor.layers.rotary_embedding"
 _KNOWN = {
     "RotaryEmbedding",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
+    "MRotaryEmbedding",
 }
 """Rotary embeddings that are one table of angles, the same at every length."""
 
@@ -81,11 +92,16 @@ def _of_attention(config: Any, kind: Any) -> dict[str, object]:
 def _of_model(config: Any) -> dict[str, object]:
     """Reasons against a model and what runs beside it."""
     model = config.model_config
-    pictures = model.is_multimodal_model or model.uses_mrope
+    others = set(model.architectures) - _WITH_PICTURES
+    pictures = (model.is_multimodal_model or model.uses_mrope) and others
+    given = model.multimodal_config
+    ranks = config.parallel_config.tensor_parallel_size
     events = config.kv_events_config
     shown = events is not None and events.enable_kv_cache_events
     return {
-        "models with pictures are not handled yet": pictures,
+        f"models with pictures of this kind are not handled ({', '.join(sorted(others))})": pictures,
+        "it takes pictures, and has several ranks": given is not None and ranks > 1,
+        "it drops parts of pictures": given is not None and given.is_multimodal_pruning_enabled(),
         "it has an encoder": model.is_encoder_decoder,
         "it does not generate text": model.runner_type != "generate",
         "speculative decoding is on": config.speculative_config is not None,
@@ -158,12 +174,12 @@ class Layers:
         From the last tokens to the first, some thousands at once: a document moves on by less than a block, so what is
         written is never what others have yet to be read from.
         """
-        count = moves.rows.shape[1]
+        count = moves.slots.shape[1]
         for end in range(count, 0, -_AT_ONCE):
-            rows = moves.rows[:, max(0, end - _AT_ONCE) : end]
-            source = Slots.of(rows[0], self.cells[0].block)
-            target = Slots.of(rows[1], self.cells[0].block)
-            turns = self.turns(rows[2], rows[3])
+            part = slice(max(0, end - _AT_ONCE), end)
+            source = Slots.of(moves.slots[0, part], self.cells[0].block)
+            target = Slots.of(moves.slots[1, part], self.cells[0].block)
+            turns = self.turns(moves.source[:, part], moves.target[:, part])
             for cells, turn in zip(self.cells, turns, strict=True):
                 move(cells, turn, source, target)
 
@@ -200,16 +216,20 @@ def rotation_error(
     device: Any,
     dtype: torch.dtype,
     longest: int,
+    axes: int,
 ) -> float:
-    """How far `Turn` is from the model's own rotary embedding, on random keys."""
+    """How far `Turn` is from the model's own rotary embedding, on random keys that move by the same on all axes."""
     draws = torch.Generator().manual_seed(0)
     size = int(rotary.head_size)
     keys = torch.randn(_KEYS, size, generator=draws).to(device, dtype)
-    source = torch.randint(0, longest, (_KEYS,), generator=draws).to(device)
-    target = torch.randint(0, longest, (_KEYS,), generator=draws).to(device)
+    source = torch.randint(0, longest // 2, (axes, _KEYS), generator=draws)
+    target = source + torch.randint(0, longest // 2, (_KEYS,), generator=draws)
+    source = source.to(device)
+    target = target.to(device)
 
     def at(positions: torch.Tensor) -> torch.Tensor:
-        _, rotated = rotary.forward_native(positions, keys.clone(), keys.clone())
+        told = positions if axes > 1 else positions[0]
+        _, rotated = rotary.forward_native(told, keys.clone(), keys.clone())
         return rotated.view(_KEYS, 1, size)
 
     return distance(Turn(rotary, source, target)(at(source)), at(target))
@@ -226,12 +246,14 @@ class Trial:
         passes: compute it: in block 1 at the first position, in the next ones at the others.
         shifts: from the first position to each of the others.
         places: of its tokens.
+        positions: of its tokens at the first position, ``[axes, tokens]``.
     """
 
     layers: Layers
     passes: list[Pass]
     shifts: list[int]
     places: torch.Tensor
+    positions: torch.Tensor
 
     def refuse(self, most: float) -> None:
         """Compare all layers.
@@ -240,7 +262,7 @@ class Trial:
             RefusedError: some are farther off than ``most``.
         """
         for number, shift in enumerate(self.shifts):
-            turns = self.layers.turns(self.places, self.places + shift)
+            turns = self.layers.turns(self.positions, self.positions + shift)
             reasons = _differing(
                 self.layers,
                 turns,
@@ -268,7 +290,7 @@ def trial_of(
     most = tolerance(model.dtype)
     rotaries = {id(rotary): rotary for rotary in layers.rotaries}
     for rotary in rotaries.values():
-        error = rotation_error(rotary, runner.device, model.dtype, longest)
+        error = rotation_error(rotary, runner.device, model.dtype, longest, repair.axes)
         if not error <= most:
             raise RefusedError(f"keys cannot be rotated as the model does it (off by {error:.2g})")
     if any(cells.block != block for cells in layers.cells):
@@ -277,14 +299,18 @@ def trial_of(
     shifts = sorted({0, 1, longest // 3, longest - count})
     if int(runner.kv_cache_config.num_blocks) <= len(shifts):  # vLLM's empty one comes on top
         raise RefusedError("its KV cache is too small for a check")
+    vision = getattr(model.hf_config, "vision_config", None)
+    if not private.keeps_picture_inputs(runner.get_model(), vision):
+        raise RefusedError("it keeps what pictures add to its layers in a way that is not known")
     tokens = _random_tokens(count, model.get_vocab_size())
+    positions = _positions(repair.axes, count)
     gaps = [
         Gap(
             blocks=[1 + number],
             tokens=tokens,
+            prompt=Prompt(positions + shift),
             begin=0,
             end=count,
-            shift=shift,
         )
         for number, shift in enumerate(shifts)
     ]
@@ -293,7 +319,16 @@ def trial_of(
         passes=repair.passes(gaps),
         shifts=shifts[1:],
         places=torch.arange(count, device=runner.device),
+        positions=torch.from_numpy(positions).to(runner.device),
     )
+
+
+def _positions(axes: int, count: int) -> np.ndarray:
+    """Those of a text; with several axes they differ, as in a picture."""
+    found = straight(axes, count)
+    slower = np.arange(1, axes + 1)[:, None]
+    positions: np.ndarray = found // slower
+    return positions
 
 
 def fuse(layers: Layers, blocks: int, longest: int) -> None:
@@ -330,9 +365,11 @@ def fused_error(
     shift = block // 2
     size = (count - 2) // 2 * block  # of a request; two, with a block between them
     source = torch.cat((torch.arange(size), torch.arange(size) + size + block)) + block
-    positions = torch.arange(2 * size) % (longest // 2)
+    positions = (torch.arange(2 * size) % (longest // 2)).unsqueeze(0)
     moves = Moves(
-        rows=torch.stack((source, source + shift, positions, positions + longest // 2)),
+        slots=torch.stack((source, source + shift)),
+        source=positions,
+        target=positions + longest // 2,
         firsts=torch.tensor([0, size, 2 * size]),
     ).to(first.device)
     everywhere = torch.arange(block, (count + 1) * block, device=first.device)

@@ -241,7 +241,14 @@ class SemKVConnector(OffloadingConnector):
         elif reason := refusal(config, kv_cache_config):
             self._tell_refusal(reason)
         else:
-            self._documents = Documents(self.scheduler, self.shared, config, block)
+            self._documents = Documents(
+                self.scheduler,
+                self.shared,
+                config,
+                block,
+                seen=self._seen,
+                by_content=self.by_content,
+            )
 
     def _tell_refusal(self, reason: str) -> None:
         log.warning("semkv: no document is reused at another position: %s", reason)
@@ -289,6 +296,7 @@ class SemKVConnector(OffloadingConnector):
         documents = self._documents
         if documents is None:
             return Orders()
+        documents.give_pictures(scheduled)
         try:
             return documents.of_step(scheduled)
         except Exception:

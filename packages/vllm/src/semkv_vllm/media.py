@@ -130,6 +130,12 @@ class ByContent:
             self._hashes.append(_covering(hashed, self._chain))
         return self._hashes
 
+    def name_anew(self) -> None:
+        """Cover all hashes again: the request has others."""
+        self._hashes = []
+        self._chain = b""
+        self._passed = 0
+
     def _cover(self, end: int) -> None:
         """Take in the items that begin before a token."""
         for feature in self._request.mm_features[self._passed :]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.model_executor.layers.rotary_embedding.mrope import apply_interleaved_rope
 
 _MOST = 63  # exact in every type of float
 _TINY = 1e-12
@@ -34,16 +35,21 @@ class Moves:
     """Tokens that are moved, request after request, each request's in the order of its prompt.
 
     Attributes:
-        rows: vLLM's numbers of their slots before and after, and their positions before and after.
+        slots: vLLM's numbers of their slots before and after, ``[2, tokens]``.
+        source, target: their positions before and after, ``[axes, tokens]``.
         firsts: of each request the first column; at last the number of columns.
     """
 
-    rows: torch.Tensor
+    slots: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
     firsts: torch.Tensor
 
     def to(self, device: Any) -> Moves:
         return Moves(
-            rows=on_device(self.rows.numpy(), device),
+            slots=on_device(self.slots.numpy(), device),
+            source=on_device(self.source.numpy(), device),
+            target=on_device(self.target.numpy(), device),
             firsts=on_device(self.firsts.numpy(), device),
         )
 
@@ -175,6 +181,10 @@ class Turn:
     The angles come from two rows of the table, not from the difference of positions: so the rounding of the table's own
     angles does not show. A scale in the table (YaRN) is in the keys already and stays.
 
+    Args:
+        rotary: the model's module.
+        source, target: positions, ``[axes, tokens]``.
+
     Attributes:
         cos, sin: of each token's turn, a column for each pair of numbers.
         size: how many numbers of a key are rotated.
@@ -189,10 +199,8 @@ class Turn:
     ) -> None:
         table = rotary.cos_sin_cache
         device = source.device
-        before = table[source.to(table.device)].float()
-        after = table[target.to(table.device)].float()
-        cos_before, sin_before = before.chunk(2, -1)
-        cos_after, sin_after = after.chunk(2, -1)
+        cos_before, sin_before = _angles(rotary, table[source.to(table.device)].float())
+        cos_after, sin_after = _angles(rotary, table[target.to(table.device)].float())
         scale = cos_before.square() + sin_before.square()
         cos = cos_after * cos_before
         cos += sin_after * sin_before
@@ -225,6 +233,25 @@ class Turn:
             turned = pairs.flatten(-2)
         turned = turned.to(keys.dtype)
         return torch.cat((turned, rest), -1)
+
+
+def _angles(rotary: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines by token, from the rows of a table by axis and token.
+
+    With several axes each pair of numbers is rotated by its position on one of them: the first pairs by that on the
+    first axis and so on, or in turns (``mrope_interleaved``).
+    """
+    cos, sin = rows.chunk(2, -1)
+    if len(rows) == 1:
+        return cos[0], sin[0]
+    sections = rotary.mrope_section
+    if rotary.mrope_interleaved:
+        return apply_interleaved_rope(cos, sections), apply_interleaved_rope(sin, sections)
+    parts_of_cos = cos.split(sections, -1)
+    parts_of_sin = sin.split(sections, -1)
+    own_cos = [part[axis] for axis, part in enumerate(parts_of_cos)]
+    own_sin = [part[axis] for axis, part in enumerate(parts_of_sin)]
+    return torch.cat(own_cos, -1), torch.cat(own_sin, -1)
 
 
 def move(

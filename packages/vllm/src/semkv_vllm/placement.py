@@ -8,7 +8,7 @@ them. So before each pass they agree that all of them are ready for it, and afte
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,9 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 
+from semkv_vllm import private
 from semkv_vllm.exchanges import LeftWaitingError, UnknownExchangeError
 from semkv_vllm.gate import Layers, RefusedError, Trial, fuse, refusal, trial_of
 from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
+from semkv_vllm.pictures import Prompt, prompt_of, source_of, within
 from semkv_vllm.repair import Gap, Pass, Repair
 from semkv_vllm.shared import KVShared
 from semkv_vllm.spans import Load, Span, staged
@@ -113,6 +115,7 @@ class Placement:
         self._lost = set[int]()
         self._layers: Layers | None = None
         self._repair: Repair | None = None
+        self._runner: Any = None
         self._device = torch.device("cpu")
 
     def bind(self, runner: Any, caches: dict[str, torch.Tensor]) -> None:
@@ -159,6 +162,7 @@ class Placement:
     def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
         self._layers = Layers(runner, caches)
         self._repair = Repair(runner, self._block)
+        self._runner = runner
         self._device = runner.device
         trial = trial_of(self._layers, self._repair, runner, self._block)
         self._repair.rehearse(trial.passes[0])
@@ -241,7 +245,7 @@ class Placement:
     def _compute(self, loads: Sequence[Load]) -> bool:
         """Compute all of some loads; whether that went well."""
         whole = [replace(load, exact=True) for load in loads]
-        passes = self._agreed(lambda: self._passes(whole))
+        passes = self._agreed(lambda: self._passes(whole, self._prompts(whole)))
         return passes is not None and self._run(passes)
 
     def _agreed(self, make: Callable[[], _T]) -> _T | None:
@@ -278,12 +282,13 @@ class Placement:
             went_well = False
         return self._all(went_well)
 
-    def _passes(self, loads: Sequence[Load]) -> list[Pass]:
+    def _passes(self, loads: Sequence[Load], prompts: Mapping[str, Prompt]) -> list[Pass]:
         assert self._repair is not None
         return self._repair.passes(
             Gap(
                 blocks=load.blocks,
                 tokens=load.tokens,
+                prompt=prompts[load.request],
                 begin=gap.begin,
                 end=gap.end,
             )
@@ -291,11 +296,26 @@ class Placement:
             for gap in load.gaps()
         )
 
+    def _prompts(self, loads: Sequence[Load]) -> dict[str, Prompt]:
+        """By request what the model is told of its tokens."""
+        assert self._repair is not None
+        model = self._runner.get_model()
+        found = {}
+        for load in loads:
+            pictures = private.pictures_of(self._runner, load.request) if load.has_pictures else ()
+            own = within(pictures, 0, load.end)
+            found[load.request] = prompt_of(model, self._repair.axes, load.tokens, own)
+        return found
+
     def _moved(self, loads: Sequence[Load]) -> _Plan:
         """Move what is reused, and make ready to compute the rest."""
         assert self._layers is not None
-        passes = self._passes(loads)
-        self._layers.move(moves_of(loads, self._block).to(self._device))
+        assert self._repair is not None
+        prompts = self._prompts(loads)
+        passes = self._passes(loads, prompts)
+        model = self._runner.get_model()
+        moves = moves_of(loads, prompts, model, self._block)
+        self._layers.move(moves.to(self._device))
         numbers = [slot_numbers(load, load.watched(), self._block) for load in loads]
         watched = Slots.of(on_device(np.concatenate(numbers), self._device), self._block)
         return _Plan(
@@ -328,29 +348,49 @@ def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     return numbers
 
 
-def moves_of(loads: Sequence[Load], block: int) -> Moves:
-    """All reused tokens of all requests, in the order of the prompts."""
-    columns: list[np.ndarray] = []
+def moves_of(
+    loads: Sequence[Load],
+    prompts: Mapping[str, Prompt],
+    model: Any,
+    block: int,
+) -> Moves:
+    """All reused tokens of all requests, in the order of the prompts.
+
+    Raises:
+        ValueError: a document's tokens do not all move by one number of positions.
+    """
+    slots: list[np.ndarray] = []
+    sources: list[np.ndarray] = []
+    targets: list[np.ndarray] = []
     firsts = [0]
     for load in loads:
+        prompt = prompts[load.request]
         before: list[Span] = []
         after: list[Span] = []
-        inside: list[np.ndarray] = []
         for piece in load.pieces:
             count = min(piece.last, load.end) - piece.first
             first = staged(piece, block).begin
             before.append(Span(first, first + count))
             after.append(Span(piece.first, piece.first + count))
-            inside.append(np.arange(piece.skip, piece.skip + count))
-        parts = [
-            slot_numbers(load, before, block),
-            slot_numbers(load, after, block),
-            np.concatenate(inside),
-            np.concatenate([np.arange(*span) for span in after]),
-        ]
-        columns.append(np.stack(parts))
-        firsts.append(firsts[-1] + len(parts[0]))
+            alone = source_of(model, load, piece, prompt)
+            source = alone[:, piece.skip : piece.skip + count]
+            target = prompt.positions[:, piece.first : piece.first + count]
+            if len(np.unique(target - source)) != 1:
+                raise ValueError("a document does not move by one number of positions")
+            sources.append(source)
+            targets.append(target)
+        slots.append(
+            np.stack(
+                (
+                    slot_numbers(load, before, block),
+                    slot_numbers(load, after, block),
+                )
+            )
+        )
+        firsts.append(firsts[-1] + slots[-1].shape[1])
     return Moves(
-        rows=torch.from_numpy(np.concatenate(columns, axis=1)),
+        slots=torch.from_numpy(np.concatenate(slots, axis=1)),
+        source=torch.from_numpy(np.concatenate(sources, axis=1)),
+        target=torch.from_numpy(np.concatenate(targets, axis=1)),
         firsts=torch.tensor(firsts),
     )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
@@ -219,3 +221,50 @@ def load_blocks(
         group.offload_keys = own
     group.next_stored_chunk_idx = 0
     state.load_key_ranges.clear()
+
+
+# ---------------------------------------------------------------------- a worker's model
+
+
+def pictures_of(runner: Any, request: str) -> Sequence[Any]:
+    """The pictures of a request that runs, with what the encoder is given (``MultiModalFeatureSpec``)."""
+    states = getattr(runner, "requests", None)
+    if states is not None:
+        return list(states[request].mm_features)
+    cache = runner.encoder_cache  # of the newer runner; None for models that take none
+    return [] if cache is None else list(cache.mm_features[request])
+
+
+def keeps_picture_inputs(model: Any, vision: Any) -> bool:
+    """Whether it is known how a model keeps what pictures add behind its first layers, if it does.
+
+    ``vision``: the configuration of its encoder.
+    """
+    adds = bool(getattr(vision, "deepstack_visual_indexes", ()))
+    names = (
+        "deepstack_input_embeds",
+        "deepstack_input_embeds_num_tokens",
+        "_clear_deepstack_input_embeds",
+        "_set_deepstack_input_embeds",
+    )
+    return all(hasattr(model, name) for name in names) or not (adds or hasattr(model, names[0]))
+
+
+@contextmanager
+def picture_inputs_kept(model: Any) -> Iterator[None]:
+    """Run passes of ours while a model holds what pictures add behind its first layers in the coming pass.
+
+    A pass takes that from the model and clears it.
+    """
+    if not getattr(model, "deepstack_input_embeds", None):
+        yield
+        return
+    count = int(model.deepstack_input_embeds_num_tokens)
+    kept = [rows[:count].clone() for rows in model.deepstack_input_embeds] if count else []
+    model._clear_deepstack_input_embeds(count)
+    try:
+        yield
+    finally:
+        model._clear_deepstack_input_embeds(int(model.deepstack_input_embeds_num_tokens))
+        if kept:
+            model._set_deepstack_input_embeds(torch.stack(kept))

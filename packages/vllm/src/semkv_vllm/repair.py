@@ -14,8 +14,10 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from semkv_vllm import private
 from semkv_vllm.exchanges import Exchanges
 from semkv_vllm.moving import on_device
+from semkv_vllm.pictures import Prompt, encoded, overlap
 
 _MOST_GAPS = 256  # of a pass: each has a row in its block table
 
@@ -27,25 +29,32 @@ class Gap:
     Attributes:
         blocks: ids of the request's blocks, from the first one on.
         tokens: of the request, up to ``end`` at least.
+        prompt: what the model is told of it, up to ``end`` at least.
         begin, end: places in the request.
-        shift: by how much the positions that the model is told are larger than the places.
     """
 
     blocks: Sequence[int]
     tokens: Sequence[int]
+    prompt: Prompt
     begin: int
     end: int
-    shift: int = 0
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass, ready on the device."""
+    """One pass, ready on the device.
+
+    Attributes:
+        pictures: what an encoder has made of pictures, in the order of the tokens in whose place it stands.
+        is_picture: which tokens these are.
+    """
 
     common: CommonAttentionMetadata
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
+    pictures: list[torch.Tensor]
+    is_picture: torch.Tensor
 
 
 class Repair:
@@ -56,7 +65,11 @@ class Repair:
     needs, and have buffers for its CUDA graphs, with so many rows as the engine has sequences.
 
     With several ranks the model is not run as it was compiled: vLLM may have fused what ranks exchange into other
-    operations, where nobody sees it (`semkv_vllm.exchanges`).
+    operations, where nobody sees it (`semkv_vllm.exchanges`). Neither are models with several axes of positions: they
+    were compiled for positions that lie in memory as the runner's do.
+
+    Attributes:
+        axes: on how many the model gives a token a position.
     """
 
     def __init__(self, runner: Any, block: int) -> None:
@@ -70,6 +83,9 @@ class Repair:
         config = _without_graphs(self._config)
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
         self._builders = [self._builder(group, config) for group in self._groups]
+        model = self._config.model_config
+        self.axes = int(model.mrope_num_dims) if model.uses_mrope else 1
+        self._by_embedding = bool(runner.supports_mm_inputs)
         ranks = get_tp_group()
         self._exchanges = (
             Exchanges(ranks.device_communicator, ranks.world_size) if ranks.world_size > 1 else None
@@ -82,11 +98,14 @@ class Repair:
     def passes(self, gaps: Iterable[Gap]) -> list[Pass]:
         """As many passes as it takes, in the order in which they must run."""
         in_order = sorted(gaps, key=lambda gap: gap.begin)
+        known: dict[
+            str, torch.Tensor
+        ] = {}  # what the encoder has made of pictures, by vLLM's names
         found = []
         for part in self._parts(in_order):
             # Backends that treat decodes apart want them first.
             part.sort(key=lambda gap: gap.end - gap.begin)
-            found.append(self._pass(part))
+            found.append(self._pass(part, known))
         return found
 
     def run(self, passes: Sequence[Pass]) -> None:
@@ -96,7 +115,7 @@ class Repair:
             Exception: whatever one of them raises. No other rank waits for this one then.
             LeftWaitingError: others do.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), private.picture_inputs_kept(self._runner.get_model()):
             if self._exchanges is None:
                 for each in passes:
                     self._forward(each)
@@ -141,7 +160,7 @@ class Repair:
         if part:
             yield part
 
-    def _pass(self, gaps: list[Gap]) -> Pass:
+    def _pass(self, gaps: list[Gap], known: dict[str, torch.Tensor]) -> Pass:
         lengths = np.array([gap.end - gap.begin for gap in gaps])
         ends = np.array([gap.end for gap in gaps], np.int32)
         width = -(-int(ends.max()) // self._block)
@@ -155,8 +174,11 @@ class Repair:
         slots = table[rows, places // self._block].astype(np.int64) * self._block
         slots += places % self._block
         starts = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
-        shifts = np.array([gap.shift for gap in gaps])
-        positions = self._on_device(places + shifts[rows])
+        told = [gap.prompt.positions[:, gap.begin : gap.end] for gap in gaps]
+        positions = self._on_device(np.concatenate(told, axis=1).astype(np.int64))
+        if self.axes == 1:
+            positions = positions[0]
+        pictures, is_picture = self._pictures(gaps, known)
         slots_there = self._on_device(slots)
         common = CommonAttentionMetadata(
             query_start_loc=self._on_device(starts),
@@ -170,7 +192,7 @@ class Repair:
             block_table_tensor=self._on_device(table),
             slot_mapping=slots_there,
             causal=True,
-            positions=positions,
+            positions=positions if self.axes == 1 else positions[0],
             is_prefilling=torch.ones(len(gaps), dtype=torch.bool),
         )
         return Pass(
@@ -178,7 +200,34 @@ class Repair:
             ids=self._on_device(np.array(ids, np.int32)),
             positions=positions,
             slots=slots_there,
+            pictures=pictures,
+            is_picture=self._on_device(is_picture),
         )
+
+    def _pictures(
+        self, gaps: list[Gap], known: dict[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
+        """What stands in place of tokens of pictures, and which these are."""
+        found = []
+        masks = []
+        for gap in gaps:
+            mask = np.zeros(gap.end - gap.begin, np.bool_)
+            for picture in gap.prompt.pictures:
+                first, last = overlap(picture, gap.begin, gap.end)
+                place = picture.mm_position
+                rows = slice(*place.get_embeds_indices_in_range(first, last))
+                if rows.start == rows.stop:
+                    continue
+                if picture.identifier not in known:
+                    with torch.inference_mode():
+                        model = self._runner.get_model()
+                        known[picture.identifier] = encoded(model, picture, self._device)
+                found.append(known[picture.identifier][rows])
+                own = slice(place.offset + first - gap.begin, place.offset + last - gap.begin)
+                is_embed = place.is_embed
+                mask[own] = True if is_embed is None else is_embed[first:last].numpy()
+            masks.append(mask)
+        return found, np.concatenate(masks)
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return on_device(values, self._device)
@@ -196,16 +245,32 @@ class Repair:
             num_tokens=len(one.ids),
             cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=mapping,
-            skip_compiled=self._exchanges is not None,
+            skip_compiled=self._exchanges is not None or self.axes > 1,
         )
         model = self._runner.get_model()
         with context:
             model(
-                input_ids=one.ids,
                 positions=one.positions,
                 intermediate_tensors=None,
-                inputs_embeds=None,
+                **self._inputs(model, one),
             )
+
+    def _inputs(self, model: Any, one: Pass) -> dict[str, Any]:
+        """The tokens as vLLM's runner gives them to this model."""
+        if not self._by_embedding:
+            return {
+                "input_ids": one.ids,
+                "inputs_embeds": None,
+            }
+        embedded = model.embed_input_ids(
+            one.ids,
+            multimodal_embeddings=one.pictures,
+            is_multimodal=one.is_picture,
+        )
+        return {
+            "input_ids": None,
+            "inputs_embeds": embedded,
+        }
 
 
 def _without_graphs(vllm_config: Any) -> Any:

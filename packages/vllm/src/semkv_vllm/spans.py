@@ -76,11 +76,12 @@ class Load:
 
     Attributes:
         request: its name.
-        tokens: of the prompt, up to ``end``.
+        tokens: of the prompt, up to ``end``, or to the end of a picture that begins before it.
         blocks: the request's blocks, from the first one on.
         pieces: in the order of the prompt.
         begin: the first token whose KV is not exact yet.
         end: the token after the last one that counts as loaded.
+        has_pictures: the request has some.
         exact: nothing is reused any more; all is computed again.
     """
 
@@ -90,6 +91,7 @@ class Load:
     pieces: tuple[Piece, ...]
     begin: int
     end: int
+    has_pictures: bool = field(default=False)
     exact: bool = field(default=False)
 
     def gaps(self) -> Iterator[Span]:

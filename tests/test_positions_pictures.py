@@ -1,0 +1,254 @@
+"""Documents at another position in models that take pictures: beside pictures, and pictures that are documents.
+
+The models have one layer. There keys and values depend on token and position alone, so what is reused must be what
+would be computed, too: that is how it is seen that all axes of positions move alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import tiny_models
+from kv_engines import BLOCK, NOTHING, SKIP, in_child, token_ids
+from semkv_lab.local_engine import all_computed_again
+from semkv_vllm import private
+from test_positions import CLOSE, Reuse, approximate, off, sampling
+from tiny_models import Checkpoint
+
+SIDE = 256  # of a picture; it has some 64 tokens
+BLOCK_BYTES = 2 * 2 * 64 * BLOCK * 4  # of a layer
+TOKENS = {
+    "qwen2.5-vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "qwen3-vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "llava": ("", "<image>", ""),
+}
+
+
+class Text(list[int]):
+    """Tokens, and the pictures that they stand for, by number."""
+
+    pictures: tuple[int, ...] = ()
+
+
+class PictureReuse(Reuse):
+    """As `Reuse`, with two documents that have a picture each: the first two."""
+
+    def __init__(self, model: str, cache: str, layers: int) -> None:
+        self.family = Path(model).name.removesuffix("-shallow")
+        super().__init__(
+            model,
+            cache,
+            limit_mm_per_prompt={"image": 3, "video": 0},
+            kv_cache_memory_bytes=40 * layers * BLOCK_BYTES,
+        )
+
+    def store(self) -> None:
+        tokenizer = self.engine.llm.get_tokenizer()
+        self.marks = [tokenizer.convert_tokens_to_ids(name) for name in TOKENS[self.family] if name]
+        (self.pad,) = tokenizer.convert_tokens_to_ids([TOKENS[self.family][1]])
+        self.size = self.count()
+        self.documents[:2] = [self.picture(0, 90), self.picture(1, 40)]
+        asked = [self.as_prompt(ids) for ids in self.documents]
+        self.engine.outputs(asked, tokens=1, logprobs=None)
+        self.engine.forget(keep_host=True)
+
+    def count(self) -> int:
+        """Tokens of a picture."""
+        self.size = 1
+        asked = self.as_prompt(self.picture(0, 5))
+        (out,) = self.engine.outputs([asked], tokens=1, logprobs=None)
+        return list(out.prompt_token_ids).count(self.pad)
+
+    def picture(self, number: int, words: int) -> Text:
+        """A picture and some text behind it."""
+        ids = Text()
+        for mark in self.marks:
+            ids += [mark] * (self.size if mark == self.pad else 1)
+        ids += self.text(words)
+        ids.pictures = (number,)
+        return ids
+
+    def text(self, count: int) -> list[int]:
+        return token_ids(self.rng, count)
+
+    def compose(self, *parts: list[int] | int) -> tuple[list[int], list[list[int]]]:
+        ids, places = super().compose(*parts)
+        whole = Text(ids)
+        given = [self.documents[part] if isinstance(part, int) else part for part in parts]
+        whole.pictures = tuple(n for part in given for n in getattr(part, "pictures", ()))
+        return whole, places
+
+    def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
+        """As a client says it: one mark for each picture."""
+        short: list[int] = []
+        for token, same in groupby(ids):
+            short += [token] if token == self.pad else same
+        asked: dict[str, Any] = {"prompt_token_ids": short}
+        pictures = getattr(ids, "pictures", ())
+        if pictures:
+            drawn = [tiny_models.picture(number, SIDE) for number in pictures]
+            asked["multi_modal_data"] = {"image": drawn}
+        return asked | ({"cache_salt": salt} if salt is not None else {})
+
+    def layouts(self) -> Iterator[tuple[list[int], list[list[int]]]]:
+        other = self.picture(2, 3)
+        yield self.compose(self.text(45), 2, 3, 4, self.text(20))  # no picture
+        yield self.compose(self.text(7), other, 2, self.text(9), 3, self.text(5))  # one in front
+        yield self.compose(self.text(40), 4, 2, self.text(9), other, self.text(5))  # one behind
+        yield self.compose(self.text(50), 1, 2, 0, self.text(33))  # two that are documents
+        yield self.compose(other, 1, self.text(3), 0, self.text(3))  # and one that is none
+
+
+@contextmanager
+def noted_pictures(held: list[int]) -> Iterator[None]:
+    """For each extra pass of how many tokens the model holds pictures, for the step that is about to run."""
+    keep = private.picture_inputs_kept
+
+    def noted(model: Any) -> Any:
+        held.append(getattr(model, "deepstack_input_embeds_num_tokens", 0))
+        return keep(model)
+
+    with mock.patch.object(private, "picture_inputs_kept", noted):
+        yield
+
+
+def crowd(reuse: PictureReuse) -> dict[str, Any]:
+    """Many at once in a small KV cache, so that steps have pictures of others: how many answers are wrong?"""
+    dice = random.Random(2)
+    jobs = []
+    for number in range(10):
+        order = dice.sample(range(5), 2)
+        beginning = [reuse.picture(2, 3)] if dice.random() < 0.4 else []
+        ids, places = reuse.compose(
+            *beginning, reuse.text(9), *order, reuse.text(dice.randint(5, 40))
+        )
+        jobs.append((ids, places if number % 2 else None))
+    reuse.forget()
+    wanted = [reuse.output(ids, SKIP, tokens=24, logprobs=1) for ids, _ in jobs]
+    reuse.forget()
+    preempted = reuse.engine.count_preemptions()
+    core = reuse.engine.llm.llm_engine
+    for number, (ids, places) in enumerate(jobs):
+        said = {"spans": places, "repair": dice.choice([0, 32])} if places else {"skip": True}
+        extra = {"kv_transfer_params": {"semkv": said}}
+        core.add_request(str(number), reuse.as_prompt(ids), sampling(extra, tokens=24))
+    done = {}
+    while core.has_unfinished_requests():
+        done |= {int(out.request_id): out for out in core.step() if out.finished}
+    after = [reuse.output(ids, SKIP, tokens=24, logprobs=1) for ids, _ in jobs]
+    return {
+        "off": [off(done[number], wanted[number]) for number in range(len(jobs))],
+        "after": [off(out, own) for out, own in zip(after, wanted, strict=True)],
+        "approximate": sum(bool(approximate(out)) for out in done.values()),
+        "preempted": len(preempted),
+    }
+
+
+def beside_pictures(reuse: PictureReuse) -> dict[str, Any]:
+    """The extra pass in steps in which pictures of other requests are computed: they lose nothing of them."""
+    ids, places = reuse.compose(reuse.text(50), 1, 2, 0, reuse.text(33))
+    crowded = [
+        reuse.compose(*(part for n in (2, 3, 4) for part in (reuse.picture(n, 3), reuse.text(1))))[
+            0
+        ]
+        for _ in range(4)
+    ]
+    wanted = [reuse.cold(asked) for asked in [ids, *crowded]]
+    core = reuse.engine.llm.llm_engine
+    said = {"spans": places, "repair": 0}
+    for number, asked in enumerate([ids, *crowded]):
+        given = {"max_offload_tokens": 0, "semkv": {"skip": True} if number else said}
+        params = sampling({"kv_transfer_params": given}, tokens=8)
+        core.add_request(str(number), reuse.as_prompt(asked), params)
+    done = {}
+    held = list[int]()
+    with noted_pictures(held):
+        while core.has_unfinished_requests():
+            done |= {int(out.request_id): out for out in core.step() if out.finished}
+    reuse.forget()
+    return {
+        "off": [off(done[number], own) for number, own in enumerate(wanted)],
+        "reused": approximate(done[0]),
+        "held": max(held, default=-1),
+    }
+
+
+def hostile(reuse: PictureReuse) -> dict[str, Any]:
+    """What is not to be found, or not asked for at all."""
+    ids, places = reuse.compose(reuse.text(45), 0, 2, reuse.text(20))
+    other = Text(ids)
+    other.pictures = (7,)  # the same tokens, another picture
+    begin, end = places[0]
+    found = {}
+    for name, asked, spans, salt in (
+        ("as it is", ids, places, None),
+        ("another picture", other, places, None),
+        ("another tenant", ids, places, "other"),
+        ("cut in front", ids, [[begin + 9, end]], None),
+        ("cut behind", ids, [[begin, begin + 9]], None),
+    ):
+        reuse.forget()
+        wanted = reuse.cold(asked)
+        out = reuse.reused(asked, spans, 0, salt=salt)
+        found[name] = [off(out, wanted), approximate(out)]
+    return found
+
+
+def identity(model: str, cache: str, layers: int) -> dict[str, Any]:
+    reuse = PictureReuse(model, cache, layers)
+    found: dict[str, Any] = {"refused": reuse.half.refused}
+    for name in ("again", "moved", "some", "after", "reused"):
+        found[name] = []
+    for ids, places in reuse.layouts():
+        wanted = reuse.cold(ids)
+        with all_computed_again():
+            found["again"].append(off(reuse.reused(ids, places, 0), wanted))
+        found["after"].append(off(reuse.exact(ids), wanted))
+        reuse.forget()
+        for repair, name in ((0, "moved"), (32, "some")):
+            moved = reuse.reused(ids, places, repair)
+            found[name].append(off(moved, wanted))
+            found["reused"].append(approximate(moved))
+            found["after"].append(off(reuse.exact(ids), wanted))
+            reuse.forget()
+    found["crowd"] = crowd(reuse)
+    found["hostile"] = hostile(reuse)
+    found["beside"] = beside_pictures(reuse)
+    found["mismatches"] = reuse.counters["document_mismatches"]
+    found["errors"] = reuse.counters["errors"]
+    found["left"] = reuse.engine.left()
+    reuse.engine.close()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("family", ["qwen3-vl-shallow", "qwen2.5-vl"])
+def test_pictures(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """Deepstack and interleaved axes; axes by sections."""
+    found = in_child(identity, checkpoint(family), tmp_path, 1)
+    assert (found["refused"], found["mismatches"], found["errors"]) == ("", 0, 0)
+    assert max(found["again"] + found["after"]) <= CLOSE
+    assert max(found["moved"] + found["some"]) <= CLOSE
+    assert min(found["reused"]) > 60
+    assert found["left"] == NOTHING
+    crowd = found["crowd"]
+    assert max(crowd["off"] + crowd["after"]) <= CLOSE
+    assert crowd["preempted"] > 0
+    assert crowd["approximate"] > 2
+    beside = found["beside"]
+    assert max(beside["off"]) <= CLOSE
+    assert beside["reused"] > 100
+    assert beside["held"] > 0 or "qwen3" not in family
+    hostile = found["hostile"]
+    assert max(wrong for wrong, _ in hostile.values()) <= CLOSE
+    assert hostile.pop("as it is")[1] > 200
+    assert hostile.pop("another picture")[1] < 200
+    assert {name: count for name, (_, count) in hostile.items() if count} == {}
