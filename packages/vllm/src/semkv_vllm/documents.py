@@ -405,9 +405,8 @@ class Documents:
     ) -> int | None:
         """After a fault of `allocated`: as that, with nothing loaded.
 
-        vLLM believes that ``tokens`` are on their way, so the workers compute them, and say that the load has ended. When
-        that is said vLLM commits the blocks, which are not computed yet. So also those that were to be loaded exactly get
-        names of the request's own.
+        vLLM believes that ``tokens`` are on their way, so the workers compute them, and say that the load has ended.
+        Then vLLM commits the blocks, which are not computed yet: so all of them get names of the request's own.
         """
         name = request.request_id
         wish = self._wishes.get(name)
