@@ -453,9 +453,10 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
 
 HOOKS = (
     "documents.Documents.on_new_request", "documents.Documents.matched", "documents.Documents._is_worth_it",
-    "documents.Documents.allocated", "documents.Documents.of_step", "documents.Documents.ended",
-    "documents.replace", "private.load_blocks", "placement.Placement._moved", "placement.Placement._is_right",
-    "placement.Placement._passes", "placement.Placement.take_news", "repair.Repair.run", "gate.Layers.move",
+    "documents.Documents.allocated", "documents.Documents.of_step", "documents.Documents.give_pictures",
+    "documents.Documents.ended", "documents.replace", "private.load_blocks", "placement.Placement._moved",
+    "placement.Placement._is_right", "placement.Placement._passes", "placement.Placement.take_news",
+    "repair.Repair.run", "gate.Layers.move",
 )  # fmt: skip
 
 
