@@ -43,10 +43,11 @@ class Costs:
     """What things take, in seconds where nothing else is said; by default as measured for this project.
 
     Attributes:
-        client: of a request on its way to a gateway and back.
+        client: of a request on its way to a gateway and back; drawn from ``clients`` where there are some.
         hit: of a gateway's event loop, for a request that memory answers.
         miss: the same for one that is sent upstream.
-        lookup: of a lookup among donors: encoder, guards, search. A gateway does ``lookups`` at once.
+        lookup: of a lookup among donors: encoder, guards, search; drawn from ``encodings`` where there are some. A
+            gateway does ``lookups`` at once.
         search: of one whose text the encoder remembers; ``unencoded`` of one that finds its partition empty.
         known: until an answer that is stored can be found by others.
         trip: of a request to Redis and back, without Redis's own time.
@@ -80,6 +81,16 @@ class Costs:
     first: float = 0.03
     decode: float = 0.0004
     token_bytes: int = 57_344
+    clients: tuple[float, ...] = ()
+    encodings: tuple[float, ...] = ()
+
+    def way(self) -> float:
+        """What a request's way takes this time."""
+        return random.choice(self.clients) if self.clients else self.client  # noqa: S311
+
+    def encoding(self) -> float:
+        """What a lookup that encodes takes this time."""
+        return random.choice(self.encodings) if self.encodings else self.lookup  # noqa: S311
 
 
 @dataclass(frozen=True)
@@ -429,7 +440,7 @@ class Gateway:
 
     async def answer(self, asked: Asked) -> Row:
         begun = self._clock()
-        await asyncio.sleep(self._costs.client)
+        await asyncio.sleep(self._costs.way())
         how = await self._answered(asked)
         self.counts[how] += 1
         return Row(how, self._clock() - begun)
@@ -472,7 +483,7 @@ class Gateway:
         elif asked.text in self._remembered:
             await self.lookups.take(self._costs.search)
         else:
-            await self.lookups.take(self._costs.lookup)
+            await self.lookups.take(self._costs.encoding())
             self.counts["encoded"] += 1
             self._remembered[asked.text] = True
         for text in self._judgement.donors(asked.text):
@@ -536,7 +547,7 @@ class Gateway:
         while self._clock() < seconds:
             await self._redis.ask("news", self._costs.command)
             for _ in range(4):
-                await self._redis.ask("removals", 2 * self._costs.command)
+                await self._redis.ask("removals", self._costs.script)
                 await asyncio.sleep(sharing._POLL_S)
 
     async def aclose(self) -> None:

@@ -331,7 +331,7 @@ class Member:
         key = f"{history} {topic}"
         payload = key.encode()
         answer = StoredResponse(key, "ours", "model", payload, created=time.time())
-        self.answers._write(answer, self.answers.begin())
+        self.answers.keep_all([(answer, self.answers.begin())])
 
     def near(self, topic: str, history: str) -> str:
         """``hit``, ``miss`` or ``wrong`` for a near-repeat of a topic."""

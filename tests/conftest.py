@@ -45,12 +45,12 @@ vllm_forks.be_plain()
 
 LONGEST = (
     "test_sweep", "test_kv_load", "test_positions", "test_docs", "test_guards", "test_families", "test_server_vllm",
-    "test_frameworks", "test_connectors", "test_configuration", "test_semantic", "test_kv_peers", "test_sweep_ray",
-    "test_bucket", "test_document_reuse", "test_contamination", "test_distributions", "test_near_repeats",
-    "test_notebook", "test_server_browser", "test_kv_kinds", "test_serve", "test_stop", "test_gateway_redis",
-    "test_html_report", "test_shared_directory", "test_engine_vllm", "test_document_order", "test_server_hard",
-    "test_reading", "test_matrix", "test_quality", "test_store_safety", "test_kv_sessions", "test_kv_resets",
-    "test_cli", "test_demo", "test_server_attacks", "test_upstreams",
+    "test_frameworks", "test_demo", "test_connectors", "test_configuration", "test_semantic", "test_kv_peers",
+    "test_sweep_ray", "test_bucket", "test_document_reuse", "test_contamination", "test_distributions",
+    "test_near_repeats", "test_notebook", "test_server_browser", "test_kv_kinds", "test_serve", "test_stop",
+    "test_gateway_redis", "test_html_report", "test_shared_directory", "test_engine_vllm", "test_document_order",
+    "test_server_hard", "test_reading", "test_matrix", "test_quality", "test_store_safety", "test_kv_sessions",
+    "test_kv_resets", "test_cli", "test_server_attacks", "test_upstreams",
 )  # fmt: skip
 """Files that take longest, so that no worker is left alone with one of them at the end."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _FACTOR = 10
 _MOST = 40.0  # times as long for ten times as much: linear is 10, quadratic 100
-_SLACK_S = 2.0  # for what is too short to compare; quadratic work at these sizes takes far longer
+_SLACK_S = 1.0  # for what is too short to compare; quadratic work at these sizes takes far longer
 
 
 def assert_linear(make: Callable[[int], Callable[[], object]], size: int) -> None:

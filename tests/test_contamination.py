@@ -80,8 +80,8 @@ def engine(folder: Path | None) -> VllmEngine:
     return VllmEngine(VllmOptions(MODEL, max_model_len=512, connectors=connectors))
 
 
-def tokens(vllm: VllmEngine, segments: tuple[Segment, ...]) -> tuple[int, ...]:
-    return vllm.generate(EnginePrompt(segments, max_tokens=8)).token_ids
+def tokens(vllm: VllmEngine, segments: tuple[Segment, ...], tenant: str = "") -> tuple[int, ...]:
+    return vllm.generate(EnginePrompt(segments, tenant=tenant, max_tokens=8)).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -106,23 +106,23 @@ def cold(
     vllm.close()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_exact_twin_gets_its_own_tokens(
+def donate(
     case: Case,
+    vllm: VllmEngine,
     images: tuple[MediaSegment, MediaSegment],
     cold: dict[tuple[str, str], tuple[int, ...]],
     folder: Path,
-) -> None:
+) -> tuple[Segment, ...]:
+    """Answer a request with the donor's plan, which is returned, and then its exact twin."""
     donor_image, other = images
     own_image = donor_image if case.own_image else other
     twin: tuple[Segment, ...] = (own_image, TextSegment(QUESTION))
-    store = folder / case.name
-    vllm = engine(store)
-    cache = case.kind(CacheConfig(store, **case.settings))  # type: ignore[arg-type]
+    cache = case.kind(CacheConfig(folder / case.name, **case.settings))  # type: ignore[arg-type]
     first = cache.try_reuse(
         Request("donor", Namespace(), (donor_image, TextSegment(DONOR_QUESTION)))
     )
-    donated = tokens(vllm, first.plan.segments)
+    donated = tokens(vllm, first.plan.segments, case.name)
+    assert donated == cold[donor_image.name, DONOR_QUESTION]
     cache.add_observation(first, "blue")
 
     report = cache.try_reuse(Request("request", Namespace(), twin))
@@ -132,18 +132,31 @@ def test_the_exact_twin_gets_its_own_tokens(
         donor_image.media_id
     ]
     assert [s.text for s in report.plan.segments if isinstance(s, TextSegment)] == [asked]
-    answered = tokens(vllm, report.plan.segments)
+    answered = tokens(vllm, report.plan.segments, case.name)
     cache.add_observation(report, "whatever")
     assert answered == cold[donor_image.name, asked]
     assert answered != cold[own_image.name, QUESTION] or case.own_question
-
-    assert tokens(vllm, twin) == cold[own_image.name, QUESTION]
+    assert tokens(vllm, twin, case.name) == cold[own_image.name, QUESTION]
     cache.close()
+    return first.plan.segments
+
+
+def test_the_exact_twin_gets_its_own_tokens(
+    images: tuple[MediaSegment, MediaSegment],
+    cold: dict[tuple[str, str], tuple[int, ...]],
+    folder: Path,
+) -> None:
+    """Also after a restart. Each case is a tenant of its own, whose values no other one finds."""
+    donor_image, other = images
+    vllm = engine(folder / "store")
+    donors = {case.name: donate(case, vllm, images, cold, folder) for case in CASES}
     vllm.close()
 
-    restarted = engine(store)
-    assert tokens(restarted, twin) == cold[own_image.name, QUESTION]
-    assert (
-        tokens(restarted, first.plan.segments) == donated == cold[donor_image.name, DONOR_QUESTION]
-    )
+    restarted = engine(folder / "store")
+    for case in CASES:
+        own_image = donor_image if case.own_image else other
+        twin = (own_image, TextSegment(QUESTION))
+        assert tokens(restarted, twin, case.name) == cold[own_image.name, QUESTION]
+        found = tokens(restarted, donors[case.name], case.name)
+        assert found == cold[donor_image.name, DONOR_QUESTION]
     restarted.close()

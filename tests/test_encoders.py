@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -157,6 +158,29 @@ def test_a_purge_waits_for_no_pass_that_hangs(
     go.set()
     minilm.encode(["after it"])
     assert list(minilm._memory) == ["after it"]
+
+
+NEAR_REPEAT = """
+import sys
+sys.modules.update(dict.fromkeys(("torch", "transformers", "sentence_transformers")))  # as if not installed
+from pathlib import Path
+from semkv.cache import SemanticCache
+from semkv.config import CacheConfig
+from semkv.types import Namespace, Request, TextSegment
+with SemanticCache(CacheConfig(Path(sys.argv[1]))) as cache:
+    for word in ("do", "can"):
+        segments = (TextSegment(f"How {word} I reset my password?"),)
+        report = cache.try_reuse(Request("", Namespace(), segments))
+        cache.add_observation(report, "so")
+print(report.hit)
+"""
+
+
+@packaged
+def test_a_near_repeat_needs_no_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NEAR_REPEAT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 def copied(model: str, folder: Path) -> Path:

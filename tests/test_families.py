@@ -47,6 +47,7 @@ ARGS: dict[str, dict[str, Any]] = {
     "falcon-h1": HYBRID,
     **{family: {"limit_mm_per_prompt": {"image": 1, "video": 0}} for family in WITH_PICTURES},
 }
+TOKENS = 8
 TIES = {"qwen3-next": 0.05}
 """What bfloat16 cannot tell apart."""
 
@@ -83,22 +84,23 @@ def levels(family: str, model: str, cache: str) -> dict[str, Any]:
     asked, args = prompts(family), ARGS.get(family, {})
     with Engine(model, **args) as plain:
         found: dict[str, Any] = {
-            "plain": plain.ask(asked),
+            "plain": plain.ask(asked, tokens=TOKENS),
             "plain_blocks": plain.scheduler.kv_cache_config.num_blocks,
         }
     with Engine(model, connector(cache), **args, **media(family, cache)) as engine:
         found |= {
             "page": engine.page,
             "blocks": engine.scheduler.kv_cache_config.num_blocks,
-            **engine.levels(asked),
+            **engine.levels(asked, tokens=TOKENS),
         }
-        return found | {"skipped": engine.ask(asked, extra_args=SKIP), "left": engine.left()}
+        skipped = engine.ask(asked, tokens=TOKENS, extra_args=SKIP)
+        return found | {"skipped": skipped, "left": engine.left()}
 
 
 def again(family: str, model: str, cache: str) -> list[Answer]:
     """From what another process left on the disk."""
     with Engine(model, connector(cache), **ARGS.get(family, {}), **media(family, cache)) as engine:
-        return engine.ask(prompts(family))
+        return engine.ask(prompts(family), tokens=TOKENS)
 
 
 def all_levels(folders: list[list[str]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import semkv_guards as guards
 from growth import assert_linear
-from semkv_guards import REASONS, RULES, Language, same_words, veto, wording
+from semkv_guards import REASONS, RULES, Language, same_request, same_words, veto, wording
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.guard import objection, pair_of
 from semkv_guards.language import WORDS, languages
@@ -312,6 +312,22 @@ def test_the_same_words_ask_for_the_same_kind_of_answer(a: str, b: str, same: bo
 
 
 @pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("How do I transfer money?", "How can I send money?", True),
+        ("Do you have an app?", "Is there an app?", True),
+        ("Why am I angry with everyone?", "Why am I angry with myself?", False),
+        ("How can I move to Japan?", "How did you move to Japan?", False),
+        ("What is an administrator?", "What is an administration?", False),
+        ("Regex a+ meaning", "Regex a* meaning", False),
+    ],
+)
+def test_the_same_request_differs_in_its_frame_alone(a: str, b: str, same: bool) -> None:
+    assert same_request(a, b) is same
+    assert same_request(b, a) is same
+
+
+@pytest.mark.parametrize(
     ("a", "b", "expected"),
     [
         ("How do I bake bread?", "How do I bake bread", (0.0, 0.0, 0.0)),
@@ -366,7 +382,7 @@ def test_the_time_is_linear_whatever_the_text(unit: str) -> None:
         text = unit * (size // len(unit))
         return partial(veto, text, text[::-1] + " end")
 
-    assert_linear(work, 4_000)
+    assert_linear(work, 2_000)
 
 
 def different_words(count: int) -> tuple[str, str]:
@@ -399,7 +415,7 @@ def passives_in_another_order(count: int) -> tuple[str, str]:
     "texts", [different_words, the_same_in_another_order, passives_in_another_order]
 )
 def test_the_time_is_linear_in_words(texts: Callable[[int], tuple[str, str]]) -> None:
-    assert_linear(lambda count: partial(veto, *texts(count)), 1_000)
+    assert_linear(lambda count: partial(veto, *texts(count)), 500)
 
 
 def test_the_time_is_linear_in_numbers_that_miss_their_units() -> None:

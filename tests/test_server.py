@@ -331,10 +331,13 @@ def test_who_wants_the_other_form_of_what_has_none_asks_once(pair: Pair) -> None
 
 
 def test_a_flight_that_is_canceled_before_its_first_step_has_an_end() -> None:
+    class Unanswered(InFlight):
+        async def send(self) -> Any:
+            await asyncio.Event().wait()
+
     async def story() -> None:
         flights = SingleFlight(print, print)
-        never: Any = asyncio.Event().wait
-        flight = InFlight(flights, "key", never, never, never, Assembler(chat=True))
+        flight = Unanswered(flights, "key", Assembler(chat=True))
         flights.start(flight)
         flights.close()
         async with asyncio.timeout(60):
@@ -355,16 +358,20 @@ def test_a_flight_that_goes_on_without_readers_has_an_end() -> None:
             yield b'data: {"type": "end"}\n\n'
             yield b"data: " + b"x" * 300_000 + b"\n\n"
 
-    async def story() -> None:
-        async def leave(flight: InFlight) -> None:
-            reader.leave()
+    class Left(InFlight):
+        async def send(self) -> Any:
+            return Reply()
+
+        async def on_whole(self) -> None:
+            for reader in list(self.readers):
+                reader.leave()
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
+    async def story() -> None:
         flights = SingleFlight(print, print)
-        send: Any = AsyncMock(return_value=Reply())
-        flight = InFlight(flights, "key", send, lambda *_: "", leave, Recorder("end"))
-        reader = flights.start(flight)
+        flight = Left(flights, "key", Recorder("end"))
+        flights.start(flight)
         async with asyncio.timeout(60):
             await asyncio.wait((flight.task,))
         assert (flights.running, flights.held_bytes) == (set(), 0)

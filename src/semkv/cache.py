@@ -163,39 +163,30 @@ class SemanticCache:
         self._timed = None if encoder_limit_s is None else TimedEncoder(plain, encoder_limit_s)
         looking = self._timed or plain
         hook = build_hook(config, looking, hook) if on and config.embedding_layers else JoinedHook()
-        encoder = plain if on and config.semantic else None
-        if encoder is not None:
-            _ = encoder.dim  # loads the model, so that a wrong name fails here
-        self._plain_encoder = encoder
+        is_semantic = on and config.semantic
+        if is_semantic:
+            _ = plain.dim  # loads the model, so that a wrong name fails here
+        self._plain_encoder = plain if is_semantic else None
+        encoder = looking if is_semantic else None  # of lookups
         self._tally = Tally()
         self._lookup_s = 0.0
         self._catalog = Catalog(config.cache_dir / "catalog.sqlite", max_entries=config.max_entries)
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
-        own = None if decider is None else plug.require("decider", decider, Decider)
-        self._decider: Decider = own or build_policy(
-            config, plain.fingerprint if config.calibration else ""
+        self._decider = _decider_of(config, decider, plain)
+        self._checking = self._new_checking(
+            same_answer,
+            plain.fingerprint if is_semantic else hook.fingerprint,
+            judge,
         )
-        self._checking = Checking(
-            config.checked_share,
-            self._decider,
-            same=same_answer or (same_text if encoder is None else SameMeaning(encoder)),
-            remove=lambda entry_id: self.invalidate(entry_id=entry_id),
-            share=self._share_wrong,
-            catalog=self._catalog,
-            fingerprint=hook.fingerprint if encoder is None else encoder.fingerprint,
-            tally=self._tally,
-            judge=judge,
-        )
-        encoder = None if encoder is None else looking
-        comparing = looking if config.embedding_hook.startswith("prompt") else encoder
+        fills_prompts = config.embedding_hook.startswith("prompt")
         self._planner = self.planner(
             config,
             self.media,
             self._decider,
             checking=self._checking,
             tally=self._tally,
-            encoder=comparing,
+            encoder=looking if fills_prompts else encoder,
         )
         self.pending = PendingTier(
             config,
@@ -212,9 +203,7 @@ class SemanticCache:
             least=self._planner.least,
             tally=self._tally,
             index=index,
-            forgetting=[
-                part.forget for part in (looking, hook, self._planner) if hasattr(part, "forget")
-            ],
+            forgetting=_forgetting(looking, hook, self._planner),
         )
         # A dry run serves no hits, so every tier would seem not to pay.
         live = config.mode is CacheMode.LIVE
@@ -230,23 +219,49 @@ class SemanticCache:
             tiers=tiers,
             account=self.account,
         )
-        self._sharing = None
+        self._sharing: Sharing | None = None
         if shared is not None:
-            self._sharing = Sharing(
-                shared,
-                self._catalog,
-                partitions=self._matching.partitions,
-                to_record=self._matching.shared_record,
-                add=self._add_shared,
-                removed=self._forget,
-                media=self.media if VISION in self._similar.layers else None,
-                encoder=self._similar.text_key,
-                reads_all=bool(config.embedding_layers),
-                tally=self._tally,
-                limit_s=shared_limit_s,
-            )
-            self._planner.bring_images = self._sharing.bring_images
-            self._matching.sharing = self._sharing
+            self._share_through(shared, shared_limit_s)
+
+    def _new_checking(
+        self,
+        same_answer: Comparator | None,
+        fingerprint: str,
+        judge: str,
+    ) -> Checking:
+        """Checks of hits. By default answers are compared by meaning where there is an encoder."""
+        encoder = self._plain_encoder
+        if same_answer is None:
+            same_answer = same_text if encoder is None else SameMeaning(encoder)
+        return Checking(
+            self.config.checked_share,
+            self._decider,
+            same=same_answer,
+            remove=lambda entry_id: self.invalidate(entry_id=entry_id),
+            share=self._share_wrong,
+            catalog=self._catalog,
+            fingerprint=fingerprint,
+            tally=self._tally,
+            judge=judge,
+        )
+
+    def _share_through(self, store: DonorStore, limit_s: float) -> None:
+        """Share entries with caches of other directories."""
+        self._sharing = Sharing(
+            store,
+            self._catalog,
+            partitions=self._matching.partitions,
+            to_record=self._matching.shared_record,
+            add=self._add_shared,
+            removed=self._forget,
+            media=self.media if VISION in self._similar.layers else None,
+            encoder=self._similar.text_key,
+            reads_all=bool(self.config.embedding_layers),
+            tally=self._tally,
+            limit_s=limit_s,
+        )
+        self._planner.bring_images = self._sharing.bring_images
+        self._matching.sharing = self._sharing
 
     def __enter__(self) -> SemanticCache:
         return self
@@ -537,3 +552,16 @@ class SemanticCache:
             "faults": faults,
         }
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})
+
+
+def _decider_of(config: CacheConfig, decider: Decider | None, encoder: TextEncoder) -> Decider:
+    """The user's own decider, or the policy of the settings; the encoder must be a calibration's."""
+    if decider is None:
+        return build_policy(config, encoder.fingerprint if config.calibration else "")
+    own: Decider = plug.require("decider", decider, Decider)
+    return own
+
+
+def _forgetting(*parts: object) -> list[Callable[[], None]]:
+    """The methods by which those parts that remember anything forget it."""
+    return [part.forget for part in parts if hasattr(part, "forget")]

@@ -142,7 +142,11 @@ class Maintained(Protocol):
         """Delete what was stored before a time, in seconds since the epoch; how many items."""
 
     def purge(
-        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+        self,
+        *,
+        tenants: Sequence[str] | None = None,
+        tag: str | None = None,
+        dry_run: bool = False,
     ) -> int:
         """Delete, or with ``dry_run`` count, the items that meet all that is given; how many."""
 
@@ -295,7 +299,14 @@ def _block_stores(root: Path) -> list[tuple[str, Path]]:
 def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
     """The index of a block store as it is, to read. With ``whole`` its structure is checked before."""
     schema = block_index.SCHEMA
-    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened:
+    with closing(
+        Database(
+            root / INDEX,
+            schema=schema,
+            timeout_s=_WAIT_S,
+            replace=False,
+        )
+    ) as opened:
         if whole:
             opened.check()
         with opened as db:
@@ -303,7 +314,12 @@ def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
 
 
 @contextmanager
-def _store(found: Report, name: str, root: Path, max_age_s: float = 0.0) -> Iterator[BlockStore]:
+def _store(
+    found: Report,
+    name: str,
+    root: Path,
+    max_age_s: float = 0.0,
+) -> Iterator[BlockStore]:
     """A block store to delete from. What could not be deleted becomes a line of ``found``."""
     with closing(BlockStore(root, name, Bounds(max_bytes=0, max_age_s=max_age_s))) as store:
         yield store
@@ -320,7 +336,9 @@ def _owners(salts: Iterable[str | None]) -> list[str]:
 
 
 def inspect(
-    cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterable[str | None] = ()
+    cache_dir: Path,
+    tenants: Sequence[str] | None = None,
+    salts: Iterable[str | None] = (),
 ) -> CacheUse:
     """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
 
@@ -540,34 +558,56 @@ def purge(
     if tenants is None and tag is None and salts is None:
         _purge_all(cache_dir, found, dry_run=dry_run)
     if tenants is not None or tag is not None:
-        with (
-            _noting(found, "catalog", cache_dir / CATALOG),
-            _entries(found, cache_dir, whole=True, room=not dry_run) as (catalog, beside),
-        ):
-            for other in beside:
-                found.counts[other.name] += other.purge(tenants=tenants, tag=tag, dry_run=dry_run)
-            removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
-            found.counts["entries"] = len(removed.entry_ids)
-            if dry_run:
-                found.counts["files"] = len(_images_of(cache_dir, removed))
-            else:
-                found.counts["files"] = _delete_images(cache_dir, catalog, removed, found)
-        if not dry_run:
-            _drop_strays(cache_dir)
+        _purge_entries(cache_dir, found, tenants=tenants, tag=tag, dry_run=dry_run)
     if tenants is not None and tag is None and not dry_run:
         _forget_worth(cache_dir, tenants, found)
     if salts is not None:
-        owners = _owners(salts)
-        for name, root in _block_stores(cache_dir):
-            if dry_run:
-                with _noting(found, name, root / INDEX), _index(root) as db:
-                    found.counts["files"] += sum(
-                        len(block_index.file_ids(db, {"owner": owner})) for owner in owners
-                    )
-                continue
-            with _noting(found, name, root / INDEX), _store(found, name, root) as store:
-                found.counts["files"] += sum(store.purge(owner) for owner in owners)
+        _purge_blocks(cache_dir, found, owners=_owners(salts), dry_run=dry_run)
     return found
+
+
+def _purge_entries(
+    cache_dir: Path,
+    found: Report,
+    *,
+    tenants: Sequence[str] | None,
+    tag: str | None,
+    dry_run: bool,
+) -> None:
+    """Delete, or count, entries with their images, and what the stores beside the catalog have."""
+    with (
+        _noting(found, "catalog", cache_dir / CATALOG),
+        _entries(found, cache_dir, whole=True, room=not dry_run) as (catalog, beside),
+    ):
+        for other in beside:
+            found.counts[other.name] += other.purge(tenants=tenants, tag=tag, dry_run=dry_run)
+        removed = catalog.invalidate(tenants=tenants, tag=tag, dry_run=dry_run)
+        found.counts["entries"] = len(removed.entry_ids)
+        if dry_run:
+            found.counts["files"] = len(_images_of(cache_dir, removed))
+        else:
+            found.counts["files"] = _delete_images(cache_dir, catalog, removed, found)
+    if not dry_run:
+        _drop_strays(cache_dir)
+
+
+def _purge_blocks(
+    cache_dir: Path,
+    found: Report,
+    *,
+    owners: Sequence[str],
+    dry_run: bool,
+) -> None:
+    """Delete, or count, the block files of some owners."""
+    for name, root in _block_stores(cache_dir):
+        with _noting(found, name, root / INDEX):
+            if dry_run:
+                with _index(root) as db:
+                    files = [block_index.file_ids(db, {"owner": owner}) for owner in owners]
+                found.counts["files"] += sum(map(len, files))
+            else:
+                with _store(found, name, root) as store:
+                    found.counts["files"] += sum(store.purge(owner) for owner in owners)
 
 
 def _forget_worth(cache_dir: Path, tenants: Sequence[str], found: Report) -> None:
@@ -602,9 +642,9 @@ def _delete(files: Sequence[Path], found: Report) -> int:
 
 
 def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
-    # a catalog that cannot be read goes all the same
-    look = Report(Counter())
+    """Delete, or count, all that semkv has in a directory. A catalog that cannot be read goes all the same."""
     file = root / CATALOG
+    look = Report(Counter())
     schema = SCHEMA
     with _noting(look, "catalog", file), _entries(look, root) as (catalog, beside):
         found.counts["entries"] = len(catalog)
@@ -612,34 +652,43 @@ def _purge_all(root: Path, found: Report, *, dry_run: bool) -> None:
             found.counts[other.name] = sum(use.items for use in other.usage())
             if other.name != "answers" and not dry_run:  # answers lie in the catalog's file
                 other.purge()
-        schema = EMPTIED if catalog.database.rows("SELECT 1 FROM shared") else SCHEMA
+        if catalog.database.rows("SELECT 1 FROM shared"):
+            schema = EMPTIED
     if database.is_ours(file) is False:
         found.unread += look.unread
-    stores = [
-        folder for _, folder in _block_stores(root) if folder == root or not folder.is_symlink()
-    ]
-
-    def listed() -> set[Path]:
-        return {
-            *_files(root, *_FORMS),
-            *(file for store in stores for file in _files(store, f"{FILES}/??/*")),
-        }
-
-    files = listed()
+    places = [folder for _, folder in _block_stores(root)]
+    stores = [folder for folder in places if folder == root or not folder.is_symlink()]
     found.unread += [
         f"{link} is a link, and nothing behind it is deleted: see to {link.resolve()}"
         for link in filter(Path.is_symlink, _folders(root))
     ]
-    if not dry_run:
-        ours = database.is_filled(file) and database.is_ours(file) is not False
-        if ours and (left := _begin_anew(file, schema)):
+    files = _all_files(root, stores)
+    if dry_run:
+        found.counts["files"] = len(files)
+        return
+    _begin_all_anew(file, schema, stores, found)
+    files |= _all_files(root, stores)  # others may have written new ones meanwhile
+    found.counts["files"] = _delete(sorted(files), found)
+
+
+def _all_files(root: Path, stores: Sequence[Path]) -> set[Path]:
+    """What is there of the forms that semkv writes, and the files of block stores."""
+    found = set(_files(root, *_FORMS))
+    for store in stores:
+        found.update(_files(store, f"{FILES}/??/*"))
+    return found
+
+
+def _begin_all_anew(file: Path, schema: Schema, stores: Sequence[Path], found: Report) -> None:
+    """Begin the catalog and the indexes of block stores anew. What cannot be is a line of ``found``."""
+    if database.is_filled(file) and database.is_ours(file) is not False:
+        left = _begin_anew(file, schema)
+        if left:
             found.unread += left
             found.counts["entries"] = 0
             found.counts["answers"] = 0
-        for store in stores:
-            found.unread += _begin_anew(store / INDEX, block_index.EMPTIED)
-        files |= listed()  # others may have written new ones meanwhile
-    found.counts["files"] = len(files) if dry_run else _delete(sorted(files), found)
+    for store in stores:
+        found.unread += _begin_anew(store / INDEX, block_index.EMPTIED)
 
 
 def purge_directory(root: Path) -> None:
@@ -656,7 +705,11 @@ def _begin_anew(file: Path, schema: Schema) -> list[str]:
     """Delete a database with everything that only it names, and begin another. Processes that have it open go on with
     the new one, and treat everything as purged. Returns a line for what could not be deleted."""
     try:
-        Database(file, schema=schema, anew=True).close()
+        Database(
+            file,
+            schema=schema,
+            anew=True,
+        ).close()
     except StoreError as error:
         if file.exists() and file.stat().st_size:  # else the disk is full
             return [f"{file} cannot be begun anew ({error}), purge again"]

@@ -29,7 +29,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
-from semkv.tiers.policies import CLOSE, Decider, Decision
+from semkv.tiers.policies import CLOSE, SAME_REQUEST, Decider, Decision
 from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -47,7 +47,16 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import Guard, misspelled, same_words, spelling, unread, veto, wording
+from semkv_guards import (
+    Guard,
+    misspelled,
+    same_request,
+    same_words,
+    spelling,
+    unread,
+    veto,
+    wording,
+)
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -266,12 +275,15 @@ class Planner:
         )
 
     def _has_same_words(self, request: Request, donor: Entry, score: float) -> bool:
-        """Whether texts closely below the threshold ask for the same in the same words."""
-        is_close = self._certain - CLOSE <= score < self._certain
-        if not is_close or not self._guarded:
+        """Whether texts a little below the threshold ask for the same in the same words: the less similar they are,
+        the more has to be the same."""
+        is_below = self._certain - SAME_REQUEST <= score < self._certain
+        if not is_below or not self._guarded:
             return False
+        is_close = score >= self._certain - CLOSE
+        says_same = same_words if is_close else same_request
         texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
-        return all(same_words(mine, theirs) for mine, theirs in texts)
+        return all(says_same(mine, theirs) for mine, theirs in texts)
 
     def _can_judge(self, request: Request) -> bool:
         """Whether a judge may be asked about a request: it sees no images."""
@@ -594,9 +606,9 @@ class Matching:
         return Record(
             entry=entry,
             keys=(*keyed.entry_keys(), *tier_keys),
-            frame=keyed.question_slot(),
-            loose_frame=keyed.question_slot(with_media=False),
-            run=keyed.media_prefix(),
+            question_slot=keyed.question_slot(),
+            any_media_slot=keyed.question_slot(with_media=False),
+            media_prefix=keyed.media_prefix(),
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )
@@ -797,7 +809,11 @@ class PendingTier:
             hit_id = self._checking.open(report.request, found.plan.match, found.decision)
             self._tally.add(f"hit:{found.plan.match.tier}")
             return replace(
-                report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None
+                report,
+                plan=found.plan,
+                statuses=found.statuses,
+                hit_id=hit_id,
+                near=None,
             )
         return None
 

@@ -1,6 +1,7 @@
 """Whether an approximate match may be used: the last word before a donor is substituted.
 
-fixed       the threshold of the flags, or `CLOSE` less where two texts ask for the same in the same words
+fixed       the threshold of the flags, or `CLOSE` less where two texts ask for the same in the same words, or
+            `SAME_REQUEST` less where nothing but the frame of a request differs
 calibrated  the chance of a wrong answer at this score and wording, fitted from labeled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
             (`semkv.tiers.bounded`)
@@ -34,6 +35,11 @@ CLOSE = 0.04
 
 Of the pairs of `bench/data` in between, 75 need one answer and 1 needs two; of a public set of labeled question pairs,
 161 and 3."""
+SAME_REQUEST = 0.12
+"""The same where they are the same request but for words that frame it (`semkv_guards.same_request`).
+
+Of the pairs of `bench/data` between that and `CLOSE`, 30 need one answer and none needs two; of the public set, 17 and
+2."""
 FEATURES = ("cosine", "closeness", *Wording._fields)
 _GAP = 0.005  # keeps the closeness of a cosine of 1 finite
 _STEPS = 30  # of a bisection
@@ -107,7 +113,7 @@ class FixedThreshold(Decider):
 
     def __init__(self, certain: float | None = None) -> None:
         self._certain = certain
-        self.floor = None if certain is None else certain - CLOSE
+        self.floor = None if certain is None else certain - SAME_REQUEST
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         if self._certain is None or _is_certain(match, self._certain):
@@ -179,19 +185,26 @@ class Calibration:
     def least(self) -> float:
         """The least cosine at which some wording may match; 1.0 where even that does not."""
         most = Wording(MOST_UNMATCHED, 1.0, 1.0)
-        best = Wording(
-            *(m if self.weights[name] < 0.0 else 0.0 for name, m in most._asdict().items())
-        )
-        low, high = FLOOR, 1.0
+        helping = {name: m for name, m in most._asdict().items() if self.weights[name] < 0.0}
+        best = Wording(0.0, 0.0, 0.0)._replace(**helping)
+        low = FLOOR
+        high = 1.0
         if self.risk(low, best) <= self.limit:
             return low
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.risk(middle, best) <= self.limit else (middle, high)
+            if self.risk(middle, best) <= self.limit:
+                high = middle
+            else:
+                low = middle
         return high
 
     def save(self, path: Path) -> None:
-        body = {"format": FORMAT, "kind": "semkv calibration", **asdict(self)}
+        body = {
+            "format": FORMAT,
+            "kind": "semkv calibration",
+            **asdict(self),
+        }
         path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
     @classmethod

@@ -80,6 +80,7 @@ _KNOWN = 4096  # partitions of which it is known how far they were read
 _IMAGES_SENT = 4096  # images that are not sent again
 _IMAGE_S = 3600.0  # for which they are not
 _READERS = 2
+AWAY = "away"  # `StoreError.reason`
 _FAILURES = 3  # one after the other, at which a store is left alone
 _NICE = 5  # niceness of what is brought and swept, so that requests go on
 _IMAGE = "image:"
@@ -429,25 +430,52 @@ class Sharing:
         return bool(self._reached[self._store.part_of(partition)].removals.log)
 
     def _send_rows(self) -> None:
-        """Send what waits. A row that fails is sent again later, behind the others: its node of a cluster may be away.
-        Where several fail one after the other, the rest waits, too. Raises the last `StoreError`."""
+        """Send what waits. A row that fails is sent again later, behind the others; so are those of a part that rests.
+        Where several fail one after the other for another reason, the rest waits, too. Raises the last `StoreError`."""
         failed: StoreError | None = None
         failures = 0
         for _ in range(len(self._waiting)):
             self._reached = self._reached_by_all() or self._reached
             if failures == _FAILURES or not self._followed.is_set():
                 break
-            row = self._waiting[0]
+            row = self._waiting.popleft()
+            if any(map(self._rests_of, row.partitions)):
+                self._wait_again(row)
+                continue
             try:
                 self._send(row)
                 failures = 0
             except StoreError as error:
-                failed = error
-                failures += 1
-                self._waiting.append(row)
-            self._waiting.popleft()
+                self._wait_again(row)
+                if error.reason == AWAY:
+                    self._tally.fault("shared entries", error)
+                else:
+                    failed = error
+                    failures += 1
         if failed is not None:
             raise failed
+
+    def _rests_of(self, partition: str) -> bool:
+        """Whether a partition's part is left alone."""
+        return self._rests.has(self._store.part_of(partition))
+
+    def _wait_again(self, row: _Waiting) -> None:
+        """What cannot be sent takes half of the places at most, or nothing else would be sent."""
+        if len(self._waiting) < _WAITING // 2:
+            self._waiting.append(row)
+        else:
+            self._tally.add("not shared: too many wait")
+
+    @contextmanager
+    def _asking(self, part: int) -> Iterator[None]:
+        """A block that asks for something of a part, which is left alone for a while where it is away."""
+        began = time.monotonic()
+        try:
+            yield
+        except StoreError as error:
+            if error.reason == AWAY:
+                self._rests.failed(part, began)
+            raise
 
     def _send(self, row: _Waiting) -> None:
         # It is looked for after the places were read, so that a removal after a place concerns the row.
@@ -455,14 +483,17 @@ class Sharing:
             return
         self._send_images(row.entry)  # first: who finds the row looks for them
         for partition in row.partitions:
-            self._send_to(partition, row)
+            with self._asking(self._store.part_of(partition)):
+                self._send_to(partition, row)
         self._tally.add("shared out")
 
     def _since(self, partition: str) -> str:
         """Up to where the log of a partition's part was followed. Raises a `StoreError` where it was not."""
         place = self._reached[self._store.part_of(partition)].removals
         if not place.log:
-            raise StoreError("the log of removals was not read yet")
+            error = StoreError("the log of removals was not read yet")
+            error.reason = AWAY
+            raise error
         return str(place)
 
     def _send_to(self, partition: str, row: _Waiting) -> None:
@@ -482,7 +513,8 @@ class Sharing:
                 continue
             data = self._media.get(media_id)
             if data is not None and len(data) <= _LARGEST_IMAGE:
-                self._store.add(name, data, self._since(name), most=1)
+                with self._asking(self._store.part_of(name)):
+                    self._store.add(name, data, self._since(name), most=1)
                 self._images_sent[name] = now
 
     def _send_removals(self) -> None:
@@ -510,15 +542,15 @@ class Sharing:
         """Whether a part has a removal now."""
         if self._rests.has(part):
             return False
-        began = time.monotonic()
         try:
-            if not self._store.remove(part, data, is_report=is_report):
-                self._tally.add("shared removal, not replicated")
-            return True
+            with self._asking(part):
+                is_safe = self._store.remove(part, data, is_report=is_report)
         except StoreError as error:
-            self._rests.failed(part, began)
             self._tally.fault("shared entries", error)
             return False
+        if not is_safe:
+            self._tally.add("shared removal, not replicated")
+        return True
 
     def _sweep(self) -> None:
         """Delete the rows that removals concern, in one pass. No gateway uses them meanwhile, nor where this fails."""
@@ -545,11 +577,10 @@ class Sharing:
         for part, place in enumerate(reached):
             if self._rests.has(part):
                 continue
-            began = time.monotonic()
             try:
-                logs = self._store.logs(part, place)
+                with self._asking(part):
+                    logs = self._store.logs(part, place)
             except StoreError as error:
-                self._rests.failed(part, began)
                 self._tally.fault("shared entries", error)
                 continue
             self._apply(place, logs, seen)
@@ -600,8 +631,12 @@ class Sharing:
         now = time.monotonic()
         if now < self._quiet_until or not self._is_following():
             return
-        followed = filter(self._is_followed, partitions)
-        reading = [self._reading(partition, now) for partition in followed]
+        there = [
+            partition
+            for partition in partitions
+            if self._is_followed(partition) and not self._rests_of(partition)
+        ]
+        reading = [self._reading(partition, now) for partition in there]
         for job, began in reading:
             if job is not None:
                 left_s = began + self._limit_s - time.monotonic()
@@ -633,7 +668,8 @@ class Sharing:
         only the pairs found wrong."""
         began = time.monotonic()
         done = False
-        with self._tally.boundary("shared entries"):
+        part = self._store.part_of(name)
+        with self._tally.boundary("shared entries"), self._asking(part):
             # First, so that no request gets what was found wrong for it.
             known.cursor_wrong = self._read_rows(name, known.cursor_wrong, wrong=True)
             known.is_large = self._searches and self._store.is_large(name)
@@ -695,7 +731,8 @@ class Sharing:
     def _read_nearest(self, name: str, known: _Partition, vector: Vector) -> None:
         began = time.monotonic()
         done = False
-        with self._tally.boundary("shared entries"):
+        part = self._store.part_of(name)
+        with self._tally.boundary("shared entries"), self._asking(part):
             near = self._store.nearest(name, vector, _NEAREST)
             self._take(name, self._store.rows_of(name, self._catalog.missing(near)))
             done = True

@@ -114,18 +114,37 @@ class GatewayRequest:
         self.reader = None
 
 
-@dataclass(eq=False, slots=True)
-class Asking:
-    """A canonical request that goes upstream for a client's request, and what becomes of the answer."""
+class Asking(InFlight):
+    """The answer to a canonical request that goes upstream for a client's request, and what becomes of it.
 
-    gateway: Gateway
-    request: GatewayRequest
-    canonical: CanonicalRequest
-    streams: bool  # a stream is asked for
-    started: float  # by `time.perf_counter`
-    since: str  # an invalidation after it removes the answer
-    reuse: Reuse | None = None  # documents are reused, so the answer is approximate
-    begun: float = 0.0  # what `Worth.sent` returned
+    Args:
+        gateway: keeps it.
+        request: the client's.
+        canonical: the request that is sent.
+        key: others join by it.
+        streams: a stream is asked for.
+        reuse: documents are reused, so the answer is approximate; None where they are not.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: GatewayRequest,
+        canonical: CanonicalRequest,
+        *,
+        key: str,
+        streams: bool,
+        reuse: Reuse | None,
+    ) -> None:
+        super().__init__(gateway.flights, key, canonical.route.stream())
+        self.gateway = gateway
+        self.request = request
+        self.canonical = canonical
+        self.streams = streams
+        self.reuse = reuse
+        self.started = time.perf_counter()
+        self.since = gateway.cache.responses.begin()  # an invalidation after it removes the answer
+        self.begun = gateway.worth.sent(self)
 
     async def send(self) -> Reply:
         if self.gateway.stopping.is_set():
@@ -153,28 +172,29 @@ class Asking:
         body = _body(self.canonical, stream=self.streams, salted=salted)
         return self.request.call.with_body(body)
 
-    def read_head(self, status: int, headers: Headers) -> str:
+    def on_head(self, status: int, headers: Headers) -> str:
         """Note what an answer's head says; why the answer may go to nobody else, empty where it may."""
         why = self.gateway.read_head(self.request.client, status, headers)
         return why if self.reuse is None else why or APPROXIMATE
 
-    async def keep(self, flight: InFlight) -> None:
+    async def on_whole(self) -> None:
         """Store a whole answer that has the form that was asked for."""
         seconds = time.perf_counter() - self.started
         self.gateway.metrics.upstream_seconds.observe(seconds)
-        if flight.payload is not None and flight.whole:
-            worth = self.gateway.worth
-            worth.computed(self.canonical, flight.payload, seconds=seconds, begun=self.begun)
+        if self.payload is None or not self.whole:
+            return
+        worth = self.gateway.worth
+        worth.computed(self.canonical, self.payload, seconds=seconds, begun=self.begun)
         converts = self.canonical.route.converts
-        in_this_form = flight.streamed == self.streams or (converts and not flight.verbatim)
-        writes = self.request.controls.write and not flight.refused
-        if flight.payload is not None and flight.whole and in_this_form and writes:
-            if not self.gateway.rules.keeps(flight.payload, verbatim=flight.verbatim):
-                self.gateway.metrics.unkept("rule")
-                return
-            as_it_came = converts and flight.verbatim
-            kept_as = self.canonical.streamed() if as_it_came else self.canonical
-            flight.stored = await self.gateway.cache.store(kept_as, flight.payload, self.since)
+        in_this_form = self.streamed == self.streams or (converts and not self.verbatim)
+        if not in_this_form or self.refused or not self.request.controls.write:
+            return
+        if not self.gateway.rules.keeps(self.payload, verbatim=self.verbatim):
+            self.gateway.metrics.unkept("rule")
+            return
+        as_it_came = converts and self.verbatim
+        kept_as = self.canonical.streamed() if as_it_came else self.canonical
+        self.stored = await self.gateway.cache.store(kept_as, self.payload, self.since)
 
 
 class Gateway:
@@ -437,25 +457,15 @@ class Gateway:
         canonical = lookup.canonical
         reuse = self.reuse.accept(canonical)
         shared = shared and request.shared and reuse is None
-        asking = Asking(
-            gateway=self,
-            request=request,
-            canonical=canonical,
+        flight = Asking(
+            self,
+            request,
+            canonical,
+            key=form or self._flight_key(canonical),
             streams=canonical.stream if stream is None or not canonical.route.converts else stream,
-            started=time.perf_counter(),
-            since=self.cache.responses.begin(),
             reuse=reuse,
         )
-        flight = InFlight(
-            self.flights,
-            key=form or self._flight_key(canonical),
-            send=asking.send,
-            on_head=asking.read_head,
-            on_whole=asking.keep,
-            stream=canonical.route.stream(),
-        )
         request.reader = self.flights.start(flight, shared=shared)
-        asking.begun = self.worth.sent(flight)
         if reuse is not None:
             flight.task.add_done_callback(lambda _: self._came(request, reuse, flight))
         if lookup.report is not None:

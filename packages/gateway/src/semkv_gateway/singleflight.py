@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from semkv_gateway.http import Headers, Reply, UpstreamError, error_of, is_event_stream
 from semkv_gateway.sse import (
@@ -74,27 +74,28 @@ class SingleFlight:
 
 
 class InFlight:
-    """One answer on its way. It comes in from the next step of the event loop on.
+    """One answer on its way. It comes in from the next step of the event loop on. A class of it says how the answer is
+    asked for: `send`, `on_head` and `on_whole`.
 
     Args:
         flights: where it is started.
         key: others join by it.
-        send: sends the request.
-        on_head: called with the answer's status and headers before its readers see them; says why the answer may go
-            to nobody but who asked for it, and an empty text where it may.
-        on_whole: awaited once the answer is whole, before its readers get the end of it. It sets ``stored``.
         stream: reads a streamed answer.
     """
 
-    def __init__(
-        self,
-        flights: SingleFlight,
-        key: str,
-        send: Callable[[], Awaitable[Reply]],
-        on_head: Callable[[int, Headers], str],
-        on_whole: Callable[[InFlight], Awaitable[None]],
-        stream: Assembler | Recorder,
-    ) -> None:
+    async def send(self) -> Reply:
+        """Send the request."""
+        raise NotImplementedError
+
+    def on_head(self, status: int, headers: Headers) -> str:
+        """Called before readers see the answer's status and headers. Says why the answer may go to nobody but who asked
+        for it; empty where it may."""
+        return ""
+
+    async def on_whole(self) -> None:
+        """Awaited once the answer is whole, before its readers get the end of it. It sets ``stored``."""
+
+    def __init__(self, flights: SingleFlight, key: str, stream: Assembler | Recorder) -> None:
         self.key = key
         self.status = 0  # 0 before the answer has begun
         self.headers: Headers = []  # without cookies: every reader gets the same, and a cookie belongs to one client
@@ -110,9 +111,6 @@ class InFlight:
         self.error: UpstreamError | None = None  # why it broke off
         self.readers: set[Reader] = set()
         self._flights = flights
-        self._send = send
-        self._on_head = on_head
-        self._on_whole = on_whole
         self._reading: Assembler | Recorder | None = stream  # None once it cannot be kept
         self._error_event = stream.broken
         self._chunks: list[bytes] = []  # as they came: events of a stream, or parts of a body
@@ -186,9 +184,9 @@ class InFlight:
     async def _run(self) -> None:
         reply: Reply | None = None
         try:
-            reply = await self._send()
+            reply = await self.send()
             self.headers = [(k, v) for k, v in reply.headers if k != b"set-cookie"]
-            self.refused = self._on_head(reply.status, reply.headers)
+            self.refused = self.on_head(reply.status, reply.headers)
             if self.refused:
                 self._flights.unshare(self)
             self.status = reply.status
@@ -254,7 +252,7 @@ class InFlight:
         """Store the whole answer before anybody has the end of it."""
         self.payload = payload
         try:
-            await self._on_whole(self)
+            await self.on_whole()
         except Exception:  # readers get the answer all the same
             log.exception("an answer is not stored")
             self._flights.on_fault("store")

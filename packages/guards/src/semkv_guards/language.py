@@ -184,7 +184,7 @@ class Language:
     relatives: Words
     clauses: Words
     shifts: Words
-    contrary_relations: Pairs
+    kindred_relations: Entries
     singling: Words
     adding: Words
     narrowing: Words
@@ -193,6 +193,7 @@ class Language:
     leads: Words
     asked: Words
     some: Words
+    framing: Words
     helpers: Words
     hearer: Words
     third: Words
@@ -301,6 +302,12 @@ class Language:
         self.harmless_behind_stems = self.stems(self.harmless_behind)
         self.harmless_phrase_stems = self.stems(self.harmless_phrases)
         self.relation_stems = self.stems(self.relations)
+        self.kindred: dict[str, set[str]] = {}
+        """By small word between two others, those that may stand in for it there, and itself."""
+        for entry in self.kindred_relations:
+            words = entry.split()
+            for word in words:
+                self.kindred.setdefault(word, {word}).update(words)
         self.symmetric_stems = self.stems(self.symmetric)
         self.joint_stems = self.stems(self.joints)
         self.around = self.groups.get("direction", {}).keys() | self.pivots

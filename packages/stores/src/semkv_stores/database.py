@@ -51,7 +51,7 @@ _REASONS = {
     sqlite3.SQLITE_BUSY: "busy",
     sqlite3.SQLITE_LOCKED: "busy",
 }
-# Of a file that was opened: then `Schema.probes` has seen its columns.
+# Of a file that was opened, `Schema.probes` has seen the columns: then a damaged table's text says this.
 _WRONG_SQL = sqlite3.SQLITE_ERROR
 
 log = logging.getLogger("semkv")
@@ -300,7 +300,13 @@ class Database:
             fault.sqlite_errorcode = sqlite3.SQLITE_BUSY if is_busy else sqlite3.SQLITE_CANTOPEN
             raise fault from error
 
-    def _open(self, damaged: FileId | None = None, *, wait_s: float, anew: bool = False) -> None:
+    def _open(
+        self,
+        damaged: FileId | None = None,
+        *,
+        wait_s: float,
+        anew: bool = False,
+    ) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if self._replace and self._schema.prepare:
             self._schema.prepare(self.path.parent)
@@ -310,16 +316,13 @@ class Database:
                 self.connection.close()
             if anew:
                 self._delete()
-            # Else another process has replaced it.
+            # Where it is another file now, another process has replaced it.
             if damaged is not None and damaged == file_id(self.path):
                 self._put_aside("it was found to be damaged")
             try:
                 self.connection = self._connect(wait_s)
-            except (
-                sqlite3.DatabaseError,
-                UnicodeDecodeError,
-            ) as error:  # the latter is raised where SQLite's message is no text
-                # The latter of a damaged table's text.
+            # UnicodeDecodeError: SQLite's message is no text.
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 is_of_no_use = is_useless(error) or _code(error) == _WRONG_SQL
                 ours = is_ours(self.path)  # None: only its name may tell
                 named = ours is None and self.path.name == self._schema.file
@@ -331,45 +334,58 @@ class Database:
             self.opened += 1
 
     def _connect(self, wait_s: float) -> sqlite3.Connection:
+        """Open the file, with its tables. Raises where it is not ours, damaged, or of another version."""
         is_there = check_regular(self.path)
         if self._replace:
             if not is_there:  # SQLite gives its log and shared memory the same mode
                 os.close(open_file(self.path, os.O_RDWR | os.O_CREAT))
             self._make_private()
-        writable = self._replace or (
-            os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
-        )
-        # Without a log no process has the file open, and SQLite would make one just to read, and leave it.
-        read = "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
-        uri = f"{self.path.absolute().as_uri()}?{'mode=rw' if writable else read}"
+        may_write = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        writable = self._replace or may_write
         db = sqlite3.connect(
-            uri, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False
+            f"{self.path.absolute().as_uri()}?{self._mode(writable)}",
+            uri=True,
+            timeout=wait_s,
+            isolation_level=None,
+            check_same_thread=False,
         )
         db.text_factory = _text
         try:
-            db.execute("PRAGMA foreign_keys=ON")
-            # Deleted rows are overwritten with zeros, which not every build of SQLite does by itself.
-            db.execute("PRAGMA secure_delete=ON")
-            db.execute("PRAGMA synchronous=NORMAL")
-            is_new = self._is_new(db)
-            if is_new and not self._replace:
-                raise StoreError(f"{self.path} is empty")
-            if is_new or self._lacks_tables(db):
-                if not writable:
-                    missing = StoreError(f"{self.path} has no {self._schema.first}")
-                    missing.reason = "missing"
-                    raise missing
-                self._begin(db)
-            if writable:
-                # After the above, which `is_ours` finds in the file then.
-                db.execute("PRAGMA journal_mode=WAL")
-            for query in (*self._schema.probes, *(self._schema.added if writable else ())):
-                db.execute(query).fetchone()
-            db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
+            self._set_up(db, writable)
         except BaseException:
             db.close()
             raise
         return db
+
+    def _mode(self, writable: bool) -> str:
+        """How SQLite opens the file."""
+        if writable:
+            return "mode=rw"
+        # Without a log no process has the file open, and SQLite would make one just to read, and leave it.
+        return "mode=ro" if _beside(self.path, "-wal").exists() else "mode=ro&immutable=1"
+
+    def _set_up(self, db: sqlite3.Connection, writable: bool) -> None:
+        """The settings of a connection, and the tables where there are none."""
+        db.execute("PRAGMA foreign_keys=ON")
+        # Deleted rows are overwritten with zeros, which not every build of SQLite does by itself.
+        db.execute("PRAGMA secure_delete=ON")
+        db.execute("PRAGMA synchronous=NORMAL")
+        is_new = self._is_new(db)
+        if is_new and not self._replace:
+            raise StoreError(f"{self.path} is empty")
+        if is_new or self._lacks_tables(db):
+            if not writable:
+                missing = StoreError(f"{self.path} has no {self._schema.first}")
+                missing.reason = "missing"
+                raise missing
+            self._begin(db)
+        if writable:
+            # After the above, which `is_ours` finds in the file then.
+            db.execute("PRAGMA journal_mode=WAL")
+        added = self._schema.added if writable else ()
+        for query in (*self._schema.probes, *added):
+            db.execute(query).fetchone()
+        db.execute(f"PRAGMA busy_timeout={self._timeout_s * 1000:.0f}")
 
     def _is_new(self, db: sqlite3.Connection) -> bool:
         """Whether nothing is in the file. Raises where it is another program's, or of another format version."""

@@ -84,7 +84,7 @@ def relation(pair: Pair) -> str | None:
 
 @rule(
     reasons=("relation",),
-    tables=("contrary_relations",),
+    tables=("kindred_relations",),
     vetoes=(
         (
             "What should I do until the ambulance arrives?",
@@ -101,20 +101,14 @@ def relation(pair: Pair) -> str | None:
 def contrary_relation(pair: Pair) -> str | None:
     """Another small word says something else of the same: what to do "until" and "when" somebody comes, what is said
     "of" and "by" the king."""
-    first, second = ({t.word for t in only} for only in pair.only)
-    for left, right in pair.language.contrary_relations:
-        for one, other in ((left, right), (right, left)):
-            mine = first.intersection(one.split())
-            theirs = second.intersection(other.split())
-            if mine and theirs and _stand_alike(pair, mine, theirs):
-                return "relation"
+    kindred = pair.language.kindred
+    own = [[t.word for t in only if t.word in kindred] for only in pair.only]
+    for mine, theirs in itertools.product(*own):
+        if mine in kindred[theirs]:
+            continue
+        if not _places(pair.a, {mine}).isdisjoint(_places(pair.b, {theirs})):
+            return "relation"
     return None
-
-
-def _stand_alike(pair: Pair, mine: set[str], theirs: set[str]) -> bool:
-    """Whether the same word follows two relations, and stands before both."""
-    here = _places(pair.a, mine)
-    return not here.isdisjoint(_places(pair.b, theirs))
 
 
 def _places(text: Text, words: set[str]) -> set[tuple[str, str]]:
