@@ -168,6 +168,33 @@ def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
     assert half.matched(request, 0) is None, "an exact one from then on"
 
 
+def test_what_is_computed_instead_of_loaded_has_no_exact_name_before() -> None:
+    """vLLM commits its blocks when the load has ended; other requests may run before this one does."""
+    from semkv_vllm.documents import _Wish
+
+    exact = [bytes([number]) * 32 for number in range(6)]
+    half = planner()
+    group = SimpleNamespace(offload_keys=list(exact))
+    state = SimpleNamespace(group_states=[group], max_offload_tokens=None, transfer_jobs=[])
+    half._half = SimpleNamespace(_req_status={"name": state}, _jobs={})
+    half._used = {}
+    half._unloaded = []
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)  # 16 to 32 come exactly
+    wish = _Wish(asked=mock.Mock(), keys=[], limit=None)
+    half._wishes = {"name": wish}
+    request = mock.Mock(request_id="name", block_hashes=list(exact), mm_features=[])
+    request.all_token_ids = list(range(90))
+    half._name_own(request, wish, plan)
+    assert request.block_hashes[:2] == exact[:2]
+    blocks = SimpleNamespace(get_block_ids=lambda: [[7, 8, 9, 10, 11]])
+    assert half.computed_instead(request, blocks, 72 - 16) == 0
+    assert request.block_hashes[:1] == exact[:1]
+    assert not set(request.block_hashes[1:]) & set(exact)
+    assert (state.max_offload_tokens, half._unloaded) == (16, ["name"])
+    half.forget(request)
+    assert request.block_hashes == exact
+
+
 # ---------------------------------------------------------------------- engines
 
 
@@ -426,9 +453,10 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
 
 HOOKS = (
     "documents.Documents.on_new_request", "documents.Documents.matched", "documents.Documents._is_worth_it",
-    "documents.Documents.allocated", "documents.Documents.of_step", "documents.Documents.ended",
-    "documents.replace", "private.load_blocks", "placement.Placement._moved", "placement.Placement._is_right",
-    "placement.Placement._passes", "placement.Placement.take_news", "repair.Repair.run", "gate.Layers.move",
+    "documents.Documents.allocated", "documents.Documents.of_step", "documents.Documents.give_pictures",
+    "documents.Documents.ended", "documents.replace", "private.load_blocks", "placement.Placement._moved",
+    "placement.Placement._is_right", "placement.Placement._passes", "placement.Placement.take_news",
+    "repair.Repair.run", "gate.Layers.move",
 )  # fmt: skip
 
 

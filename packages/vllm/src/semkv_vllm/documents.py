@@ -334,7 +334,8 @@ class Documents:
     ) -> None:
         """Give a request's blocks names of its own from the first one on that is not exact."""
         first = load.begin // self._block
-        wish.exact = list(request.block_hashes)
+        if wish.exact is None:
+            wish.exact = list(request.block_hashes)
         wish.load = load
         nonce = secrets.token_bytes(32)
         self._rename(request, renamed(request.block_hashes, first, nonce))
@@ -405,13 +406,14 @@ class Documents:
         """After a fault of `allocated`: as that, with nothing loaded.
 
         vLLM believes that ``tokens`` are on their way, so the workers compute them, and say that the load has ended.
+        Then vLLM commits the blocks, which are not computed yet: so all of them get names of the request's own.
         """
         name = request.request_id
         wish = self._wishes.get(name)
         if wish is None or wish.load is None or not tokens:
             return None
         self._used.pop(name, None)
-        self._arriving[name] = Load(
+        load = Load(
             request=name,
             tokens=_tokens(request, wish.load.end),
             blocks=list(blocks.get_block_ids()[0]),
@@ -421,6 +423,8 @@ class Documents:
             has_pictures=wish.load.has_pictures,
             exact=True,
         )
+        self._name_own(request, wish, load)
+        self._arriving[name] = load
         if not private.is_loading(self._half, name):
             self._unloaded.append(name)
         return 0

@@ -292,11 +292,16 @@ class SemKVConnector(OffloadingConnector):
             self.shared.fault("the documents of a request")
             return documents.computed_instead(request, blocks, tokens)
 
+    @ours("the pictures of a step")
+    def _give_pictures(self, scheduled: Any) -> None:
+        if self._documents is not None:
+            self._documents.give_pictures(scheduled)
+
     def _orders_of_step(self, scheduled: Any) -> Orders:
         documents = self._documents
         if documents is None:
             return Orders()
-        documents.give_pictures(scheduled)
+        self._give_pictures(scheduled)
         try:
             return documents.of_step(scheduled)
         except Exception:
