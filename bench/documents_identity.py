@@ -29,7 +29,7 @@ from common import ROOT, machine, write_json
 from documents_quality import WORKER, differences
 from models import draw_picture, write_shape, write_weights
 
-from semkv_lab.local_engine import all_computed_again
+from semkv_lab.local_engine import all_computed_again, connector
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
@@ -122,12 +122,8 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self._sampling = SamplingParams
-        extra = {
-            "cache_dir": str(scratch / "cache"),
-            "host_bytes": options.host_mib << 20,
-            "break_even": False,
-            "document_tokens": 0,
-        }
+        host_bytes = options.host_mib << 20
+        kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
         pictures = {"limit_mm_per_prompt": {"image": 3, "video": 0}}
         self.llm = LLM(
             model=str(scratch / "model"),
@@ -140,12 +136,7 @@ class Engine:
             max_num_seqs=8,
             kv_cache_memory_bytes=options.kv_mib << 20,
             gpu_memory_utilization=0.1,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="SemKVConnector",
-                kv_role="kv_both",
-                kv_connector_module_path="semkv_vllm.kv",
-                kv_connector_extra_config=extra,
-            ),
+            kv_transfer_config=KVTransferConfig(**kv),
             **(pictures if options.model == "pictures" else {}),
         )
         self.prompts = Prompts(options, self.llm.get_tokenizer())

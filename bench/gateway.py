@@ -215,7 +215,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     pids: dict[str, int] = {}
     kinds = dict(KINDS)
     if args.before:
-        kinds["before"] = ()
+        kinds["before"] = KINDS["semantic"]
         kinds["before_exact"] = KINDS["exact"]
     if args.workers:
         kinds = {

@@ -42,9 +42,9 @@ def record(
     return Record(
         entry=replace(entry, entry_id=entry_of(prompt, Keyed(namespace, entry.segments)).entry_id),
         keys=(f"key-{name}", "shared"),
-        frame="frame",
-        loose_frame="loose",
-        run="run",
+        question_slot="slot",
+        any_media_slot="any media",
+        media_prefix="prefix",
         vectors={"text@1": np.full(4, 0.5, dtype=np.float32)},
         media_vectors={("vision@1", media): np.full(2, 0.5**0.5, dtype=np.float32)},
     )
@@ -72,7 +72,8 @@ def test_an_entry_comes_back_as_it_went_in(tmp_path: Path) -> None:
     assert catalog.has("key-a")
     assert not catalog.has("key-b")
     (row,) = catalog.vectors(["text@1"], 0, 10)
-    assert (row.entry_id, row.frame, row.loose_frame) == (id_of("a"), "frame", "loose")
+    assert row.entry_id == id_of("a")
+    assert (row.question_slot, row.any_media_slot) == ("slot", "any media")
     assert unpack(row.data, 4).tolist() == [0.5] * 4
     assert catalog.vectors(["text@2"], 0, 10) == []
     assert catalog.vectors(["text@1"], row.number, 10) == []

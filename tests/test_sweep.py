@@ -209,7 +209,7 @@ def test_a_failure_is_a_row_and_the_sweep_goes_on(folder: Path) -> None:
 
 def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> None:
     names = [f"e{i}" for i in range(5)]
-    spec(folder, [{"name": name, "max-samples": 300} for name in names])
+    spec(folder, [{"name": name, "max-samples": 160} for name in names])
     samples = folder / "samples"
     for seen in (folder / "log.lock", samples / "e0.jsonl", samples / "e2.jsonl"):
         while not seen.exists():  # a killed run's lock may be let go a moment later
@@ -230,8 +230,8 @@ def test_a_killed_sweep_resumes_to_the_rows_of_an_unbroken_one(folder: Path) -> 
     assert {row["status"] for row in rows(folder)} == {"ok"}
     for row in rows(folder):
         lines = (folder / row["samples"]).read_text(encoding="utf-8").splitlines()
-        assert len({json.loads(line)["sample_id"] for line in lines}) == len(lines) == 300
-        assert sum(json.loads(line)["hit"] for line in lines) == 150, (
+        assert len({json.loads(line)["sample_id"] for line in lines}) == len(lines) == 160
+        assert sum(json.loads(line)["hit"] for line in lines) == 10, (
             "it met what a killed try had left"
         )
 
@@ -394,9 +394,9 @@ def test_a_damaged_log_is_named_and_another_sweeps_is_left_alone(tmp_path: Path)
 
 def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: Path) -> None:
     names = [{"name": "a"}, {"name": "b"}]
-    spec(folder, names, **{"cache-dir": str(folder / "mine")})
+    spec(folder, names, **{"cache-dir": str(folder / "mine"), "max-samples": 160})
     assert sweep(folder).exit_code == 0
-    assert [hits(folder, name) for name in "ab"] == [250, 400]
+    assert [hits(folder, name) for name in "ab"] == [10, 160]
     for lacks in ("a.jsonl", "a.json"):
         other = sweep(folder, "--log-file", str(folder / "other.csv"))
         assert (other.exit_code, f"a folder without {lacks}\n" in other.stderr) == (2, True), (
@@ -407,7 +407,7 @@ def test_a_cache_that_the_spec_names_is_emptied_where_the_user_says_so(folder: P
         (folder / name).unlink()
     shutil.rmtree(folder / "samples")
     assert sweep(folder, "--purge-cache-between-runs").exit_code == 0
-    assert [hits(folder, name) for name in "ab"] == [250, 250]
+    assert [hits(folder, name) for name in "ab"] == [10, 10]
 
 
 def test_a_sweep_on_ray_says_what_it_needs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ _NUMBER = struct.Struct("i")  # a signal, or an exit status
 _IMPORTED = (
     "vllm.entrypoints.llm", "vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
     "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.kv_offload.tiering.spec",
-    "vllm.model_executor.layers.quantization.online", "compressed_tensors", "sentence_transformers", "faiss",
+    "vllm.model_executor.layers.quantization.online", "compressed_tensors", "onnx", "faiss",
     "semkv_vllm.kv", "semkv_vllm.spec", "semkv_vllm.tier", "semkv_vllm.ec", "semkv_lab.sweep", "semkv_gateway.serve",
     "semkv_gateway.app", "pytest", "hypothesis", "anthropic", "mlflow", "nbformat", "schemathesis",
 )  # fmt: skip

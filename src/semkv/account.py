@@ -130,7 +130,14 @@ class Account:
             if counts:
                 self._move(tier, -seconds)
 
-    def saved(self, tier: str, seconds: float, *, hits: int = 1, counts: bool = True) -> None:
+    def saved(
+        self,
+        tier: str,
+        seconds: float,
+        *,
+        hits: int = 1,
+        counts: bool = True,
+    ) -> None:
         """A hit of a tier, or several in sum, saved so many seconds."""
         with self._lock:
             figures = self._of(tier)

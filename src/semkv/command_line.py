@@ -115,7 +115,14 @@ def _give(argument: "Argument", words: Iterable[str], keyword: str, source: str)
             source, keyword, f"one name for {argument.name}, which {given.keyword} gives already"
         )
     for index, word in enumerate(words if given is None else ()):
-        argument.append(Token(keyword=keyword, value=word, source=source, index=index))
+        argument.append(
+            Token(
+                keyword=keyword,
+                value=word,
+                source=source,
+                index=index,
+            )
+        )
 
 
 def _name_sources(app: App, commands: tuple[str, ...], arguments: "ArgumentCollection") -> None:
@@ -146,13 +153,21 @@ def command_line(
         sources: give what was not given on the command line, the first ones first; such as `Environment`.
         options: of `cyclopts.App`.
     """
-    plain: dict[str, Any] = {"help_format": "markdown", "help_flags": "--help", "version_flags": ()}
+    plain: dict[str, Any] = {
+        "help_format": "markdown",
+        "help_flags": "--help",
+        "version_flags": (),
+    }
     raising: dict[str, Any] = {
         "result_action": "return_value",
         "exit_on_error": False,
         "print_error": False,
     }
-    reading = Parameter(converter=_read, negative_iterable=(), allow_repeating=True)
+    reading = Parameter(
+        converter=_read,
+        negative_iterable=(),
+        allow_repeating=True,
+    )
     return App(
         config=(*sources, _name_sources),
         default_parameter=reading,

@@ -1,7 +1,8 @@
-"""Inference engines behind one small protocol: real vLLM in this process, and a scripted one for tests and demos.
+"""What an inference engine is, and prompts and answers as it sees them.
 
 An engine answers canonical prompts. It knows nothing of tiers or donors: everything it reuses, it reuses by exact key.
-`FusionEngine` keeps the fusion states of an engine of one's own on disk; inside vLLM `semkv_vllm.ec` does this.
+The lab has engines: vLLM in this process, and a scripted one. `FusionEngine` keeps the fusion states of an engine of
+one's own on disk; inside vLLM `semkv_vllm.ec` does this.
 """
 
 from __future__ import annotations
@@ -254,9 +255,9 @@ class FusionEngine:
                 if tensor is not None:
                     state = FusionState.from_array(prompt.uuid(item), tensor)
                     self._store.save(state, tenant_tag(prompt.cache_salt), since)
-        return replace(
-            result, fusion=Status.SKIP if not media else Status.MISS if new else Status.HIT
-        )
+        if not media:
+            return replace(result, fusion=Status.SKIP)
+        return replace(result, fusion=Status.MISS if new else Status.HIT)
 
     def _inject(self, prompt: EnginePrompt, item: MediaSegment) -> bool:
         with self._tally.boundary("inject"):

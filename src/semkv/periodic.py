@@ -14,7 +14,12 @@ class Every(threading.Thread):
     """Calls a method every so many seconds, until it is stopped or the method's object is no longer referenced. What
     the method raises is logged."""
 
-    def __init__(self, seconds: float, method: Callable[[], object], name: str) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        method: Callable[[], object],
+        name: str,
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._seconds = seconds
         self._method = weakref.WeakMethod(method)

@@ -74,13 +74,21 @@ def _missing(name: str, part: str) -> Callable[..., NoReturn]:
     return missing
 
 
-def _add(part: str, commands: str, helps: dict[str, str], group: Group) -> None:
+def _add(
+    part: str,
+    commands: str,
+    helps: dict[str, str],
+    group: Group,
+) -> None:
     """The commands of a distribution. Where it is not installed, each says how to install it."""
     installed = find_spec(commands.partition(".")[0]) is not None
     for name, text in helps.items():
         function = f"{commands}:{name.replace('-', '_')}"
         app.command(
-            function if installed else _missing(name, part), name=name, group=group, help=text
+            function if installed else _missing(name, part),
+            name=name,
+            group=group,
+            help=text,
         )
 
 

@@ -184,7 +184,11 @@ def _print_worth(worth: Worth) -> None:
             for name, row in worth.tiers.items()
         ]
         _print_table(f"What looking cost and hits saved, {worth.days} days", columns, rows)
-    tables = {"day": worth.by_day, "model": worth.by_model, "tenant": worth.by_tenant}
+    tables = {
+        "day": worth.by_day,
+        "model": worth.by_model,
+        "tenant": worth.by_tenant,
+    }
     for name, table in tables.items():
         names = worth.names if name == "tenant" else {}
         found = [
@@ -245,7 +249,11 @@ def _verify(
     said = "{checked} files, {entries} entries and {answers} answers checked".format(**found.counts)
     said += f", {len(found.damaged)} damaged" + f", {deleted} of them deleted" * repair
     said += ", not all could be read" * bool(found.unread)
-    result = {**found.counts, "damaged": found.damaged, "unread": found.unread}
+    result = {
+        **found.counts,
+        "damaged": found.damaged,
+        "unread": found.unread,
+    }
     _report(result, as_json, lambda: print(*found.damaged, said, sep="\n"))
     if len(found.damaged) > deleted:
         sys.exit(EXIT_DAMAGED)
@@ -322,12 +330,21 @@ def _purge(
     said = "{entries} entries, {answers} answers and {files} files " + (
         "would be deleted" if dry_run else "deleted"
     )
-    result = {**found.counts, "dry_run": dry_run, "unread": found.damaged + found.unread}
+    result = {
+        **found.counts,
+        "dry_run": dry_run,
+        "unread": found.damaged + found.unread,
+    }
     _report(result, as_json, lambda: print(said.format(**found.counts)), left)
 
 
 def _purge_bucket(
-    url: str, folder: Path, names: Sequence[str] | None, *, dry_run: bool, as_json: bool
+    url: str,
+    folder: Path,
+    names: Sequence[str] | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Purge a bucket; the gateway's secret is looked for in ``folder``."""
     from semkv_stores.block_file import tenant_tag
@@ -347,7 +364,11 @@ def _purge_bucket(
         dry_run=dry_run,
     )
     said = f"{count} files of {url} " + ("would be deleted" if dry_run else "deleted")
-    result = {"files": count, "dry_run": dry_run, "unread": []}
+    result = {
+        "files": count,
+        "dry_run": dry_run,
+        "unread": [],
+    }
     _report(result, as_json, lambda: print(said), left)
 
 
@@ -382,7 +403,13 @@ def _export(
         with TemporaryDirectory(prefix=".semkv-export-", dir=file.parent) as folder:
             copy = Path(folder) / CATALOG
             with (
-                closing(Database(root / CATALOG, schema=SCHEMA, replace=False)) as database,
+                closing(
+                    Database(
+                        root / CATALOG,
+                        schema=SCHEMA,
+                        replace=False,
+                    )
+                ) as database,
                 database as db,
             ):
                 db.execute("VACUUM INTO ?", (str(copy),))
@@ -392,7 +419,10 @@ def _export(
                 tarfile.open(fileobj=out, mode="w|") as archive,
             ):
                 for path in track(
-                    [copy, *files], "Writing", console=Console(stderr=True), transient=True
+                    [copy, *files],
+                    "Writing",
+                    console=Console(stderr=True),
+                    transient=True,
                 ):
                     name = CATALOG if path == copy else path.relative_to(root).as_posix()
                     with suppress(FileNotFoundError):  # deleted meanwhile
@@ -440,7 +470,13 @@ def _import(
                 archive.extractall(made, filter=_exported)  # noqa: S202 (its names are tested)
             if not (made / CATALOG).is_file():
                 raise StoreError(f"{file} is no export of semkv (no {CATALOG})")
-            with closing(Database(made / CATALOG, schema=SCHEMA, replace=False)) as database:
+            with closing(
+                Database(
+                    made / CATALOG,
+                    schema=SCHEMA,
+                    replace=False,
+                )
+            ) as database:
                 database.check()
             for path in sorted(made.iterdir(), reverse=True):  # the database last
                 path.chmod(0o700 if path.is_dir() else 0o600)
@@ -474,7 +510,10 @@ def _exported(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
 
 
 def _report(
-    result: dict[str, Any], as_json: bool, show: Callable[[], None], left: Sequence[str] = ()
+    result: dict[str, Any],
+    as_json: bool,
+    show: Callable[[], None],
+    left: Sequence[str] = (),
 ) -> None:
     """Print a result, and for people what was left.
 
@@ -536,7 +575,11 @@ def _unattributed(folder: Path) -> list[str]:
 _TEXTS = ("tenant", "model", "store", "namespace", "tier", "day")  # columns of text
 
 
-def _print_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+def _print_table(
+    title: str,
+    columns: list[str],
+    rows: list[list[Any]],
+) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -141,7 +141,11 @@ def chat_request(
         history = [dict(sorted(message.items())) for message in messages]
         question = _take_question(history[-1])
         given = dict(sorted(settings.items()))
-        asked = {"messages": history, "settings": given, "compared": question is not None}
+        asked = {
+            "messages": history,
+            "settings": given,
+            "compared": question is not None,
+        }
         # Below these the order of names counts: a model is shown a tool's parameters in it.
         rest = json.dumps(asked, allow_nan=False)
     except (TypeError, ValueError):

@@ -42,7 +42,11 @@ class LangChainCache(BaseCache):
     def __init__(
         self, cache: SemanticCache, *, tenant: str = "", lifetime_s: float | None = None
     ) -> None:
-        self._answers = AnswerCache(cache, tenant=tenant, lifetime_s=lifetime_s)
+        self._answers = AnswerCache(
+            cache,
+            tenant=tenant,
+            lifetime_s=lifetime_s,
+        )
 
     @fault_is_miss
     def lookup(self, prompt: str, llm_string: str) -> Sequence[Generation] | None:

@@ -55,7 +55,11 @@ class LiteLLMCache(Cache):
         super().__init__(
             type=LiteLLMCacheType.LOCAL, supported_call_types=["completion", "acompletion"]
         )
-        self._answers = AnswerCache(cache, tenant=tenant, lifetime_s=lifetime_s)
+        self._answers = AnswerCache(
+            cache,
+            tenant=tenant,
+            lifetime_s=lifetime_s,
+        )
 
     @fault_is_miss
     def get_cache(self, dynamic_cache_object: Any = None, **kwargs: Any) -> Any:

@@ -62,7 +62,11 @@ class CachedLLM(FunctionCallingLLM):
         self, cache: SemanticCache, *, tenant: str = "", lifetime_s: float | None = None
     ) -> CachedLLM:
         """Cache answers from now on. See `AnswerCache` for the arguments."""
-        self._answers = AnswerCache(cache, tenant=tenant, lifetime_s=lifetime_s)
+        self._answers = AnswerCache(
+            cache,
+            tenant=tenant,
+            lifetime_s=lifetime_s,
+        )
         return self
 
     @classmethod
@@ -147,7 +151,16 @@ class CachedLLM(FunctionCallingLLM):
             "arguments": dict(arguments),
             "formatted": formatted,
         }
-        return chat_request([{"role": "user", "content": prompt, "complete": True}], settings)
+        return chat_request(
+            [
+                {
+                    "role": "user",
+                    "content": prompt,
+                    "complete": True,
+                }
+            ],
+            settings,
+        )
 
     # -- the model's own ------------------------------------------------------------------------
 

@@ -144,9 +144,9 @@ class Record:
 
     Attributes:
         keys: digests under which `Catalog.find` returns it.
-        frame: digest of all its segments but the question, or an empty string.
-        loose_frame: the same with every media item alike.
-        run: digest of its leading run up to the last media item with every media item alike, or an empty string.
+        question_slot: `Keyed.question_slot`, in which L1 and text layers compare; column ``frame``.
+        any_media_slot: the same with every media item alike; column ``loose_frame``.
+        media_prefix: `Keyed.media_prefix`, in which images are compared; column ``run``.
         vectors: layer key -> vector of this entry.
         media_vectors: (layer key, media id) -> vector of one media item.
         recorded: when another directory's entry came here, in seconds since the epoch; 0 for an entry of one's own.
@@ -154,9 +154,9 @@ class Record:
 
     entry: Entry
     keys: tuple[str, ...]
-    frame: str = ""
-    loose_frame: str = ""
-    run: str = ""
+    question_slot: str = ""
+    any_media_slot: str = ""
+    media_prefix: str = ""
     vectors: Mapping[str, Vector] = field(default_factory=dict)
     media_vectors: Mapping[tuple[str, str], Vector] = field(default_factory=dict)
     recorded: float = 0.0
@@ -168,8 +168,8 @@ class VectorRow(NamedTuple):
     number: int
     entry_id: str
     space: str
-    frame: str
-    loose_frame: str
+    question_slot: str
+    any_media_slot: str
     layer: str
     data: bytes
 
@@ -179,8 +179,8 @@ class TextRow(NamedTuple):
 
     number: int
     entry_id: str
-    frame: str
-    loose_frame: str
+    question_slot: str
+    any_media_slot: str
     encoded: bool  # it has a vector of the layer that was asked for
 
 
@@ -190,7 +190,7 @@ class MediaRow(NamedTuple):
     number: int
     entry_id: str
     space: str
-    run: str
+    media_prefix: str
     media: tuple[str, ...]
 
 
@@ -283,18 +283,27 @@ class Catalog:
     def _insert(self, db: sqlite3.Connection, record: Record, space: str) -> int:
         entry = record.entry
         media = [s.media_id for s in entry.segments if isinstance(s, MediaSegment)]
-        cursor = db.execute(
-            "INSERT INTO entries (entry_id, tenant, model, space, segments, chunk_text, response, metadata, frame,"
-            " loose_frame, run, media, created, last_hit, used, hits) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-            (
-                *(entry.entry_id, entry.namespace.tenant, entry.namespace.model, space),
-                *(dump_segments(entry.segments), entry.chunk_text, entry.response),
-                json.dumps(dict(entry.metadata), default=str),
-                *(record.frame, record.loose_frame, record.run, " ".join(media)),
-                *(entry.created, entry.last_hit),
-                *(max(entry.created, entry.last_hit, record.recorded), entry.hits),
-            ),
-        )
+        columns = {
+            "entry_id": entry.entry_id,
+            "tenant": entry.namespace.tenant,
+            "model": entry.namespace.model,
+            "space": space,
+            "segments": dump_segments(entry.segments),
+            "chunk_text": entry.chunk_text,
+            "response": entry.response,
+            "metadata": json.dumps(dict(entry.metadata), default=str),
+            "frame": record.question_slot,
+            "loose_frame": record.any_media_slot,
+            "run": record.media_prefix,
+            "media": " ".join(media),
+            "created": entry.created,
+            "last_hit": entry.last_hit,
+            "used": max(entry.created, entry.last_hit, record.recorded),
+            "hits": entry.hits,
+        }
+        names = ", ".join(columns)
+        values = ", ".join(f":{name}" for name in columns)
+        cursor = db.execute(f"INSERT INTO entries ({names}) VALUES ({values})", columns)  # noqa: S608 (our own words)
         row = int(cursor.lastrowid or 0)
         db.executemany(
             "INSERT OR IGNORE INTO entry_keys VALUES (?, ?)", [(k, row) for k in record.keys]
@@ -305,7 +314,13 @@ class Catalog:
         )
         return row
 
-    def _add_vectors(self, db: sqlite3.Connection, row: int, space: str, record: Record) -> None:
+    def _add_vectors(
+        self,
+        db: sqlite3.Connection,
+        row: int,
+        space: str,
+        record: Record,
+    ) -> None:
         db.executemany(
             "INSERT OR IGNORE INTO tags VALUES (?, ?)", [(t, row) for t in record.entry.tags]
         )
@@ -409,7 +424,12 @@ class Catalog:
             ValueError: no criterion was given.
         """
         space = None if namespace is None else namespace_key(namespace)
-        given = {"tag": tag, "entry_id": entry_id, "space": space, "before": before}
+        given = {
+            "tag": tag,
+            "entry_id": entry_id,
+            "space": space,
+            "before": before,
+        }
         criteria: Criteria = {name: value for name, value in given.items() if value is not None}
         if tenants is not None:
             criteria["tenants"] = list(tenants)
@@ -547,7 +567,12 @@ class Catalog:
             for (entry_id,) in self.database.rows(statement, json.dumps(list(entry_ids)))
         ]
 
-    def vectors(self, layers: Sequence[str], after: int, limit: int) -> list[VectorRow]:
+    def vectors(
+        self,
+        layers: Sequence[str],
+        after: int,
+        limit: int,
+    ) -> list[VectorRow]:
         """The next vectors of entries under the given layer keys, in order of writing, numbered above ``after``."""
         statement = (
             "SELECT vectors.id, entry_id, space, frame, loose_frame, layer, vector FROM vectors JOIN entries"  # noqa: S608

@@ -142,7 +142,11 @@ class Maintained(Protocol):
         """Delete what was stored before a time, in seconds since the epoch; how many items."""
 
     def purge(
-        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+        self,
+        *,
+        tenants: Sequence[str] | None = None,
+        tag: str | None = None,
+        dry_run: bool = False,
     ) -> int:
         """Delete, or with ``dry_run`` count, the items that meet all that is given; how many."""
 
@@ -295,7 +299,14 @@ def _block_stores(root: Path) -> list[tuple[str, Path]]:
 def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
     """The index of a block store as it is, to read. With ``whole`` its structure is checked before."""
     schema = block_index.SCHEMA
-    with closing(Database(root / INDEX, schema=schema, timeout_s=_WAIT_S, replace=False)) as opened:
+    with closing(
+        Database(
+            root / INDEX,
+            schema=schema,
+            timeout_s=_WAIT_S,
+            replace=False,
+        )
+    ) as opened:
         if whole:
             opened.check()
         with opened as db:
@@ -303,7 +314,12 @@ def _index(root: Path, *, whole: bool = False) -> Iterator[sqlite3.Connection]:
 
 
 @contextmanager
-def _store(found: Report, name: str, root: Path, max_age_s: float = 0.0) -> Iterator[BlockStore]:
+def _store(
+    found: Report,
+    name: str,
+    root: Path,
+    max_age_s: float = 0.0,
+) -> Iterator[BlockStore]:
     """A block store to delete from. What could not be deleted becomes a line of ``found``."""
     with closing(BlockStore(root, name, Bounds(max_bytes=0, max_age_s=max_age_s))) as store:
         yield store
@@ -320,7 +336,9 @@ def _owners(salts: Iterable[str | None]) -> list[str]:
 
 
 def inspect(
-    cache_dir: Path, tenants: Sequence[str] | None = None, salts: Iterable[str | None] = ()
+    cache_dir: Path,
+    tenants: Sequence[str] | None = None,
+    salts: Iterable[str | None] = (),
 ) -> CacheUse:
     """Counts, bytes and ages: of everything, or of what is known to be a tenant's.
 
@@ -573,7 +591,13 @@ def _purge_entries(
         _drop_strays(cache_dir)
 
 
-def _purge_blocks(cache_dir: Path, found: Report, *, owners: Sequence[str], dry_run: bool) -> None:
+def _purge_blocks(
+    cache_dir: Path,
+    found: Report,
+    *,
+    owners: Sequence[str],
+    dry_run: bool,
+) -> None:
     """Delete, or count, the block files of some owners."""
     for name, root in _block_stores(cache_dir):
         with _noting(found, name, root / INDEX):
@@ -681,7 +705,11 @@ def _begin_anew(file: Path, schema: Schema) -> list[str]:
     """Delete a database with everything that only it names, and begin another. Processes that have it open go on with
     the new one, and treat everything as purged. Returns a line for what could not be deleted."""
     try:
-        Database(file, schema=schema, anew=True).close()
+        Database(
+            file,
+            schema=schema,
+            anew=True,
+        ).close()
     except StoreError as error:
         if file.exists() and file.stat().st_size:  # else the disk is full
             return [f"{file} cannot be begun anew ({error}), purge again"]

@@ -298,11 +298,9 @@ class Bounded(Decider):
         """The chance of a wrong answer by one of a match's scores."""
         # A calibration that was fitted on whole matches does not hold for a part of a prompt.
         calibration = self._calibration if score.tier in self._tiers and match.whole else None
-        return (
-            cautious(score.cosine)
-            if calibration is None
-            else calibration.risk(score.cosine, match.wording)
-        )
+        if calibration is None:
+            return cautious(score.cosine)
+        return calibration.risk(score.cosine, match.wording)
 
     def _review(self) -> None:
         """Estimate every band anew, and open those that the budget covers."""
@@ -313,11 +311,13 @@ class Bounded(Decider):
             arm.risk = [max(pair) for pair in zip(long, lately, strict=True)]
             arm.open = [False] * BANDS
         horizon = max(_HORIZON * self._requests, 500.0)
-        budget, more = self._free() + self._rate * horizon, 0.0
-        cells = [
-            (arm.risk[place], place, arm) for arm in self._arms.values() for place in range(BANDS)
-        ]
-        for risk, place, arm in sorted(cells, key=lambda cell: (cell[0], -cell[1])):
+        budget = self._free() + self._rate * horizon
+        more = 0.0  # wrong answers that the open cells would bring
+        cells: list[tuple[float, int, Arm]] = []
+        for arm in self._arms.values():
+            cells += [(arm.risk[place], place, arm) for place in range(BANDS)]
+        cells.sort(key=lambda cell: (cell[0], -cell[1]))
+        for risk, place, arm in cells:
             if risk <= _MOST_RISK and more <= _EASE * budget:
                 arm.open[place] = True
                 more += risk * arm.asked[place] / max(self._requests, 200.0) * horizon
@@ -335,7 +335,11 @@ class Bounded(Decider):
                 {"key": list(key), **{name: getattr(arm, name) for name in _COUNTS}}
                 for key, arm in self._arms.items()
             ]
-            return {"requests": self._requests, "bands": self._scale, "arms": arms}
+            return {
+                "requests": self._requests,
+                "bands": self._scale,
+                "arms": arms,
+            }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         try:

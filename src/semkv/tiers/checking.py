@@ -71,9 +71,8 @@ class SameMeaning:
             return True
         if min(len(first.split()), len(second.split())) <= _SHORT:
             return False
-        if not (self._encoder.fits(first) and self._encoder.fits(second)) or said_otherwise(
-            first, second
-        ):
+        are_whole = self._encoder.fits(first) and self._encoder.fits(second)
+        if not are_whole or said_otherwise(first, second):
             return False
         a, b = at_unit_length(self._encoder.encode([first, second]))
         return float(a @ b) >= _SAME_MEANING
@@ -264,7 +263,11 @@ class Checking:
         with self._tally.boundary("decider"):
             policy = self._decider.state()
         if policy is not None:
-            body = {"format": FORMAT, "fingerprint": self._fingerprint, "policy": policy}
+            body = {
+                "format": FORMAT,
+                "fingerprint": self._fingerprint,
+                "policy": policy,
+            }
             with self._tally.boundary("policy"):
                 replace_text(self._file, json.dumps(body), private=True)
 
@@ -276,11 +279,8 @@ class Checking:
             return
         if body["format"] != FORMAT:
             raise ValueError(f"{self._file} is of another version")
-        if (
-            body["fingerprint"] == self._fingerprint
-            and body["policy"] is not None
-            and self._decider.learns
-        ):
+        is_ours = body["fingerprint"] == self._fingerprint and body["policy"] is not None
+        if is_ours and self._decider.learns:
             self._decider.restore(body["policy"])
 
 

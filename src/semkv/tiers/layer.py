@@ -22,7 +22,7 @@ class Layer:
         key: the catalog's name of the layer.
         dim: length of the vectors.
         threshold: least cosine.
-        partition: the catalog's field in which entries must agree to be compared.
+        partition: the field of a catalog's row in which entries must agree to be compared.
     """
 
     def __init__(

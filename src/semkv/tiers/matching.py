@@ -606,9 +606,9 @@ class Matching:
         return Record(
             entry=entry,
             keys=(*keyed.entry_keys(), *tier_keys),
-            frame=keyed.question_slot(),
-            loose_frame=keyed.question_slot(with_media=False),
-            run=keyed.media_prefix(),
+            question_slot=keyed.question_slot(),
+            any_media_slot=keyed.question_slot(with_media=False),
+            media_prefix=keyed.media_prefix(),
             vectors={layers[n]: v for n, v in vectors.items() if n in layers and n != VISION},
             media_vectors=media,
         )
@@ -809,7 +809,11 @@ class PendingTier:
             hit_id = self._checking.open(report.request, found.plan.match, found.decision)
             self._tally.add(f"hit:{found.plan.match.tier}")
             return replace(
-                report, plan=found.plan, statuses=found.statuses, hit_id=hit_id, near=None
+                report,
+                plan=found.plan,
+                statuses=found.statuses,
+                hit_id=hit_id,
+                near=None,
             )
         return None
 

@@ -98,7 +98,13 @@ class SimilarTier:
         with tally.boundary("catalog"):
             self._purge = catalog.purge()  # before anything is read
 
-        def layer(name: str, key: str, dim: int, threshold: float, partition: str) -> Layer:
+        def layer(
+            name: str,
+            key: str,
+            dim: int,
+            threshold: float,
+            partition: str,
+        ) -> Layer:
             made = VectorIndex(dim) if index is None else plug.require("index", index(dim), Index)
             return Layer(
                 name,
@@ -121,7 +127,7 @@ class SimilarTier:
         self._embedded = [layer for name, layer in self.layers.items() if name != VISION]
         if encoder is not None:
             key = f"{SEMANTIC}@{encoder.fingerprint}"
-            partition = "frame" if self._within_media else "loose_frame"
+            partition = "question_slot" if self._within_media else "any_media_slot"
             self.layers[SEMANTIC] = layer(SEMANTIC, key, encoder.dim, least, partition)
         self._texts = [layer for name, layer in self.layers.items() if name != VISION]
         self._item_of: dict[str, str] = {}  # entry -> item of the media index, oldest first
@@ -139,7 +145,7 @@ class SimilarTier:
     @staticmethod
     def partition_of(layer: EmbeddingLayer) -> str:
         """Which field of a catalog's row says what a layer of L2 compares with each other."""
-        return "run" if layer.name == VISION else "frame"
+        return "media_prefix" if layer.name == VISION else "question_slot"
 
     def close(self) -> None:
         """Forget what was purged, and stop the indexes' upkeep."""
@@ -262,9 +268,9 @@ class SimilarTier:
         """The partitions in which the layers compare a prompt."""
         named = {
             "space": keyed.space,
-            "run": keyed.media_prefix(),
-            "frame": keyed.question_slot(),
-            "loose_frame": keyed.question_slot(with_media=False),
+            "media_prefix": keyed.media_prefix(),
+            "question_slot": keyed.question_slot(),
+            "any_media_slot": keyed.question_slot(with_media=False),
         }
         return {named[layer.partition] for layer in self.layers.values()} - {""}
 

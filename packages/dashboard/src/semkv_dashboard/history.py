@@ -189,7 +189,10 @@ class History:
     def _database(self) -> Database:
         if self._opened is None:
             self._opened = Database(
-                self._folder / FILE, schema=SCHEMA, timeout_s=_WAIT_S, raises_store_error=True
+                self._folder / FILE,
+                schema=SCHEMA,
+                timeout_s=_WAIT_S,
+                raises_store_error=True,
             )
         return self._opened
 
@@ -323,7 +326,11 @@ class HistoryUpkeep:
         return 0
 
     def purge(
-        self, *, tenants: Sequence[str] | None = None, tag: str | None = None, dry_run: bool = False
+        self,
+        *,
+        tenants: Sequence[str] | None = None,
+        tag: str | None = None,
+        dry_run: bool = False,
     ) -> int:
         """Delete names, counts and uses of the tenants."""
         if dry_run or tag is not None or tenants is None or not is_filled(self._file):

@@ -79,7 +79,11 @@ def room(rows: int, row_bytes: int) -> Bytes:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[Bytes]) -> Bytes:
+def encode_head(
+    about: Mapping[str, str],
+    keys: Sequence[bytes],
+    rows: Sequence[Bytes],
+) -> Bytes:
     """What stands before the rows in a file, ``about`` being all but keys and checksums, in memory as of `room`.
 
     KV rows of whole pages begin at a page, for O_DIRECT. Others do not: encoder outputs have no host memory above them,
@@ -103,7 +107,11 @@ def encode_head(about: Mapping[str, str], keys: Sequence[bytes], rows: Sequence[
 
 
 def _tensor(count: int, row_bytes: int) -> dict[str, Any]:
-    return {"dtype": "U8", "shape": [count, row_bytes], "data_offsets": [0, count * row_bytes]}
+    return {
+        "dtype": "U8",
+        "shape": [count, row_bytes],
+        "data_offsets": [0, count * row_bytes],
+    }
 
 
 def _head_checksum(text: str, tensor: Any) -> str:
@@ -138,7 +146,12 @@ def write_file(path: Path, head: Bytes, rows: Sequence[Bytes]) -> None:
         raise
 
 
-def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Bytes], at: int) -> None:
+def _transfer(
+    call: Callable[..., int],
+    descriptor: int,
+    parts: Sequence[Bytes],
+    at: int,
+) -> None:
     """Read or write from a place of a file on, as far as it goes.
 
     Whole pages come and go with O_DIRECT: a copy of what host memory holds is of no use in the page cache. Without it,

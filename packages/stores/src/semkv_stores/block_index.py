@@ -157,14 +157,22 @@ def condition(which: Mapping[str, str]) -> tuple[str, list[bytes]]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[BlockRef | None]:
+def find(
+    db: sqlite3.Connection,
+    namespace: str,
+    keys: Sequence[bytes],
+) -> list[BlockRef | None]:
     """Where each block is, None for what is not stored. The keys are of one length."""
     found: list[BlockRef | None] = [None] * len(keys)
     if not keys:
         return found
     space = _space(namespace)
     size = len(space) + len(keys[0])
-    asked = {"keys": b"".join(space + key for key in keys), "count": len(keys), "size": size}
+    asked = {
+        "keys": b"".join(space + key for key in keys),
+        "count": len(keys),
+        "size": size,
+    }
     (answer,) = db.execute(_FIND, asked).fetchone()
     for line in filter(None, (answer or "").split(";")):
         words = line.split(" ")
@@ -174,7 +182,13 @@ def find(db: sqlite3.Connection, namespace: str, keys: Sequence[bytes]) -> list[
         tag = _text(bytes.fromhex(words[3]))
         for at, row in zip(words[4::2], words[5::2], strict=True):
             if here or found[int(at)] is None:
-                found[int(at)] = BlockRef(file, int(row), written, owner=tag, here=here)
+                found[int(at)] = BlockRef(
+                    file,
+                    int(row),
+                    written,
+                    owner=tag,
+                    here=here,
+                )
     return found
 
 
@@ -377,7 +391,10 @@ def let_go(db: sqlite3.Connection, root: Path, files: Iterable[str]) -> bool:
 
 
 def purge(
-    db: sqlite3.Connection, root: Path, which: Mapping[str, str], place: int | None = None
+    db: sqlite3.Connection,
+    root: Path,
+    which: Mapping[str, str],
+    place: int | None = None,
 ) -> int:
     """Delete the files that meet ``which`` and record that for all who use the index; returns how many.
 

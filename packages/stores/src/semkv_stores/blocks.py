@@ -89,7 +89,13 @@ class BlockStore:
         open_far: opens the object of a block file. It raises OSErrors, FileNotFoundError where there is none.
     """
 
-    def __init__(self, root: Path, kind: str, bounds: Bounds = Bounds(), writer: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        kind: str,
+        bounds: Bounds = Bounds(),
+        writer: str = "",
+    ) -> None:
         """Open or create a directory for blocks of a kind (``kv`` or ``fusion``).
 
         Raises:
@@ -126,7 +132,11 @@ class BlockStore:
         first use that can. Only `Database.write` waits later on, for as long as its caller says."""
         file, schema = self.root / INDEX, block_index.SCHEMA
         try:
-            self._index = Database(file, schema=schema, timeout_s=0.0)
+            self._index = Database(
+                file,
+                schema=schema,
+                timeout_s=0.0,
+            )
         except StoreError as error:
             if (cause := error.__cause__) is None:
                 raise
@@ -279,7 +289,13 @@ class BlockStore:
             source = self.open_far(ref.file)
         else:
             raise OSError("no bucket is open")
-        return BlockFile(source, ref.file, kind=self.kind, file=ref.file, **expected)
+        return BlockFile(
+            source,
+            ref.file,
+            kind=self.kind,
+            file=ref.file,
+            **expected,
+        )
 
     def _not_read(self, ref: BlockRef, error: CorruptValue | OSError) -> None:
         """Count why a file was not read. Only what was read and is damaged, and what is gone, is forgotten: another

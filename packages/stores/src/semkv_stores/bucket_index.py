@@ -97,7 +97,11 @@ class LogPurge:
     place: int = 0
 
     def which(self) -> dict[str, str]:
-        given = {"owner": self.owner, "writer": self.writer, "namespace": self.namespace}
+        given = {
+            "owner": self.owner,
+            "writer": self.writer,
+            "namespace": self.namespace,
+        }
         return {name: word.decode() for name, word in given.items() if word is not None}
 
     def __post_init__(self) -> None:
@@ -163,7 +167,11 @@ def forget(db: sqlite3.Connection, bucket: str, *, pending: bool) -> bool:
 
 
 def apply(
-    db: sqlite3.Connection, root: Path, record: Record, at: At, own_purges: Sequence[int] = ()
+    db: sqlite3.Connection,
+    root: Path,
+    record: Record,
+    at: At,
+    own_purges: Sequence[int] = (),
 ) -> list[int]:
     """Apply a record of the log; returns the files that are no longer in the bucket.
 

@@ -300,7 +300,13 @@ class Database:
             fault.sqlite_errorcode = sqlite3.SQLITE_BUSY if is_busy else sqlite3.SQLITE_CANTOPEN
             raise fault from error
 
-    def _open(self, damaged: FileId | None = None, *, wait_s: float, anew: bool = False) -> None:
+    def _open(
+        self,
+        damaged: FileId | None = None,
+        *,
+        wait_s: float,
+        anew: bool = False,
+    ) -> None:
         """Open the file, or a new one in place of the one that was found to be ``damaged``."""
         if self._replace and self._schema.prepare:
             self._schema.prepare(self.path.parent)

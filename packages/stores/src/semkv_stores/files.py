@@ -124,7 +124,12 @@ def lock(path: Path, wait_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing(
+    path: Path,
+    *,
+    private: bool = False,
+    durable: bool = True,
+) -> Iterator[BinaryIO]:
     """A file to write that takes the place of ``path``, in full, when the block ends without an exception.
 
     Of several writers the last one's file stays. ``private``: only its owner can read it. ``durable``: after a power

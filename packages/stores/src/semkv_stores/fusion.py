@@ -17,7 +17,12 @@ from semkv_stores.digests import digest
 from semkv_stores.errors import CorruptValue
 
 FUSION_MAX_BYTES = 8 << 30
-_ITEM_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_ITEM_SIZE = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,12 @@ class FusionStore:
             self.blocks.reject(ref.file)
             return None
 
-    def save(self, state: FusionState, owner: str = "", since: int | None = None) -> bool:
+    def save(
+        self,
+        state: FusionState,
+        owner: str = "",
+        since: int | None = None,
+    ) -> bool:
         """Store a state; False when it was there already, or the disk or the bounds did not allow it.
 
         ``owner``, ``since``: see `BlockStore.write`.

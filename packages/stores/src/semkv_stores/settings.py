@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_type_hints
 
 from semkv_stores.errors import ConfigError
 
@@ -91,21 +91,30 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config={"allow_inf_nan": False})
 
 
+class _Declared(NamedTuple):
+    """What a class says of one of its fields."""
+
+    flag: str
+    kind: Any
+    allowed: list[Allowed]
+    needs: list[Needs]
+
+
 @cache
-def _declared(kind: Any) -> dict[str, tuple[str, Any, list[Allowed | Needs]]]:
-    """By field: its flag, its type, what is allowed of it, and what it needs."""
+def _declared(kind: Any) -> dict[str, _Declared]:
+    """By the field's name."""
     hints = get_type_hints(kind)
     annotated = get_type_hints(kind, include_extras=True)
-    found: dict[str, tuple[str, Any, list[Allowed | Needs]]] = {}
+    found: dict[str, _Declared] = {}
     for item in fields(kind):
         extras = getattr(annotated[item.name], "__metadata__", ())
         # Of a command line's parameter.
         names = [name for extra in extras for name in getattr(extra, "name", None) or ()]
-        option = names[0] if names else "--" + item.name.replace("_", "-")
-        found[item.name] = (
-            option,
-            hints[item.name],
-            [extra for extra in extras if isinstance(extra, (Allowed, Needs))],
+        found[item.name] = _Declared(
+            flag=names[0] if names else "--" + item.name.replace("_", "-"),
+            kind=hints[item.name],
+            allowed=[extra for extra in extras if isinstance(extra, Allowed)],
+            needs=[extra for extra in extras if isinstance(extra, Needs)],
         )
     return found
 
@@ -123,21 +132,20 @@ def check(settings: Any, *, flags: bool = True) -> None:
         ConfigError: a value does not fit.
     """
     declared = _declared(cast("Hashable", type(settings)))
-    for name, (option, kind, limits) in declared.items():
-        key = option if flags else name
-        value = typed(key, getattr(settings, name), kind)
-        for limit in limits:
-            if isinstance(limit, Allowed):
-                _hold(key, value, limit)
+    for name, field in declared.items():
+        key = field.flag if flags else name
+        value = typed(key, getattr(settings, name), field.kind)
+        for limit in field.allowed:
+            _hold(key, value, limit)
         object.__setattr__(settings, name, value)
     for item in fields(settings):
-        option, _, limits = declared[item.name]
+        field = declared[item.name]
         value = getattr(settings, item.name)
         if value == item.default:
             continue
-        for need in limits:
-            if isinstance(need, Needs) and not need.test(settings):
-                key = option if flags else item.name
+        for need in field.needs:
+            if not need.test(settings):
+                key = field.flag if flags else item.name
                 raise ConfigError(key, value, f"left out, or {need.text} beside it")
 
 

@@ -275,9 +275,5 @@ def _draw_thing(pen: ImageDraw, thing: Thing) -> None:
 
 
 def _shaded(color: RGB, factor: float) -> RGB:
-    red, green, blue = color
-    return (
-        min(255, round(red * factor)),
-        min(255, round(green * factor)),
-        min(255, round(blue * factor)),
-    )
+    shaded = [min(255, round(part * factor)) for part in color]
+    return (shaded[0], shaded[1], shaded[2])
