@@ -155,7 +155,7 @@ class Reached(NamedTuple):
     reports: Place = Place()
 
     def __str__(self) -> str:
-        return f"{self.removals};{self.reports}"
+        return f"{self.removals};{self.reports};"  # which earlier versions cannot read
 
 
 class Logs(NamedTuple):
@@ -173,13 +173,17 @@ def read_reached(text: str, parts: int) -> list[Reached] | None:
     """How far the logs of each part were followed, from a catalog's note; None where it is of another store."""
     if not text:
         return [Reached()] * parts
-    notes = [note.partition(";") for note in text.split(",")]
+    notes = text.split(",")
     if len(notes) != parts:
         return None
+    found = []
     try:
-        return [Reached(Place.of(removals), Place.of(reports)) for removals, _, reports in notes]
+        for note in notes:
+            removals, reports, _ = note.split(";")
+            found.append(Reached(Place.of(removals), Place.of(reports)))
     except ValueError:
         return None
+    return found
 
 
 class DonorStore(Protocol):
