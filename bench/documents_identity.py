@@ -129,6 +129,7 @@ class Engine:
             model=str(scratch / "model"),
             max_model_len=8192,
             worker_cls=WORKER,
+            async_scheduling=False,
             dtype="float32" if options.tiny else "bfloat16",
             tensor_parallel_size=options.ranks,
             enforce_eager=options.eager or options.tiny,

@@ -91,6 +91,7 @@ class Engine:
             kv_cache_memory_bytes=options.kv_gib << 30,
             gpu_memory_utilization=0.1,
             worker_cls=WORKER,
+            async_scheduling=False,
             kv_transfer_config=KVTransferConfig(**kv),
             **block,
         )

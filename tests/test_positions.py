@@ -552,12 +552,15 @@ def gates(reuse: Reuse) -> dict[str, Any]:
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "enable_expert_parallel", True),
         ("cache_config", "cache_dtype", "fp8"),
+        ("scheduler_config", "async_scheduling", True),
     ):
         other = copy.copy(config)
         if part:
             setattr(other, part, copy.copy(getattr(config, part)))
         setattr(getattr(other, part) if part else other, name, value)
         found[name] = refusal(other, cache)
+    with mock.patch.object(type(config), "use_v2_model_runner", new=True):
+        found["another runner"] = refusal(config, cache)
     group = cache.kv_cache_groups[0]
     for name, value in (("sliding_window", 64), ("attention_chunk_size", 64), ("block_size", 2)):
         kind = replace(group.kv_cache_spec, **{name: value})

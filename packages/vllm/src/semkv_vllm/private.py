@@ -228,11 +228,7 @@ def load_blocks(
 
 def pictures_of(runner: Any, request: str) -> Sequence[Any]:
     """The pictures of a request that runs, with what the encoder is given (``MultiModalFeatureSpec``)."""
-    states = getattr(runner, "requests", None)
-    if states is not None:
-        return list(states[request].mm_features)
-    cache = runner.encoder_cache  # of the newer runner; None for models that take none
-    return [] if cache is None else list(cache.mm_features[request])
+    return list(runner.requests[request].mm_features)
 
 
 def keeps_picture_inputs(model: Any, vision: Any) -> bool:
