@@ -179,7 +179,7 @@ def read_reached(text: str, parts: int) -> list[Reached] | None:
     found = []
     try:
         for note in notes:
-            removals, reports, _ = note.split(";")
+            removals, reports = note.split(";")[:2]
             found.append(Reached(Place.of(removals), Place.of(reports)))
     except ValueError:
         return None
