@@ -179,7 +179,7 @@ def read_reached(text: str, parts: int) -> list[Reached] | None:
     found = []
     try:
         for note in notes:
-            removals, reports = note.split(";")[:2]
+            removals, reports = note.removesuffix(";").split(";")
             found.append(Reached(Place.of(removals), Place.of(reports)))
     except ValueError:
         return None
