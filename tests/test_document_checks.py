@@ -85,9 +85,10 @@ def test_answers_without_text_are_compared_or_are_not() -> None:
     assert agree(payload(content="A text."), payload(content="a text")) is True
 
 
-def test_a_tenant_with_many_models_forgets_its_own() -> None:
+def test_a_tenant_with_many_models_forgets_its_own(tmp_path: Path) -> None:
     outcomes: list[str] = []
-    reuse = DocumentReuse(0.5, outcomes.append)
+    faults: list[str] = []
+    reuse = DocumentReuse(0.5, outcomes.append, tmp_path / "counts.json", faults.append)
 
     def accept(tenant: str, model: str) -> Reuse | None:
         body = chat("hello", model=model, kv_transfer_params=SPANS)
@@ -101,3 +102,4 @@ def test_a_tenant_with_many_models_forgets_its_own() -> None:
     assert accept("many", "m0") is None, "forgotten"
     assert accept("many", "m299") is not None
     assert outcomes == ["beyond the bound"] * 302
+    assert not faults

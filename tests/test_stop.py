@@ -136,11 +136,14 @@ def test_who_reads_too_slowly_holds_up_no_other_reader_of_one_large_answer(
             for _ in range(20):
                 yield chunk
 
+    class Flight(InFlight):
+        async def send(self) -> Any:
+            return Reply()
+
     async def story() -> None:
         flights = SingleFlight(print, lambda _: None)
         flights.max_answer_bytes = 300_000
-        send: Any = AsyncMock(return_value=Reply())
-        flight = InFlight(flights, "key", send, lambda *_: "", AsyncMock(), Assembler(chat=True))
+        flight = Flight(flights, "key", Assembler(chat=True))
         quick, slow = flights.start(flight), flight.reader(joined=True)
         slow_pieces = slow.pieces()
         async with asyncio.timeout(60):
