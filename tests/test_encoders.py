@@ -228,6 +228,18 @@ def test_damaged_files_are_named(minilm: SentenceEncoder, tmp_path: Path) -> Non
 
 
 @packaged
+def test_a_missing_weight_is_named_and_not_drawn(minilm: SentenceEncoder, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = copied(minilm._path, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["encoder.layer.5.output.dense.weight"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"--index-encoder.*layer.5.output.dense.weight is miss"):
+        _ = SentenceEncoder(str(folder)).dim
+
+
+@packaged
 def test_a_library_that_is_missing_is_named(
     minilm: SentenceEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

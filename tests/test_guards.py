@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import semkv_guards as guards
 from growth import assert_linear
-from semkv_guards import REASONS, RULES, Language, same_request, same_words, veto, wording
+from semkv_guards import REASONS, RULES, Language, same_words, veto, wording
 from semkv_guards.folding import LITERAL, asks_of_typing, normalise
 from semkv_guards.guard import objection, pair_of
 from semkv_guards.language import WORDS, languages
@@ -309,22 +309,6 @@ def test_neither_veto_nor_wording_depends_on_which_text_came_first(a: str, b: st
 def test_the_same_words_ask_for_the_same_kind_of_answer(a: str, b: str, same: bool) -> None:
     assert same_words(a, b) is same
     assert same_words(b, a) is same
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same"),
-    [
-        ("How do I transfer money?", "How can I send money?", True),
-        ("Do you have an app?", "Is there an app?", True),
-        ("Why am I angry with everyone?", "Why am I angry with myself?", False),
-        ("How can I move to Japan?", "How did you move to Japan?", False),
-        ("What is an administrator?", "What is an administration?", False),
-        ("Regex a+ meaning", "Regex a* meaning", False),
-    ],
-)
-def test_the_same_request_differs_in_its_frame_alone(a: str, b: str, same: bool) -> None:
-    assert same_request(a, b) is same
-    assert same_request(b, a) is same
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,17 @@ def test_several_are_kept_at_once_and_what_one_lacks_costs_the_others_nothing(
     store.close()
 
 
+def test_several_at_once_need_no_more_room_than_one_by_one(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a", max_bytes=1 << 20)
+    several = [answer(str(number), payload=b"x" * 300_000) for number in range(40)]
+    assert all(store.put_all([(one, "") for one in several]))
+    assert store.usage()[0] <= 3
+    store.close()
+    assert (
+        sum(file.stat().st_size for file in (tmp_path / "a").rglob("*") if file.is_file()) < 4 << 20
+    )
+
+
 # -- a cluster --------------------------------------------------------------------------------------------------------
 
 

@@ -28,11 +28,16 @@ _IR_VERSION = 8  # of the file format that has this opset
 _ERRORS_ONLY = 3
 
 
+_FIRST = "embeddings.word_embeddings.weight"
+"""A file that has it names its weights as this module does."""
+
+
 def onnx_states(directory: Path, config: Mapping[str, Any]) -> States:
     """What computes the states of a model's tokens.
 
     Raises:
-        OtherFormError: there is no ``model.safetensors``, or weights are missing, or are no float32.
+        OtherFormError: there is no ``model.safetensors``, or its weights have other names, or are no float32.
+        ValueError: one of them is missing.
         Exception: what safetensors and ONNX Runtime raise where the file is damaged, or weights have other shapes than
             the config names.
     """
@@ -120,7 +125,7 @@ class _Graph:
         read = [
             "ids",
             "kinds",
-            self._weight("embeddings.word_embeddings.weight"),
+            self._weight(_FIRST),
             self._weight("embeddings.position_embeddings.weight"),
             self._weight("embeddings.token_type_embeddings.weight"),
             *self._norm("embeddings.LayerNorm"),
@@ -198,6 +203,8 @@ class _Graph:
 
     def _get(self, name: str) -> Array:
         weight = self._given.get(name)
+        if weight is None and _FIRST in self._given:  # a library would draw it at random
+            raise ValueError(f"the weight {name} is missing")
         if weight is None or weight.dtype != np.float32:
             raise OtherFormError(f"it has no weight {name} in float32")
         return weight

@@ -29,7 +29,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
-from semkv.tiers.policies import CLOSE, SAME_REQUEST, Decider, Decision
+from semkv.tiers.policies import CLOSE, Decider, Decision
 from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
 from semkv.tiers.tier import EXACT, SEMANTIC, Candidate, Tier, status_of
@@ -47,16 +47,7 @@ from semkv.types import (
     Segment,
     Status,
 )
-from semkv_guards import (
-    Guard,
-    misspelled,
-    same_request,
-    same_words,
-    spelling,
-    unread,
-    veto,
-    wording,
-)
+from semkv_guards import Guard, misspelled, same_words, spelling, unread, veto, wording
 from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
@@ -275,15 +266,12 @@ class Planner:
         )
 
     def _has_same_words(self, request: Request, donor: Entry, score: float) -> bool:
-        """Whether texts a little below the threshold ask for the same in the same words: the less similar they are,
-        the more has to be the same."""
-        is_below = self._certain - SAME_REQUEST <= score < self._certain
-        if not is_below or not self._guarded:
+        """Whether texts closely below the threshold ask for the same in the same words."""
+        is_close = self._certain - CLOSE <= score < self._certain
+        if not is_close or not self._guarded:
             return False
-        is_close = score >= self._certain - CLOSE
-        says_same = same_words if is_close else same_request
         texts = {(request.chunk_text, donor.chunk_text), (request.question, donor.question)}
-        return all(says_same(mine, theirs) for mine, theirs in texts)
+        return all(same_words(mine, theirs) for mine, theirs in texts)
 
     def _can_judge(self, request: Request) -> bool:
         """Whether a judge may be asked about a request: it sees no images."""

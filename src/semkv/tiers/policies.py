@@ -1,7 +1,6 @@
 """Whether an approximate match may be used: the last word before a donor is substituted.
 
-fixed       the threshold of the flags, or `CLOSE` less where two texts ask for the same in the same words, or
-            `SAME_REQUEST` less where nothing but the frame of a request differs
+fixed       the threshold of the flags, or `CLOSE` less where two texts ask for the same in the same words
 calibrated  the chance of a wrong answer at this score and wording, fitted from labeled pairs
 bounded     keeps the share of requests answered wrongly under what the user set; learns from checked answers
             (`semkv.tiers.bounded`)
@@ -35,11 +34,6 @@ CLOSE = 0.04
 
 Of the pairs of `bench/data` in between, 75 need one answer and 1 needs two; of a public set of labeled question pairs,
 161 and 3."""
-SAME_REQUEST = 0.12
-"""The same where they are the same request but for words that frame it (`semkv_guards.same_request`).
-
-Of the pairs of `bench/data` between that and `CLOSE`, 30 need one answer and none needs two; of the public set, 17 and
-2."""
 FEATURES = ("cosine", "closeness", *Wording._fields)
 _GAP = 0.005  # keeps the closeness of a cosine of 1 finite
 _STEPS = 30  # of a bisection
@@ -113,7 +107,7 @@ class FixedThreshold(Decider):
 
     def __init__(self, certain: float | None = None) -> None:
         self._certain = certain
-        self.floor = None if certain is None else certain - SAME_REQUEST
+        self.floor = None if certain is None else certain - CLOSE
 
     def accept(self, request: Request, donor: Entry, match: Match) -> Decision:
         if self._certain is None or _is_certain(match, self._certain):

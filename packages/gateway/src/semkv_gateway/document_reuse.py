@@ -151,7 +151,7 @@ class DocumentReuse:
                 self._bounds[str(pair["tenant"]), str(pair["model"])] = bound
         except FileNotFoundError:
             return
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
             self._bounds.clear()
             self._failed("could not be read")
 

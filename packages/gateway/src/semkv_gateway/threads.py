@@ -78,8 +78,8 @@ class Batches(Generic[_Job, _Result]):
         self._queue.put((job, outcome))
         while len(self._threads) < self._most_threads:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()  # may fail: then the next job tries again
             self._threads.append(thread)
-            thread.start()
         if limit_s is None:
             return cast("_Result", await outcome)
         late = loop.call_later(limit_s, _fail, [outcome], TimeoutError())

@@ -11,14 +11,7 @@ from __future__ import annotations
 from semkv_guards.guard import Guard, said_otherwise, unread, veto
 from semkv_guards.language import Language
 from semkv_guards.rules.registry import REASONS, RULES
-from semkv_guards.wordings import (
-    MOST_UNMATCHED,
-    Wording,
-    misspelled,
-    same_request,
-    same_words,
-    wording,
-)
+from semkv_guards.wordings import MOST_UNMATCHED, Wording, misspelled, same_words, wording
 
 __all__ = [
     "MOST_UNMATCHED",
@@ -29,7 +22,6 @@ __all__ = [
     "Wording",
     "misspelled",
     "said_otherwise",
-    "same_request",
     "same_words",
     "unread",
     "veto",

@@ -193,7 +193,6 @@ class Language:
     leads: Words
     asked: Words
     some: Words
-    framing: Words
     helpers: Words
     hearer: Words
     third: Words

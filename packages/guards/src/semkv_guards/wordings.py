@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from semkv_guards.guard import pair_of
-from semkv_guards.language import Language, Token
+from semkv_guards.language import Language
 from semkv_guards.pairs import Pair
-from semkv_guards.rules.questions import what_is_asked
 from semkv_guards.text import STOPS
-
-_MARKS = ".,?!'"
 
 MOST_UNMATCHED = 8.0
 """Unmatched words from which more make no difference to a calibration."""
@@ -57,36 +53,6 @@ def same_words(a: str, b: str) -> bool:
     if any(_begins(x.stem, y.stem, pair) for x in pair.content[0] for y in pair.content[1]):
         return False
     return not wording(a, b, pair.language).reordered
-
-
-def same_request(a: str, b: str) -> bool:
-    """Whether two texts with the `same_words` ask for the same thing, too: their other words only frame a request ("how
-    do I", "how can I"), their words of content have the same stems or are synonyms, and their signs are the same.
-    Symmetric."""
-    pair = pair_of(a, b)
-    if what_is_asked(pair.a) != what_is_asked(pair.b) or not same_words(a, b):
-        return False
-    language = pair.language
-    content = pair.content
-    carrying = {*content[0], *content[1]}
-    small = {t.word for only in pair.only for t in only if t not in carrying}
-    if not small <= language.framing or _signs(a) != _signs(b):
-        return False
-    return all(
-        _has_equal(token, other.tokens, language)
-        for own, other in zip(content, (pair.b, pair.a), strict=True)
-        for token in own
-    )
-
-
-def _has_equal(token: Token, others: Iterable[Token], language: Language) -> bool:
-    """Whether a word has its stem, or a synonym, among others."""
-    return any(token.stem == t.stem or language.are_synonyms(token.stem, t.stem) for t in others)
-
-
-def _signs(text: str) -> list[str]:
-    """The signs of a text in their order, but for marks."""
-    return [sign for sign in text if not (sign.isalnum() or sign.isspace() or sign in _MARKS)]
 
 
 def _begins(x: str, y: str, pair: Pair) -> bool:

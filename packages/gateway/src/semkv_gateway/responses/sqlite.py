@@ -142,12 +142,13 @@ class SqliteStore(ResponseStore):
         with self.database.write() as db:
             news = {since: self._news(db, since) for since in {since for _, since in responses}}
             db.execute("DELETE FROM responses WHERE stale_until<=?", (now,))
-            kept = [
-                not (since and news[since].hit(response)) and self._insert(db, response, form, now)
-                for (response, since), form in zip(responses, forms, strict=True)
-            ]
-            nbytes = db.execute(_TOTALS).fetchone()[1]
-            self._trim(db, nbytes, self.max_bytes, _OLDEST, responses[-1][0].key)
+            kept = []
+            for (response, since), form in zip(responses, forms, strict=True):
+                is_gone = bool(since) and news[since].hit(response)
+                kept.append(not is_gone and self._insert(db, response, form, now))
+                # After each one: the file keeps the size that the largest moment needed.
+                nbytes = db.execute(_TOTALS).fetchone()[1]
+                self._trim(db, nbytes, self.max_bytes, _OLDEST, response.key)
         return kept
 
     def _insert(
