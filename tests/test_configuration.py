@@ -146,8 +146,8 @@ def test_code_of_ones_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         found.append(ours.configuration(config))
     assert found[0] != found[1]
     assert package / "helper.py" in ours.files_in(found[0])
-    with pytest.raises(UnknownError, match="cannot be found"):
-        ours.configuration(ParallelConfig(worker_cls="nowhere_at_all.Worker"))
+    assert ours.plain({"of.no.package": "a.b"}) == ["mapping", ["of.no.package", "a.b"]]
+    assert package / "helper.py" in ours.files_in(ours.plain("workers_of_mine.helper:make"))
     assert not any(ours.code()["plugins"])  # none beside vLLM's own and ours
 
 

@@ -59,11 +59,9 @@ _FAMILIES = (  # of variables that libraries below vLLM, and its plugins, read
 # Kubernetes sets such variables for a service named "vllm".
 _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_\w+)?$")
 _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
-_CLASSES = (  # fields that name a class to compute with, as its module and its name
-    "ParallelConfig.worker_cls",
-    "ParallelConfig.worker_extension_cls",
-    "SchedulerConfig.scheduler_cls",
-)
+_DOTTED = re.compile(
+    r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*"
+)  # as a class is named by its module
 _KNOWN_CODE = ("vllm", "semkv_vllm", "torch", "transformers")  # packages of a known version
 _OURS = {"semkv", "semkv-vllm"}  # every file that they store names the version of its format
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
@@ -96,8 +94,6 @@ def _field(name: str, value: Any) -> object:
     if name == "ModelConfig.hf_overrides" and callable(value):
         return "a function"  # hf_config holds the configuration that it made
     try:
-        if name in _CLASSES and isinstance(value, str):
-            return [value, code_of(value.rpartition(".")[0])]
         return plain(value)
     except UnknownError as error:
         raise UnknownError(
@@ -188,7 +184,9 @@ def _name(thing: Any) -> str:
 
 
 def _text(text: str) -> object:
-    """A text, and of the path of a file the digest of what is in it."""
+    """A text. A file's path also has the digest of what is in it, a class's name also the code of its package."""
+    if _DOTTED.fullmatch(text):
+        return _with_code(text)
     if os.sep not in text or "\0" in text:
         return text
     path = Path(text)
@@ -199,6 +197,14 @@ def _text(text: str) -> object:
     except OSError as error:
         raise UnknownError(f"a path that cannot be read ({error})") from error
     return text
+
+
+def _with_code(text: str) -> object:
+    try:
+        files = code_of(text.replace(":", "."))
+    except UnknownError:
+        return text  # nothing that can be imported
+    return [text, files] if files else text
 
 
 def files_in(value: object) -> Iterator[Path]:
