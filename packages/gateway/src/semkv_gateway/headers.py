@@ -10,6 +10,7 @@ nothing        harmless headers, each listed in `HARMLESS` under the reason
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,8 +56,11 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with a host) or say to
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a way) or say to
 which service a mesh sends (``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path."""
+
+_WAY = frozenset((b"by", b"for", b"proto"))
+"""What `Forwarded` may say of the way of a request; the rest may separate."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -132,7 +136,7 @@ class Separation:
                     b"*",
                 ):
                     found.chooses.append((name, value))
-            elif not self._is_harmless(name) or _names_host(name, value):
+            elif not self._is_harmless(name) or _says_more(name, value):
                 found.unknown.append((name, value))
         for headers in (found.credentials, found.unknown, found.chooses):
             headers.sort(key=_name)
@@ -167,9 +171,10 @@ class Separation:
         return name == b"*" or self._is_harmless(name)
 
 
-def _names_host(name: bytes, value: bytes) -> bool:
-    """Whether a proxy says under which host it was asked (RFC 7239)."""
-    return name == b"forwarded" and b"host" in value.lower()
+def _says_more(name: bytes, value: bytes) -> bool:
+    """Whether a proxy says more than from where, and on which way, the request came (RFC 7239), such as its host."""
+    said = re.findall(rb"([^\s;,=]+)\s*=", value.lower())
+    return name == b"forwarded" and not _WAY.issuperset(said)
 
 
 def _name(pair: tuple[bytes, bytes]) -> bytes:
