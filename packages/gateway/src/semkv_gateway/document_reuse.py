@@ -121,7 +121,7 @@ class DocumentReuse:
         return self.outcomes >= _SAVE_AFTER
 
     def save(self) -> None:
-        """Keep what was learned. May be called in another thread."""
+        """Write what was learned to the file. May be called in another thread."""
         if not self.outcomes:
             return
         self.outcomes = 0
@@ -140,7 +140,7 @@ class DocumentReuse:
             self._failed("could not be kept")
 
     def _restore(self, rate: float) -> None:
-        """Take up what was kept. What is damaged is nothing."""
+        """Read what earlier runs have learned. A file that cannot be read counts as none."""
         try:
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             if kept["format"] != _FORMAT:
@@ -151,7 +151,7 @@ class DocumentReuse:
                 self._bounds[str(pair["tenant"]), str(pair["model"])] = bound
         except FileNotFoundError:
             return
-        except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
+        except Exception:  # whatever is in the file, the gateway starts
             self._bounds.clear()
             self._failed("could not be read")
 
@@ -160,8 +160,8 @@ class DocumentReuse:
         self._on_fault("documents")
 
     def _bound_of(self, tenant: str, model: str, rate: float) -> Bounded:
-        """That of a model and tenant. Where there are too many, the oldest of the tenant that has the most goes, since
-        clients choose the names of models."""
+        """The bound of a model and tenant. Where there are too many, the oldest of the tenant that has the most goes,
+        since clients choose the names of models."""
         name = (tenant, digest(model))
         bound = self._bounds.get(name) or Bounded(rate, texts=_TEXTS)
         self._bounds[name] = bound

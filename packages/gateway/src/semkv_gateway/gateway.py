@@ -1071,7 +1071,7 @@ def _body(
     stream: bool,
     salted: bool,
 ) -> bytes:
-    """What is sent upstream, but for what vLLM's KV connector is told."""
+    """The body that is sent upstream, without ``kv_transfer_params``."""
     body = canonical.body(salted=salted)
     if not canonical.route.converts:
         return _encode(body).encode()

@@ -126,8 +126,8 @@ def hinted(
     peer: str,
     spans: Mapping[str, Any] | None = None,
 ) -> Callable[[bool], Call]:
-    """What makes the request of ``call`` with all that the connector is told. Hints are among it where the request is
-    made with salts: without them an engine knows no tenants.
+    """Add ``kv_transfer_params`` to the request that ``call`` makes. A request without salts gets no hints, since its
+    engine knows no tenants.
 
     Args:
         call: makes the request, with salts (True) or without; its body is a JSON object with fields, none of which is
