@@ -221,7 +221,7 @@ async def play_really(
         clients = [max(0.0, seconds - costs.hit) for seconds in await hits]
         before = median(clients) + 5 * costs.trip
         encodings = [max(costs.search, seconds - before) for seconds in await encoded]
-        say(f"beside it {len(clients)} hits and {len(encodings)} lookups")
+        say(f"meanwhile {len(clients)} clients hit, and {len(encodings)} texts were looked up")
     return rows, replace(costs, clients=tuple(clients), encodings=tuple(encodings))
 
 

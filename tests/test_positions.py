@@ -253,6 +253,19 @@ class Reuse:
         yield self.compose(self.text(64), 4, self.text(7), 2)  # the prompt ends with a document
         yield self.compose(self.text(3), 1, self.text(88), 0, 0, self.text(1))  # one comes twice
 
+    def submit(
+        self,
+        number: int,
+        ids: list[int],
+        places: list[list[int]] | None,
+        repair: int,
+        tokens: int = 48,
+    ) -> None:
+        """Let a request wait whose name is a number, with documents at some places, or with none."""
+        said = {"spans": places, "repair": repair} if places else {"skip": True}
+        params = sampling({"kv_transfer_params": {"semkv": said}}, tokens)
+        self.engine.llm.llm_engine.add_request(str(number), self.as_prompt(ids), params)
+
     def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
         return prompt(ids, salt)
 
@@ -378,9 +391,7 @@ def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
     preempted = reuse.engine.count_preemptions()
     core = reuse.engine.llm.llm_engine
     for number, (ids, places) in enumerate(jobs):
-        said = {"spans": places, "repair": dice.choice([0, 32])} if places else {"skip": True}
-        extra = {"kv_transfer_params": {"semkv": said}}
-        core.add_request(str(number), prompt(ids), sampling(extra))
+        reuse.submit(number, ids, places, dice.choice([0, 32]) if places else 0)
     done = {}
     dropped = set()
     steps = 0

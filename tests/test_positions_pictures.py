@@ -137,9 +137,7 @@ def crowd(reuse: PictureReuse) -> dict[str, Any]:
     preempted = reuse.engine.count_preemptions()
     core = reuse.engine.llm.llm_engine
     for number, (ids, places) in enumerate(jobs):
-        said = {"spans": places, "repair": dice.choice([0, 32])} if places else {"skip": True}
-        extra = {"kv_transfer_params": {"semkv": said}}
-        core.add_request(str(number), reuse.as_prompt(ids), sampling(extra, tokens=24))
+        reuse.submit(number, ids, places, dice.choice([0, 32]) if places else 0, tokens=24)
     done = {}
     while core.has_unfinished_requests():
         done |= {int(out.request_id): out for out in core.step() if out.finished}

@@ -146,7 +146,7 @@ def check(settings: Any, *, flags: bool = True) -> None:
         for need in field.needs:
             if not need.test(settings):
                 key = field.flag if flags else item.name
-                raise ConfigError(key, value, f"left out, or {need.text} beside it")
+                raise ConfigError(key, value, f"left out, or given together with {need.text}")
 
 
 def _hold(key: str, value: Any, limit: Allowed) -> None:
