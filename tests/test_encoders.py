@@ -24,6 +24,7 @@ from semkv.cache import SemanticCache
 from semkv.config import IMAGE_ROOT_VARIABLES, CacheConfig
 from semkv.encoders import VisionHook, build_hook, image_roots, read_media, vision
 from semkv.encoders import text as text_module
+from semkv.encoders.bert import OtherFormError, read_config
 from semkv.encoders.cuda import states_of
 from semkv.encoders.library import load_sentence_transformer
 from semkv.encoders.text import SentenceEncoder, load_model, resolve_model
@@ -225,6 +226,17 @@ def test_damaged_files_are_named(minilm: SentenceEncoder, tmp_path: Path) -> Non
             _ = SentenceEncoder(str(folder)).dim
         file.write_bytes(whole)
     assert SentenceEncoder(str(folder)).dim == 384
+
+
+@packaged
+def test_what_a_config_says_that_is_not_known_is_left_to_the_library(
+    minilm: SentenceEncoder, tmp_path: Path
+) -> None:
+    folder = copied(minilm._path, tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 10_000}))
+    with pytest.raises(OtherFormError, match="rope_theta"):
+        read_config(folder)
 
 
 @packaged

@@ -38,6 +38,19 @@ _CONFIG = {  # what `onnx_bert` computes; what is not there has these values
     "dtype": "float32",
     "torch_dtype": "float32",
 }
+_READ = frozenset(  # by `onnx_bert`, by this module, or in the shapes of the weights
+    (
+        "hidden_size intermediate_size layer_norm_eps max_position_embeddings num_attention_heads num_hidden_layers"
+        " type_vocab_size vocab_size"
+    ).split()
+)
+_HARMLESS = frozenset(  # of training, of other uses, or a name
+    (
+        "_name_or_path architectures attention_probs_dropout_prob bos_token_id classifier_dropout eos_token_id"
+        " gradient_checkpointing hidden_dropout_prob id2label initializer_range label2id pad_token_id"
+        " transformers_version use_cache"
+    ).split()
+)
 
 
 class OtherFormError(Exception):
@@ -145,6 +158,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     for key, value in _CONFIG.items():
         if config.get(key, value) not in (value, None):
             raise OtherFormError(f"{key} is {config[key]}")
+    unknown = config.keys() - _CONFIG.keys() - _READ - _HARMLESS
+    if said := sorted(key for key in unknown if config[key] is not None):
+        raise OtherFormError(f"it is not known what {', '.join(said)} means")
     return config
 
 

@@ -26,8 +26,6 @@ _OWN = "com.microsoft"  # domain of ONNX Runtime's operators
 _OPSET = 17
 _IR_VERSION = 8  # of the file format that has this opset
 _ERRORS_ONLY = 3
-
-
 _FIRST = "embeddings.word_embeddings.weight"
 """A file that has it names its weights as this module does."""
 
