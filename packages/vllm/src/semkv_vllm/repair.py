@@ -98,9 +98,8 @@ class Repair:
     def passes(self, gaps: Iterable[Gap]) -> list[Pass]:
         """As many passes as it takes, in the order in which they must run."""
         in_order = sorted(gaps, key=lambda gap: gap.begin)
-        known: dict[
-            str, torch.Tensor
-        ] = {}  # what the encoder has made of pictures, by vLLM's names
+        # What the encoder has made of pictures, by vLLM's names.
+        known: dict[str, torch.Tensor] = {}
         found = []
         for part in self._parts(in_order):
             # Backends that treat decodes apart want them first.
