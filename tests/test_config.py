@@ -153,7 +153,10 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
         ("--holdout=0.1 --no-semantic", "holdout: .*near-repeats"),
         ("--judge-url=http://host", "judge-url: .*--judge or --policy judge"),
         ("--judge --policy=bounded --judge-model=m --no-semantic", "judge-model: .*near-repeats"),
-        ("--peer=host:1", "peer: .*left out, or given together with --kv-hints and as many --upstream"),
+        (
+            "--peer=host:1",
+            "peer: .*left out, or given together with --kv-hints and as many --upstream",
+        ),
         ("--store=memory --store-mib=8", "store-mib: 8 .* a --store that is not memory"),
         ("--ttl=0 --stale=60", "stale: 60.0 .* a --ttl other than 0"),
     ],
