@@ -313,7 +313,6 @@ class Engine:
             skip_tokenizer_init=True,
             max_model_len=LONGEST,
             worker_cls=WORKER,
-            async_scheduling=False,
             enforce_eager=options.eager,
             gpu_memory_utilization=0.1,
             kv_transfer_config=KVTransferConfig(**kv),

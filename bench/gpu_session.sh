@@ -87,10 +87,6 @@ tiers() {
 }
 
 case $step in
-positions | documents-quality | documents-identity | documents-pictures | documents-tp2)
-    export VLLM_USE_V2_MODEL_RUNNER=0 ;; # with V2 no document is reused: docs/connectors.md
-esac
-case $step in
 check) check "$@" ;;
 kv) kv kv --rounds-of-chats 0 "$@" ;;
 kv-6) kv kv-6 --repeats 0 --rounds-of-chats 3 --engines offload,offload-again,semkv "$@" ;;
