@@ -29,8 +29,10 @@ _SHARES = {  # of all pairs, by their source
     "intents": 0.42,
     "phrases": 0.18,
 }
+_SHORT = 200  # characters of two texts to which phrases are added
 _NEAR = 6  # places in a list up to which another entry is a near one
 _LONG = 0.08  # of all pairs: among sentences
+_PHRASE = 0.12  # of all pairs: with a phrase behind one text or both
 _KEPT = 0.3  # of all pairs: with a word changed that does not change what is asked
 _WORD = re.compile(r"\w+(?:'\w+)?")
 _SMALL = frozenset(
@@ -119,8 +121,19 @@ class Pairs:
         (source,) = self._random.choices([*_SHARES], [*_SHARES.values()])
         row = self._small() if source == "small" else self._of(source)
         if row.same and self._random.random() < _KEPT:
-            return row._replace(b=small.kept(row.b, self._random))
+            row = row._replace(b=small.kept(row.b, self._random))
+        if self._random.random() < _PHRASE and len(row.a) + len(row.b) < _SHORT:
+            return self._with_phrases(row)
         return row
+
+    def _with_phrases(self, row: Labeled) -> Labeled:
+        """The same phrase behind both texts, another behind each, or one behind one of them."""
+        random = self._random
+        a, phrase = small.with_phrase(row.a, random)
+        if random.random() < 0.6:
+            return row._replace(a=a, b=small.ending(row.b, phrase))
+        other = small.with_phrase(row.b, random, but=phrase)[0] if random.random() < 0.5 else row.b
+        return Labeled(a, other, same=False)
 
     def _of(self, source: str) -> Labeled:
         random = self._random

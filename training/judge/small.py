@@ -107,6 +107,16 @@ _KEPT = (  # what may stand in place of each other, and asks for the same
     ("on the internet", "online"),
     ("without paying", "for free"),
 )
+_ADDED = tuple(  # phrases behind a question that change what is asked
+    """in Canada; in India; in the US; in Texas; in my city; at home; at work; at school; online; by phone; in person;
+    on weekends; on Sundays; at night; in summer; in winter; today; this week; next year; in 2019; in 2024; for free;
+    for beginners; for kids; for a company; for two people; for my mother; for my dog; as a student; as a foreigner;
+    as a woman; without money; without a car; without internet; without help; with a friend; with diabetes; with kids;
+    on a budget; before the holidays; after a divorce; after retirement; during a pandemic; in one day; in a month;
+    on my phone; on Linux; from another country; a second time; every day; with cash; by myself""".replace(
+        "\n   ", ""
+    ).split("; ")
+)
 _CHANGED = [(re.compile(pattern), others) for pattern, others in _CHANGES]
 _EITHER = [
     (re.compile(rf"\b{re.escape(one)}\b"), other)
@@ -135,3 +145,15 @@ def kept(text: str, random: Random) -> str:
         pattern, other = random.choice(fitting)
         text = pattern.sub(other, text, count=1)
     return text
+
+
+def with_phrase(text: str, random: Random, but: str = "") -> tuple[str, str]:
+    """The text with a phrase behind it that changes what is asked, and the phrase; ``but`` is one that it is not."""
+    phrase = random.choice([added for added in _ADDED if added != but])
+    return ending(text, phrase), phrase
+
+
+def ending(text: str, phrase: str) -> str:
+    """The text with a phrase before its last mark."""
+    body = text.rstrip("?.! ")
+    return f"{body} {phrase}{text[len(body) :].strip()}"
