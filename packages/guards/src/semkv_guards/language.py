@@ -185,6 +185,8 @@ class Language:
     clauses: Words
     shifts: Words
     kindred_relations: Entries
+    light_verbs: Words
+    kindred_verbs: Entries
     singling: Words
     adding: Words
     narrowing: Words
@@ -311,6 +313,12 @@ class Language:
         self.joint_stems = self.stems(self.joints)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         """Words around which the order of the others tells who is which."""
+        others = (self.persons, self.somebody, self.articles, self.negations, self.lessening)
+        verbs = (self.tenses, self.modals, self.helpers, {self.owns})
+        self.small_words = self.function.difference(*others, *verbs)
+        """Words without content between two others, but for those that have rules of their own."""
+        self.timing = self.clauses | self.shifts
+        """Words before a clause or a time."""
         self.alone = self.articles | self.persons.keys()
         """Words of one letter, among others."""
         self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
@@ -335,12 +343,23 @@ class Language:
         contracted = {word for word in self.function if word.partition("'")[0] in subjects}
         return dict.fromkeys(objects, False) | dict.fromkeys(subjects | contracted, True)
 
+    def _kindred(self, entries: Entries) -> dict[str, set[str]]:
+        """By stem, those that stand with it in an entry, and itself."""
+        found: dict[str, set[str]] = {}
+        for entry in entries:
+            stems = self.stems(entry.split())
+            for stem in stems:
+                found.setdefault(stem, {stem}).update(stems)
+        return found
+
     def _derive_verbs(self) -> None:
         self.denial_stems = self.stems(self.denials)
         self.particles_of = {
             self.stem(verb): frozenset(words.split()) for verb, words in self.particles
         }
         """By stem of a verb the words after it that make another verb of it."""
+        self.light_verb_stems = self.stems(self.light_verbs)
+        self.kindred_verb_stems = self._kindred(self.kindred_verbs)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
@@ -374,6 +393,10 @@ class Language:
     def may_be_content(self, token: Token) -> bool:
         """Whether a word may be a verb or a noun."""
         return token.word[0].isalpha() and token.word not in self.function
+
+    def are_kindred_verbs(self, stem: str, other: str) -> bool:
+        """Whether two verbs may stand in for each other where one of them has little content."""
+        return other in self.kindred_verb_stems.get(stem, ())
 
     def are_synonyms(self, stem: str, other: str) -> bool:
         """Whether two stems are in one class of synonyms."""

@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     words.name,
     words.substitution,
     words.substituted_phrase,
+    words.other_light_verb,
     words.unknown_language,
     modifiers.added_modifier,
     modifiers.added_phrase,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from semkv_guards.pairs import Pair, Tokens, triples
+from semkv_guards.pairs import Exchange, Pair, Tokens
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
+_SMALL = 2  # one word of each text
+_STRETCH = 3  # words of a text between two that both have
 _BOTH_ENDS = frozenset(("from", "for"))  # the senses of words for ways
 
 
@@ -101,24 +103,30 @@ def relation(pair: Pair) -> str | None:
 def contrary_relation(pair: Pair) -> str | None:
     """Another small word says something else of the same: what to do "until" and "when" somebody comes, what is said
     "of" and "by" the king."""
-    kindred = pair.language.kindred
-    own = [[t.word for t in only if t.word in kindred] for only in pair.only]
-    for mine, theirs in itertools.product(*own):
-        if mine in kindred[theirs]:
-            continue
-        if not _places(pair.a, {mine}).isdisjoint(_places(pair.b, {theirs})):
-            return "relation"
-    return None
+    return "relation" if any(_is_contrary(one, pair) for one in pair.exchanges) else None
 
 
-def _places(text: Text, words: set[str]) -> set[tuple[str, str]]:
-    """The stems before and after some words, articles left aside."""
-    tokens = (END, *text.without_articles, END)
-    return {
-        (END.stem if before.word in STOPS else before.stem, after.stem)
-        for before, token, after in triples(tokens)
-        if token.word in words and after.word not in STOPS
-    }
+def _is_contrary(exchange: Exchange, pair: Pair) -> bool:
+    """Whether small words alone stand in a place, and none of them may stand in for one of the other text."""
+    language = pair.language
+    kindred = language.kindred
+    every = (*exchange.first, *exchange.second)
+    if not all(t.stem in language.stop_stems for t in every):
+        return False
+    is_inside = END.stem not in (exchange.before, exchange.after)
+    small = language.kindred.keys() - language.questions.keys()
+    if is_inside:
+        small = language.small_words | language.kindred.keys()
+    if len(every) > _SMALL:
+        is_short = max(len(exchange.first), len(exchange.second)) <= _STRETCH
+        tells_time = not language.timing.isdisjoint(t.word for t in every)
+        if not (is_inside and is_short and tells_time):
+            return False
+    first = [t.word for t in exchange.first if t.word in small]
+    second = [t.word for t in exchange.second if t.word in small]
+    if not first or not second:
+        return False
+    return not any(x in kindred.get(y, ()) for x, y in itertools.product(first, second))
 
 
 @rule(
