@@ -83,12 +83,14 @@ def added_phrase(pair: Pair) -> str | None:
     vetoes=(
         ("Which planet has rings?", "Which planet has the most rings?"),
         ("Who was her husband?", "Who was her first husband?"),
+        ("Who scored the most goals?", "Who scored the most own goals?"),
         ("Who won the prize?", "Who also won the prize?"),
     ),
     allows=(
         ("What are common symptoms?", "What are the most common symptoms?"),
         ("Can I pay by card?", "Can I also pay by card?"),
         ("When did they meet?", "When did they first meet?"),
+        ("How do I start a business?", "How do I start my own business?"),
     ),
 )
 def singled_out(pair: Pair) -> str | None:
@@ -131,7 +133,7 @@ def _may_limit(previous: Token, language: Language, *, ranks: bool) -> bool:
     """Whether a noun may follow: "her first husband", "has most rings"; not "they first met", "are most common"."""
     if ranks:
         return previous.word in language.articles or previous.word == language.owns
-    is_pronoun = previous.word in language.persons and previous.word not in language.articles
+    is_pronoun = previous.word in language.persons  # "my own goals" are no fewer than "my goals"
     is_open = previous.word in language.questions or previous.stem in language.being
     return not is_pronoun and not is_open
 
