@@ -185,6 +185,10 @@ class Language:
     clauses: Words
     shifts: Words
     kindred_relations: Entries
+    kindred_of_forms: Entries
+    amounts: Words
+    of: str
+    stranded: Words
     light_verbs: Words
     kindred_verbs: Entries
     singling: Words
@@ -303,12 +307,10 @@ class Language:
         self.harmless_behind_stems = self.stems(self.harmless_behind)
         self.harmless_phrase_stems = self.stems(self.harmless_phrases)
         self.relation_stems = self.stems(self.relations)
-        self.kindred: dict[str, set[str]] = {}
+        self.kindred = _kindred(self.kindred_relations, str)
         """By small word between two others, those that may stand in for it there, and itself."""
-        for entry in self.kindred_relations:
-            words = entry.split()
-            for word in words:
-                self.kindred.setdefault(word, {word}).update(words)
+        self.kindred_with_forms = _kindred((*self.kindred_relations, *self.kindred_of_forms), str)
+        """The same before another form of the word behind it."""
         self.symmetric_stems = self.stems(self.symmetric)
         self.joint_stems = self.stems(self.joints)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
@@ -343,15 +345,6 @@ class Language:
         contracted = {word for word in self.function if word.partition("'")[0] in subjects}
         return dict.fromkeys(objects, False) | dict.fromkeys(subjects | contracted, True)
 
-    def _kindred(self, entries: Entries) -> dict[str, set[str]]:
-        """By stem, those that stand with it in an entry, and itself."""
-        found: dict[str, set[str]] = {}
-        for entry in entries:
-            stems = self.stems(entry.split())
-            for stem in stems:
-                found.setdefault(stem, {stem}).update(stems)
-        return found
-
     def _derive_verbs(self) -> None:
         self.denial_stems = self.stems(self.denials)
         self.particles_of = {
@@ -359,7 +352,7 @@ class Language:
         }
         """By stem of a verb the words after it that make another verb of it."""
         self.light_verb_stems = self.stems(self.light_verbs)
-        self.kindred_verb_stems = self._kindred(self.kindred_verbs)
+        self.kindred_verb_stems = _kindred(self.kindred_verbs, self.stem)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
@@ -457,6 +450,16 @@ def _without_last_letter(word: str) -> str:
     if len(word) > _SHORTEST and word[-1] == "i":
         word = f"{word[:-1]}y"
     return word
+
+
+def _kindred(entries: Entries, key: Callable[[str], str]) -> dict[str, set[str]]:
+    """By word, or by its stem, those that stand with it in an entry, and itself."""
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        words = set(map(key, entry.split()))
+        for word in words:
+            found.setdefault(word, set()).update(words)
+    return found
 
 
 def token_of(word: str, name: bool, language: Language) -> Token:

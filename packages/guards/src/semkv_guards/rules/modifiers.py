@@ -106,6 +106,29 @@ def singled_out(pair: Pair) -> str | None:
     return None
 
 
+@rule(
+    reasons=("modifier",),
+    tables=("amounts",),
+    vetoes=(
+        ("How many calories are in rice?", "How many calories are in a cup of rice?"),
+        ("How much does a kilo of rice cost?", "How much does rice cost?"),
+    ),
+    allows=(("What is photosynthesis?", "What is the process of photosynthesis?"),),
+)
+def portion(pair: Pair) -> str | None:
+    """An amount is asked for, of a thing in one text and of a portion of it in the other: "in a cup of rice"."""
+    amounts = pair.language.amounts
+    if amounts.isdisjoint(pair.a.words) or amounts.isdisjoint(pair.b.words):
+        return None
+    of = pair.language.of
+    for view in pair.views:
+        own = {t.stem for t in view.only if t.word not in STOPS}
+        found = _additions(view, own) if of in {t.word for t in view.only} else ()
+        if any(added.words[-1].word == of and len(added.words) > 1 for added in found):
+            return "modifier"
+    return None
+
+
 def _singles_out(view: View) -> bool:
     """Whether such a word limits the noun behind it, or ends a clause: not "most common", "they first met"."""
     language = view.text.language

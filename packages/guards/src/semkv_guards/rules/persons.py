@@ -59,7 +59,7 @@ def _other_owners(pair: Pair) -> bool:
 
 
 def _other_hearer(pair: Pair) -> bool:
-    """Whether "I" stands in the place of "you", and what is the speaker's is his in both texts: "how do you use my data"."""
+    """Whether "I" stands in the place of "you", and what is the speaker's is his in both texts: "use my data"."""
     language = pair.language
     persons = language.persons
     said = pair.a.words & pair.b.words & persons.keys()

@@ -79,6 +79,8 @@ RULES: tuple[Rule, ...] = (
     relations.other_way,
     relations.exchanged_ends,
     relations.contrary_relation,
+    relations.moved_relation,
+    relations.crossed_nouns,
     relations.relation,
     words.too_many_words,
     words.name,
@@ -89,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     modifiers.added_modifier,
     modifiers.added_phrase,
     modifiers.singled_out,
+    modifiers.portion,
 )
 
 REASONS = (

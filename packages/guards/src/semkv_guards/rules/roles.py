@@ -20,7 +20,10 @@ _VERB = 4  # words from a subject to its verb: "I have not yet been asked"
     vetoes=(
         ("Why does my cat bite me?", "Why do I bite my cat?"),
         ("Can my employer report me?", "Can I report my employer?"),
-        ("Do I have to tell my boss that I am ill?", "Does my boss have to tell anyone that I am ill?"),
+        (
+            "Do I have to tell my boss that I am ill?",
+            "Does my boss have to tell anyone that I am ill?",
+        ),
     ),
     allows=(("Why does my cat bite me?", "Why is my cat biting me?"),),
 )

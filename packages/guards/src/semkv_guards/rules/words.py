@@ -179,7 +179,7 @@ def other_light_verb(pair: Pair) -> str | None:
 
 
 def _telling(tokens: Tokens, pair: Pair) -> list[Token]:
-    """The words that are a noun, a verb or the like, and neither a measure nor a date, which have rules of their own."""
+    """The nouns, verbs and the like that are neither a measure nor a date, which have rules of their own."""
     language = pair.language
     measured = pair.a.quantities.words | pair.b.quantities.words | language.all_units.keys()
     return [
