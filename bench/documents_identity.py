@@ -28,8 +28,8 @@ from unittest import mock
 
 import numpy as np
 from common import ROOT, machine, write_json
-from documents_quality import WORKER, differences
 from models import draw_picture, write_shape, write_weights
+from quality import WORKER, differences
 
 from semkv_lab.local_engine import all_computed_again, connector
 

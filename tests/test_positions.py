@@ -288,7 +288,7 @@ class Reuse:
         self, prompts: list[list[int]], *, load: bool = False, tokens: int = 48
     ) -> list[Any]:
         """Exact answers to many at once; with ``load`` from what is stored."""
-        asked = [prompt(ids) for ids in prompts]
+        asked = [self.as_prompt(ids) for ids in prompts]
         extra = {"kv_transfer_params": {"max_offload_tokens": 0}} if load else SKIP
         return self.engine.outputs(asked, tokens, extra_args=extra, logprobs=1)
 
@@ -662,7 +662,10 @@ def check_crowd(crowd: dict[str, Any]) -> None:
 
 @contextmanager
 def broken_rank(sign: Path) -> Iterator[None]:
-    """One of two ranks fails while a file is there, which says where. For engines that are made inside."""
+    """One of two ranks fails while a file is there, which says where. For engines that are made inside.
+
+    A file beside it, ``failed``, gets a byte each time.
+    """
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.distributed.kv_transfer import get_kv_transfer_group
     from vllm.model_executor.models.llama import LlamaMLP
@@ -675,6 +678,8 @@ def broken_rank(sign: Path) -> Iterator[None]:
 
     def fails(where: str) -> None:
         if get_tensor_model_parallel_rank() == 1 and sign.exists() and sign.read_text() == where:
+            with sign.with_name("failed").open("a") as failed:
+                failed.write(".")
             raise ValueError(where)
 
     def during(kind: Any, name: str, where: str, *, fail: bool = True) -> Any:

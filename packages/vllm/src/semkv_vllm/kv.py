@@ -638,9 +638,11 @@ def expand(vllm_config: Any) -> tuple[Any, KVSettings]:
     """A copy of the configuration with our settings in vLLM's words, and the settings.
 
     Raises:
-        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+        ConfigError: an unknown, wrong or void key in ``kv_connector_extra_config``.
     """
     settings = read_settings(KVSettings, vllm_config.kv_transfer_config.kv_connector_extra_config)
+    if not wanted(vllm_config):
+        settings.refuse_documents()
     config = copy.copy(vllm_config)
     config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
     config.kv_transfer_config.kv_connector_extra_config = {
