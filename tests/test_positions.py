@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 
+import vllm_defaults
 from kv_engines import BLOCK, NOTHING, SKIP, Engine, connector, in_child, prompt, report, token_ids
 from maintenance_helpers import purge
 from semkv_lab.local_engine import all_computed_again
@@ -324,8 +325,10 @@ def approximate(output: Any) -> int:
     return int(report(output).get("approximate_tokens", 0))
 
 
-def identity(model: str, cache: str) -> dict[str, Any]:
+def identity(model: str, cache: str, ahead: bool) -> dict[str, Any]:
     """What is off when all is computed again; when nothing is; of exact requests after each of these."""
+    if ahead:
+        vllm_defaults.plan_ahead()
     reuse = Reuse(model, cache)
     found: dict[str, Any] = {"refused": reuse.half.refused, "again": [], "moved": [], "after": []}
     found["reused"] = []
@@ -342,6 +345,7 @@ def identity(model: str, cache: str) -> dict[str, Any]:
         reuse.forget()
     found["mismatches"] = reuse.counters["document_mismatches"]
     found |= EXTRA.get(Path(model).name, lambda _: {})(reuse)
+    found["ways"] = reuse.engine.ways()
     found["left"] = reuse.engine.left()
     found["plans"] = len(reuse.half._wishes) + len(reuse.half._arriving) + len(reuse.half._used)
     reuse.engine.close()
@@ -513,6 +517,26 @@ def check_hooks(found: dict[str, Any]) -> None:
         assert seen["off"][0] <= CLOSE or seen["approximate"], hook
 
 
+def failed_load(reuse: Reuse) -> dict[str, Any]:
+    """A load that cannot be put right, beside a request that runs; then the same prompt exactly."""
+    ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
+    other = reuse.text(90)
+    wanted = [reuse.cold(ids), reuse.cold(other)]
+    core = reuse.engine.llm.llm_engine
+    core.add_request("1", prompt(other), sampling(SKIP, tokens=8))
+    done = {}
+    with mock.patch("semkv_vllm.gate.Layers.move", side_effect=ValueError("planted")):
+        reuse.submit(0, ids, places, 0, tokens=8)
+        while core.has_unfinished_requests():
+            done |= {int(out.request_id): out for out in core.step() if out.finished}
+    return {
+        "off": [off(done[number], own) for number, own in enumerate(wanted)]
+        + [off(reuse.exact(ids), wanted[0])],
+        "approximate": approximate(done[0]),
+        "errors": reuse.counters["errors"],
+    }
+
+
 def faults(reuse: Reuse) -> dict[str, Any]:
     """From the disk; after a purge; after a fault of ours."""
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
@@ -608,13 +632,23 @@ EXTRA: dict[str, Any] = {
         "gates": gates(reuse),
     },
     "llama3": lambda reuse: {"crowd": crowd(reuse, one_layer=True)},
+    "yarn": lambda reuse: {"failed": failed_load(reuse)},
     "qwen2": lambda reuse: {"hooks": faulty_hooks(reuse), "faults": faults(reuse)},
     "qwen3": lambda reuse: {"theta": other_theta(reuse)},
 }
 
 
-def run(checkpoint: Checkpoint, family: str, folder: Path) -> dict[str, Any]:
-    found = in_child(identity, checkpoint(family), folder)
+def run(
+    checkpoint: Checkpoint,
+    family: str,
+    folder: Path,
+    *,
+    ahead: bool = False,
+    second_runner: bool = False,
+) -> dict[str, Any]:
+    model = checkpoint(family)
+    found = in_child(identity, model, folder, ahead, second_runner=second_runner)
+    assert found["ways"] == [second_runner, ahead]
     check_identity(found, layers=LAYERS.get(family, 2))
     return dict(found)
 
@@ -748,18 +782,21 @@ def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_llama3(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    found = run(checkpoint, "llama3", tmp_path)
+    found = run(checkpoint, "llama3", tmp_path, ahead=True)
     check_crowd(found["crowd"])
 
 
 @pytest.mark.engine
-def test_yarn(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    run(checkpoint, "yarn", tmp_path)
+def test_yarn_and_what_vllm_does_by_default(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    found = run(checkpoint, "yarn", tmp_path, ahead=True, second_runner=True)
+    assert max(found["failed"]["off"]) <= CLOSE
+    assert found["failed"]["approximate"] == 0
+    assert found["failed"]["errors"] == 1
 
 
 @pytest.mark.engine
 def test_qwen2(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    found = run(checkpoint, "qwen2", tmp_path)
+    found = run(checkpoint, "qwen2", tmp_path, ahead=True)
     check_hooks(found["hooks"])
     faults = found["faults"]
     assert faults["disk"] > 200
