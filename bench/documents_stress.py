@@ -7,9 +7,10 @@ Tiny random models in float32, in a KV cache that is too small for them: request
 Each round has a trouble of its own: one of semkv's hooks fails now and then, so do most passes of ours, the documents
 are purged in the middle of the round, files on disk are damaged after host memory was emptied, or nothing is wrong. One
 arm has two ranks, of which one fails now and then, before a pass of ours or within it; in another one documents have
-pictures. Each is run once more with asynchronous scheduling. In a model of one layer keys and values depend on token
-and position alone, so there every answer must be the computed one; in the other those without approximate tokens must.
-Ends with status 1 if an answer is wrong, an engine ends or stands still, or something is left in it.
+pictures. Each is run once more with asynchronous scheduling, and one with model runner V2. In a model of one layer keys
+and values depend on token and position alone, so there every answer must be the computed one; in the other those
+without approximate tokens must. Ends with status 1 if an answer is wrong, an engine ends or stands still, or something
+is left in it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,10 @@ from common import ROOT, Answer, machine, options_of, run_child, write_json
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
+import vllm_defaults
+
+if "TRITON_INTERPRET" in os.environ:
+    vllm_defaults.choose_second_runner()  # before vLLM is imported
 from kv_engines import NOTHING, report
 from test_positions import (
     BLOCKS,
@@ -50,6 +55,7 @@ from test_positions import (
 from test_positions_pictures import PictureReuse
 from vllm_forks import fork_always
 
+SECOND_RUNNER = "TRITON_INTERPRET"  # a variable that an arm has which takes it
 THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of each rank
 PATIENCE_S = 1200  # beyond an arm's time
 AT_ONCE = 12  # requests of a round
@@ -63,6 +69,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "asynchronous: two layers": {"model": "llama-shallow", "ahead": True},
     "asynchronous: pictures": {"model": "qwen2.5-vl", "ahead": True},
     "asynchronous: two ranks": {"model": "llama3", "ranks": 2, "ahead": True},
+    "model runner V2": {"model": "llama3", "ahead": True, "second_runner": True},
 }
 TWO_LAYERS = "llama-shallow"  # what is moved is not what would be computed
 FAULT = 0.2  # of the calls of a hook that fails
@@ -77,25 +84,12 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cache = Path(folder) / "cache"
         cache.mkdir()
-        with scheduled_ahead() if spec.get("ahead") else nullcontext():
-            reuse = started(spec, Path(folder), cache)
+        if spec.get("ahead"):
+            vllm_defaults.plan_ahead()
+        reuse = started(spec, Path(folder), cache)
+        assert reuse.engine.ways() == [SECOND_RUNNER in os.environ, bool(spec.get("ahead"))]
+        assert not reuse.half.refused, reuse.half.refused
         answer(load(spec, reuse, cache))
-
-
-@contextmanager
-def scheduled_ahead() -> Iterator[None]:
-    """Engines that are made inside schedule asynchronously, as on a GPU; vLLM never does on a CPU."""
-    from vllm.platforms import current_platform
-
-    kind = type(current_platform)
-    settled = kind.check_and_update_config
-
-    def ahead(_: Any, config: Any) -> None:
-        settled(config)
-        config.scheduler_config.async_scheduling = True
-
-    with mock.patch.object(kind, "check_and_update_config", classmethod(ahead)):
-        yield
 
 
 def started(spec: dict[str, Any], folder: Path, cache: Path) -> Reuse:
@@ -131,8 +125,6 @@ def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
     )
     preempted = reuse.engine.count_preemptions()
     begun = time.monotonic()
-    assert reuse.engine.core.async_scheduling is bool(spec.get("ahead"))
-    assert not reuse.half.refused, reuse.half.refused
     with noted_failures(found):
         for trouble in cycle(TROUBLES if this.ranks == 1 else RANKS_TROUBLES):
             if time.monotonic() - begun > spec["seconds"]:
@@ -379,7 +371,8 @@ def main() -> None:
     for name in options.only.split(",") if options.only else ARMS:
         spec = {**ARMS[name], "seconds": options.seconds, "seed": options.seed}
         log = options.logs / f"documents-stress-{name.replace(': ', '-').replace(' ', '-')}.log"
-        found = run_child(name, spec, log, options.seconds + PATIENCE_S, THREADS)
+        environment = THREADS | ({SECOND_RUNNER: "1"} if spec.get("second_runner") else {})
+        found = run_child(name, spec, log, options.seconds + PATIENCE_S, environment)
         arms[name] = {"seed": options.seed, "load_average": os.getloadavg(), **found}
         print(name, found, flush=True)
         write_json(

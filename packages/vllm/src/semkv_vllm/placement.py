@@ -136,9 +136,12 @@ class Placement:
     # ------------------------------------------------------------------ what the scheduler hears
 
     def take_news(self, meta: Any) -> WorkerNews | None:
-        """What is new since the last call, with vLLM's own words; None for nothing."""
+        """What is new since the last call, with vLLM's own words; None for nothing.
+
+        Also where only vLLM has something to say: the first rank's words take in those of the others.
+        """
         faults = self._shared.counters.pop("errors", 0)
-        if not faults and not self._mismatched:
+        if meta is None and not faults and not self._mismatched:
             return None
         news = WorkerNews(
             **vars(meta) if meta is not None else {},
