@@ -1,7 +1,8 @@
 """Drawn pictures between short texts and questions about them, as token ids and scenes. Needs numpy alone.
 
 A document is some words, its title, a picture, and some words more. A picture is a grid of cells, some of which hold a
-glyph (a digit or a shape) in a colour; no glyph comes twice in a picture. The kinds of questions, each with its answer:
+glyph (a digit or a shape) in a colour; a glyph has one colour in a picture. The kinds of questions, each with its
+answer:
 
     fact     a title and a glyph; its colour                                                one picture
     name     a title and a colour; the glyph that has it (the only one)                     one picture
@@ -102,6 +103,7 @@ class Plan:
         glyphs: in each picture.
         words: the most before a title; up to three times as many come behind a picture, at least as many.
         questions: the most that are asked after the documents.
+        copies: of each glyph in a picture.
     """
 
     documents: int
@@ -109,6 +111,7 @@ class Plan:
     glyphs: int
     words: int
     questions: int
+    copies: int = 1
 
     @property
     def longest(self) -> int:
@@ -132,9 +135,9 @@ class Texts:
         for scene in self.scenes:
             glyphs = draws.choice(len(_GLYPHS), plan.glyphs, replace=False)
             colours = draws.choice(len(_COLOURS), plan.glyphs)
-            places = draws.choice(cells, plan.glyphs, replace=False)
-            scene[places, 0] = glyphs + 1
-            scene[places, 1] = colours
+            places = draws.permutation(cells)[: plan.glyphs * plan.copies]
+            scene[places, 0] = np.repeat(glyphs + 1, plan.copies)
+            scene[places, 1] = np.repeat(colours, plan.copies)
             scene[:, 2] = draws.integers(0, len(_MOVES), cells)
             self.colours.append(dict(zip(glyphs.tolist(), colours.tolist(), strict=True)))
         self.documents = [self._document(title) for title in self.titles]

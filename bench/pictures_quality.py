@@ -11,9 +11,9 @@ and on a CPU, in some minutes (a tiny model, one and two small pictures):
 
 ``train`` makes a Qwen3-VL of some 21 million parameters from nothing. Its texts are documents, each a title, a drawn
 picture of 64 tokens and some words, with questions behind them (`picture_questions`). It begins with one picture that
-has one glyph; pictures, and glyphs in them, become more as it learns. ``measure`` asks vLLM one question about six such
-documents at a time, in others than those of the training. The arms are those of `quality`; without pictures the prompt
-has its texts alone, and in another order the right answers to ``later`` and ``nth`` are others.
+has one glyph many times; pictures, and glyphs in them, become more as it learns. ``measure`` asks vLLM one question
+about six such documents at a time, in others than those of the training. The arms are those of `quality`; without
+pictures the prompt has its texts alone, and in another order the right answers to ``later`` and ``nth`` are others.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from picture_questions import KINDS, ORDERED, Batch, Plan, Texts
 from quality import Engine, Trainer, arms, known
 
 STAGES = (
-    (Plan(documents=1, side=8, glyphs=1, words=2, questions=1), 0.08),
-    (Plan(documents=1, side=8, glyphs=4, words=2, questions=4), 0.25),
-    (Plan(documents=2, side=8, glyphs=6, words=4, questions=12), 0.45),
+    (Plan(documents=1, side=8, glyphs=1, words=2, questions=1, copies=32), 0.06),
+    (Plan(documents=1, side=8, glyphs=4, words=2, questions=4, copies=8), 0.15),
+    (Plan(documents=1, side=8, glyphs=8, words=2, questions=8), 0.25),
+    (Plan(documents=2, side=8, glyphs=8, words=4, questions=14), 0.45),
     (Plan(documents=4, side=8, glyphs=8, words=8, questions=24), 0.6),
     (Plan(documents=6, side=8, glyphs=8, words=8, questions=36), 1.0),
 )
 """Plans, each with the share of the time at which it ends at the latest. Early steps are small."""
 
 TINY_STAGES = (
-    (Plan(documents=1, side=5, glyphs=1, words=4, questions=1), 0.3),
-    (Plan(documents=1, side=5, glyphs=3, words=4, questions=3), 0.7),
+    (Plan(documents=1, side=5, glyphs=1, words=4, questions=1, copies=25), 0.5),
+    (Plan(documents=1, side=5, glyphs=3, words=4, questions=3, copies=8), 0.75),
     (Plan(documents=2, side=5, glyphs=6, words=4, questions=8), 1.0),
 )
 TOKENS = 65536  # of a step of the last stage
@@ -79,7 +80,7 @@ def train(options: argparse.Namespace) -> None:
             tokens = options.tokens >> min(2, len(stages) - 1 - number)
             first_seed = options.seed * 10**9 + number * 10**8
             source = quality.batches(partial(batch, plan, tokens), first_seed, pool)
-            name = f"{plan.documents} pictures, {plan.glyphs} glyphs"
+            name = f"{plan.documents} pictures, {plan.glyphs} glyphs, {plan.copies} copies"
             trainer.stage(name, end, source)
         trainer.evaluate(f"{name}, at the end", source, LAST_STEPS)
         pool.terminate()

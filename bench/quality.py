@@ -85,6 +85,8 @@ class Trainer:
         self._gated = gated
         self._options = options
         torch.backends.cuda.matmul.allow_tf32 = True
+        # cuDNN's attention failed in the backward pass with torch 2.14 on an H200.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.model = model
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(),

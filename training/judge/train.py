@@ -32,7 +32,7 @@ _SMOOTHING = 0.02
 _THRESHOLDS = (0.5, 0.7, 0.9, 0.95)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """How long and how large a run is. ``steps`` ends a run before its time is up; ``reserve_s`` is for the end."""
 
