@@ -138,7 +138,7 @@ class Placement:
     def take_news(self, meta: Any) -> WorkerNews | None:
         """What is new since the last call, with vLLM's own words; None for nothing.
 
-        Also where only vLLM has something to say: the first rank's words take in those of the others.
+        Also where vLLM's words are all: one rank's words add up those of the others, and vLLM's leave ours out.
         """
         faults = self._shared.counters.pop("errors", 0)
         if meta is None and not faults and not self._mismatched:
