@@ -1,7 +1,7 @@
 """Documents at another position in models that take pictures: beside pictures, and pictures that are documents.
 
-The models have one layer. There keys and values depend on token and position alone, so what is reused must be what
-would be computed, too: that is how it is seen that all axes of positions move alike.
+Most models here have one layer. There keys and values depend on token and position alone, so what is reused must be
+what would be computed, too: that is how it is seen that all axes of positions move alike.
 """
 
 from __future__ import annotations
@@ -224,6 +224,32 @@ def identity(model: str, cache: str, layers: int, ahead: bool) -> dict[str, Any]
     found["left"] = reuse.engine.left()
     reuse.engine.close()
     return found
+
+
+def several_layers(model: str, cache: str) -> dict[str, Any]:
+    """What is off when all is computed again, and when nothing is, with two and three pictures."""
+    reuse = PictureReuse(model, cache, layers=4)
+    found: dict[str, Any] = {"refused": reuse.half.refused, "again": [], "moved": [], "after": []}
+    for ids, places in list(reuse.layouts())[-2:]:
+        wanted = reuse.cold(ids)
+        with all_computed_again():
+            found["again"].append(off(reuse.reused(ids, places, 0), wanted))
+        found["after"].append(off(reuse.exact(ids), wanted))
+        reuse.forget()
+        found["moved"].append(off(reuse.reused(ids, places, 0), wanted))
+        found["after"].append(off(reuse.exact(ids), wanted))
+    found["mismatches"] = reuse.counters["document_mismatches"]
+    reuse.engine.close()
+    return found
+
+
+@pytest.mark.engine
+def test_pictures_in_several_layers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Here what is computed again counts: each layer sees what stands before."""
+    found = in_child(several_layers, checkpoint("qwen3-vl"), tmp_path)
+    assert (found["refused"], found["mismatches"]) == ("", 0)
+    assert max(found["again"] + found["after"]) <= CLOSE
+    assert min(found["moved"]) > CLOSE  # this can fail, so the other figures mean something
 
 
 @pytest.mark.engine
