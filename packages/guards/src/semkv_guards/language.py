@@ -149,6 +149,7 @@ class Language:
     manner: Endings
     adverbs: Words
     synonyms: Entries
+    same_things: Entries
     phrases: Phrases
     contraries: Words
     particles: Pairs
