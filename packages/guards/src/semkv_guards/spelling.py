@@ -184,6 +184,15 @@ def _is_cut_short(slip: str, word: str) -> bool:
     return slip[0] == word[0] and not set(languages()[0].vowels).isdisjoint(slip)
 
 
+def may_be_slip(word: str, other: str) -> bool:
+    """Whether one of two words is none, or hardly used, and one slip away from the other."""
+    known = _spelling()
+    if other not in known.common:
+        word, other = other, word
+    is_far = max(len(word), len(other)) > LONGEST or other not in known.common
+    return not is_far and word not in known.common and word in slips_alone(other)
+
+
 @lru_cache(maxsize=4096)
 def _is_slip_of_name(slip: str, word: str) -> bool:
     """Whether what is in no list can only be a common word, or a country, that is a name here: "Engish"."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from semkv_guards import spelling
 from semkv_guards.language import Token
 from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
 from semkv_guards.rules.rule import rule
@@ -173,7 +174,8 @@ def other_light_verb(pair: Pair) -> str | None:
             continue
         (x,), (y,) = first, second
         is_light = not language.light_verb_stems.isdisjoint((x.stem, y.stem))
-        if is_light and not pair.akin(x, y) and not language.are_kindred_verbs(x.stem, y.stem):
+        is_kin = pair.akin(x, y) or language.are_kindred_verbs(x.stem, y.stem)
+        if is_light and not is_kin and not spelling.may_be_slip(x.word, y.word):
             return "substitution"
     return None
 
