@@ -187,6 +187,8 @@ class Language:
     shifts: Words
     kindred_relations: Entries
     kindred_of_forms: Entries
+    recipients: Words
+    returning: Words
     amounts: Words
     of: str
     stranded: Words
