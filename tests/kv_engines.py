@@ -7,7 +7,9 @@ behind in one (threads, imports, a crash) does not reach the next test. Argument
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -59,10 +61,23 @@ def command(function: Callable[..., Any], *args: Any) -> list[str]:
     return [str(vllm_forks.prepare() / "python"), "-c", _CHILD, *names]
 
 
-def in_child(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a test module returns in a new process; fails with the process's output if it ends badly."""
+def in_child(function: Callable[..., Any], *args: Any, second_runner: bool = False) -> Any:
+    """What a function of a test module returns in a new process; fails with the process's output if it ends badly.
+
+    With ``second_runner`` vLLM takes its model runner V2 there (`vllm_defaults.choose_second_runner`).
+    """
+    program = command(function, *args)
+    environment = dict(os.environ)
+    if second_runner:  # vLLM must not be imported yet
+        first = f"import vllm_defaults\nvllm_defaults.choose_second_runner()\n{_CHILD}"
+        program[:3] = [sys.executable, "-c", first]
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        command(function, *args), capture_output=True, text=True, errors="replace"
+        program,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environment,
     )
     assert done.returncode == 0, (
         f"exit status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
@@ -161,6 +176,11 @@ class Engine(LocalEngine):
             found[level] = self.ask(asked, **fields)
         self.forget()
         return found
+
+    def ways(self) -> list[bool]:
+        """Whether it has model runner V2, and plans steps ahead."""
+        config = self.core.vllm_config
+        return [bool(config.use_v2_model_runner), bool(config.scheduler_config.async_scheduling)]
 
     def left(self) -> dict[str, int]:
         """What is left in the scheduler and the connectors when every request has ended: nothing, if all is well."""

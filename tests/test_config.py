@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from command_line import invoke
 from semkv.command_line import Environment, parse
 from semkv.config import PRESETS, CacheConfig
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode, EmbeddingLayer, PolicyName
 from semkv_gateway.settings import ServerSettings, secret_of
 from semkv_lab.settings import resolve
@@ -132,6 +132,10 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     given = ServerSettings(cache_dir=tmp_path)
     assert secret_of(given, {}) == secret_of(given, {})
     assert (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    (tmp_path / "secret").unlink()
+    os.mkfifo(tmp_path / "secret")
+    with pytest.raises(StoreError, match="secret is not a regular file"):
+        secret_of(given, {})
     with pytest.raises(ConfigError, match="SEMKV_SECRET"):
         secret_of(ServerSettings(cache_dir=tmp_path, store="redis://localhost"), {})
 
@@ -151,8 +155,16 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
         ("--donor-search=redis://host --no-semantic", "donor-search: .*near-repeats"),
         ("--near-rule=model:a=off --no-semantic", "near-rule: .*near-repeats"),
         ("--holdout=0.1 --no-semantic", "holdout: .*near-repeats"),
+        ("--near-rule=model:a=off --mode off", "near-rule: .*no --mode off"),
+        ("--holdout=0.1 --mode off", "holdout: .*--mode live"),
+        ("--holdout=0.1 --mode dry-run", "holdout: .*--mode live"),
+        ("--policy=judge --judge-model=m --mode dry-run", "judge-model: .*--mode live"),
+        ("--similarity-threshold=0.8 --no-semantic", "similarity-threshold: .*near-repeats"),
+        ("--no-guards --mode off", "no-guards: .*near-repeats"),
+        ("--max-error-rate=0.2", "max-error-rate: .*--policy bounded"),
+        ("--judge-threshold=0.2", "judge-threshold: .*--judge or --policy judge"),
         ("--judge-url=http://host", "judge-url: .*--judge or --policy judge"),
-        ("--judge --policy=bounded --judge-model=m --no-semantic", "judge-model: .*near-repeats"),
+        ("--judge --policy=bounded --judge-model=m --no-semantic", "policy: .*near-repeats"),
         (
             "--peer=host:1",
             "peer: .*left out, or given together with --kv-hints and as many --upstream",

@@ -763,6 +763,10 @@ def test_weights_are_read_once_and_changes_are_seen_behind_a_link_too(
             patch.setattr(identity, "weights_digest", lambda path: pytest.fail("read again"))
             assert identity.cached_weights_digest(model, notes) == first
         assert len(seen) == number
+    (note,) = notes.iterdir()
+    note.unlink()
+    os.mkfifo(note)  # a reader would wait for a writer
+    assert identity.cached_weights_digest(model, notes) == first
     assert {path.stat().st_mode & 0o777 for path in notes.iterdir()} == {0o600}
 
 

@@ -7,6 +7,7 @@ computed answer, unless keys are rotated wrongly.
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,10 @@ def test_what_was_learned_outlives_a_restart(tmp_path: Path) -> None:
     file.write_text(file.read_text()[:-9])
     assert learned(file, faults)._bound_of("tenant", "model", RATE).state() == empty
     assert faults == ["documents"]
+    file.unlink()
+    os.mkfifo(file)  # a reader would wait for a writer
+    assert learned(file, faults)._bound_of("tenant", "model", RATE).state() == empty
+    assert faults == ["documents"] * 2
 
 
 def test_settings() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cache_helpers import Bench
 from semkv.errors import ConfigError
-from semkv.tiers.bounded import Bounded
+from semkv.tiers.bounded import _COUNTS, BANDS, Bounded
 from semkv.tiers.policies import Calibrated, Calibration, FixedThreshold, chance
 from semkv.types import Entry, Exactness, Match, Namespace, PolicyName, Request, Score, TextSegment
 
@@ -266,6 +266,12 @@ def test_each_start_draws_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         {"requests": -1},
         {"arms": [{"key": ["a", "b", True]}]},
         {"arms": 3},
+        {
+            "arms": [
+                {"key": [str(n), "b", True], **dict.fromkeys(_COUNTS, [0.0] * BANDS)}
+                for n in range(2000)
+            ]
+        },
     ],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 import tiny_models
+import vllm_defaults
 from kv_engines import BLOCK, NOTHING, SKIP, in_child, token_ids
 from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import private
@@ -215,7 +216,9 @@ def named_twice(reuse: PictureReuse, ids: Text, other: Text, places: Any) -> int
     return reused
 
 
-def identity(model: str, cache: str, layers: int) -> dict[str, Any]:
+def identity(model: str, cache: str, layers: int, ahead: bool) -> dict[str, Any]:
+    if ahead:
+        vllm_defaults.plan_ahead()
     reuse = PictureReuse(model, cache, layers)
     found: dict[str, Any] = {"refused": reuse.half.refused}
     for name in ("again", "moved", "some", "after", "reused"):
@@ -243,10 +246,10 @@ def identity(model: str, cache: str, layers: int) -> dict[str, Any]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("family", ["qwen3-vl-shallow", "qwen2.5-vl"])
-def test_pictures(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "ahead"), [("qwen3-vl-shallow", True), ("qwen2.5-vl", False)])
+def test_pictures(checkpoint: Checkpoint, tmp_path: Path, family: str, ahead: bool) -> None:
     """Deepstack and interleaved axes; axes by sections."""
-    found = in_child(identity, checkpoint(family), tmp_path, 1)
+    found = in_child(identity, checkpoint(family), tmp_path, 1, ahead)
     assert (found["refused"], found["mismatches"], found["errors"]) == ("", 0, 0)
     assert max(found["again"] + found["after"]) <= CLOSE
     assert max(found["moved"] + found["some"]) <= CLOSE

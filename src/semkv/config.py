@@ -40,9 +40,25 @@ CALIBRATED = Needs(
     "--policy calibrated or bounded",
     lambda given: given.policy not in (PolicyName.FIXED, PolicyName.JUDGE),
 )
+BOUNDED = Needs(
+    "--policy bounded",
+    lambda given: given.policy == PolicyName.BOUNDED or plug.is_path(given.policy),
+)
 JUDGED = Needs(
     "--policy bounded or judge",
     lambda given: given.policy in (PolicyName.BOUNDED, PolicyName.JUDGE),
+)
+JUDGING = Needs(
+    "--judge or --policy judge",
+    lambda given: given.judges or plug.is_path(given.policy),
+)
+FOUND = Needs(
+    "near-repeats (no --no-semantic, no --mode off)",
+    lambda given: given.finds_near_repeats,
+)
+SERVED = Needs(
+    "near-repeats that are served (no --no-semantic, --mode live)",
+    lambda given: given.serves_near_repeats,
 )
 
 
@@ -88,15 +104,15 @@ class PolicyConfig:
             word order.
     """
 
-    similarity_threshold: Annotated[float, COSINE, NEAR] = 0.92
-    index_encoder: Annotated[str, NEAR] = "all-MiniLM-L6-v2"
-    policy: Annotated[str, OWN_POLICY, NEAR] = PolicyName.FIXED
-    max_error_rate: Annotated[float, SOME_SHARE, NEAR] = 0.01
-    calibration: Annotated[Path | None, CALIBRATED, NEAR] = None
-    verify_rate: Annotated[float | None, COSINE, NEAR] = None
-    judge: Annotated[bool, Parameter(negative=""), JUDGED, NEAR] = False
-    judge_threshold: Annotated[float, COSINE, NEAR] = 0.75
-    guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), NEAR] = True
+    similarity_threshold: Annotated[float, COSINE, FOUND, NEAR] = 0.92
+    index_encoder: Annotated[str, FOUND, NEAR] = "all-MiniLM-L6-v2"
+    policy: Annotated[str, OWN_POLICY, FOUND, NEAR] = PolicyName.FIXED
+    max_error_rate: Annotated[float, SOME_SHARE, BOUNDED, FOUND, NEAR] = 0.01
+    calibration: Annotated[Path | None, CALIBRATED, FOUND, NEAR] = None
+    verify_rate: Annotated[float | None, COSINE, SERVED, NEAR] = None
+    judge: Annotated[bool, Parameter(negative=""), JUDGED, SERVED, NEAR] = False
+    judge_threshold: Annotated[float, COSINE, JUDGING, SERVED, NEAR] = 0.75
+    guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), FOUND, NEAR] = True
 
     def __post_init__(self) -> None:
         check(self)
@@ -108,6 +124,17 @@ class PolicyConfig:
                 None,
                 "a file that `semkv calibrate` wrote, for --policy calibrated",
             )
+
+    @property
+    def finds_near_repeats(self) -> bool:
+        """Whether similar texts are looked for, as far as other settings say. In a sweep some runs may look for none
+        and have the settings of the others, so only a gateway's settings say no."""
+        return True
+
+    @property
+    def serves_near_repeats(self) -> bool:
+        """The same of giving what was found."""
+        return True
 
     @property
     def judges(self) -> bool:
@@ -151,12 +178,12 @@ class LookupConfig(PolicyConfig):
         True
     )
     normalised: Annotated[
-        bool, switch("normalised", "no-normalised", "disable-normalised-hits"), NEAR
+        bool, switch("normalised", "no-normalised", "disable-normalised-hits"), FOUND, NEAR
     ] = True
-    encoder_device: Annotated[Literal["cpu", "cuda"], NEAR] = "cpu"
-    embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, NEAR] = ()
-    embedding_hook: Annotated[str, NEAR] = "none"
-    vision_encoder: Annotated[str, NEAR] = ""
+    encoder_device: Annotated[Literal["cpu", "cuda"], FOUND, NEAR] = "cpu"
+    embedding_layers: Annotated[tuple[EmbeddingLayer, ...], LAYERS, FOUND, NEAR] = ()
+    embedding_hook: Annotated[str, FOUND, NEAR] = "none"
+    vision_encoder: Annotated[str, FOUND, NEAR] = ""
     max_entries: Annotated[int, POSITIVE, BOUNDS] = 100_000
     media_mib: Annotated[int, POSITIVE, BOUNDS] = 4096
 

@@ -26,6 +26,7 @@ from rich.filesize import decimal
 from semkv.command_line import command_line
 from semkv.errors import ConfigError, StoreError
 from semkv.stores.catalog import CATALOG, SCHEMA
+from semkv_stores.files import read_bytes
 from semkv_stores.settings import default_cache_dir
 
 if TYPE_CHECKING:
@@ -533,7 +534,7 @@ def _report(
 def _secret(folder: Path) -> bytes:
     """The gateway's, where it can be had."""
     try:
-        return os.environ.get("SEMKV_SECRET", "").encode() or (folder / "secret").read_bytes()
+        return os.environ.get("SEMKV_SECRET", "").encode() or read_bytes(folder / "secret")
     except OSError:
         return b""
 

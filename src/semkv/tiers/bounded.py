@@ -66,6 +66,7 @@ _MEMORY = 4000.0  # observations of a band after which its past counts half
 _RECENT = 100.0  # the same for its recent past
 _RECENT_PRIOR = 25.0  # observations that the long past is worth beside the recent one
 _TEXTS = 65_536  # the latest ones that a hit has answered
+_MOST_ARMS = 1024  # that are restored; tiers, kinds and two forms of a match make some dozens
 _REVIEW = 50  # requests between two reviews of what is open
 
 ArmKey = tuple[str, str, bool]
@@ -347,6 +348,8 @@ class Bounded(Decider):
                 raise ValueError("learned under another calibration")
             (requests,) = _counts([state["requests"]], 1)
             arms: dict[ArmKey, Arm] = {}
+            if len(state["arms"]) > _MOST_ARMS:
+                raise ValueError(f"{len(state['arms'])} arms")
             for row in state["arms"]:
                 key = row["key"]
                 if len(key) != 3:

@@ -25,7 +25,7 @@ from semkv_guards import said_otherwise
 from semkv_guards.folding import normalise
 from semkv_guards.judge import VERSION
 from semkv_stores.digests import digest
-from semkv_stores.files import replace_text
+from semkv_stores.files import read_bytes, replace_text
 
 if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
@@ -274,7 +274,7 @@ class Checking:
     def _restore(self) -> None:
         """Take up what was kept for this encoder. Raises for what is damaged."""
         try:
-            body = json.loads(self._file.read_text(encoding="utf-8"))
+            body = json.loads(read_bytes(self._file))
         except FileNotFoundError:
             return
         if body["format"] != FORMAT:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from semkv.periodic import Every
-from semkv_stores.files import replace_text
+from semkv_stores.errors import StoreError
+from semkv_stores.files import read_bytes, replace_text
 
 Rows = dict[str, list[dict[str, Any]]]
 """Rows by kind; each row has its time under ``at``."""
@@ -56,8 +57,8 @@ class Shared:
         (self._folder / _WANTED).touch()
         for file in self._folder.glob("*.recent"):
             if file.name != f"{os.getpid()}.recent" and _is_young(file):
-                with suppress(OSError, ValueError):  # its worker has ended
-                    yield json.loads(file.read_text())
+                with suppress(OSError, StoreError, ValueError):  # its worker has ended
+                    yield json.loads(read_bytes(file))
 
     def publish(self) -> None:
         """Write this worker's rows while they are wanted."""

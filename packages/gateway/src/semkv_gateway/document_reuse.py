@@ -25,7 +25,7 @@ from semkv_gateway import strict_json
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.singleflight import InFlight
 from semkv_stores.digests import digest
-from semkv_stores.files import replace_text
+from semkv_stores.files import read_bytes, replace_text
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ SAME: Final = "checked, same"
 OTHER: Final = "checked, other"
 LOST: Final = "not checked"
 COMPARED: Final = {True: SAME, False: OTHER, None: UNCHECKABLE}
-OUTCOMES: Final = (REUSED, UNUSED, REFUSED, BUSY, UNCHECKABLE, SAME, OTHER, LOST)
 
 APPROXIMATE: Final = "approximate"
 """Why such an answer is not kept."""
@@ -142,7 +141,7 @@ class DocumentReuse:
     def _restore(self, rate: float) -> None:
         """Read what earlier runs have learned. A file that cannot be read counts as none."""
         try:
-            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            kept = json.loads(read_bytes(self._file))
             if kept["format"] != _FORMAT:
                 return
             for pair in kept["pairs"][-_KNOWN:]:

@@ -23,11 +23,12 @@ from urllib.parse import urlsplit
 from cyclopts import Parameter, validators
 
 from semkv import plug
-from semkv.config import BOUNDS, NEAR, CacheConfig, LookupConfig
+from semkv.config import BOUNDS, FOUND, JUDGING, NEAR, SERVED, CacheConfig, LookupConfig
 from semkv.errors import ConfigError, StoreError
 from semkv.types import CacheMode, TierChoice
 from semkv_gateway.prices import PRICE_FORM, is_price
 from semkv_gateway.responses.opening import is_redis
+from semkv_stores.files import check_regular, read_bytes
 from semkv_stores.settings import NOT_NEGATIVE, POSITIVE, Allowed, Needs
 
 _KEY_LENGTH = 16
@@ -91,10 +92,6 @@ SHARE = Allowed("0, or a share below 1, such as 0.01", lambda share: 0.0 <= shar
 SEARCHING = Allowed(
     "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets",
     lambda url: not url or is_redis(url),
-)
-NEAR_REPEATS = Needs("near-repeats (no --no-semantic)", lambda given: given.semantic)
-JUDGING = Needs(
-    "near-repeats and --judge or --policy judge", lambda given: given.semantic and given.judges
 )
 ONE_EACH = Needs(
     "--kv-hints and as many --upstream, in the same order",
@@ -171,7 +168,7 @@ class ServerSettings(LookupConfig):
     kv_hints: bool = False
     peers: Annotated[tuple[str, ...], Parameter(name="--peer"), PEER, ONE_EACH] = ()
     store: str = ""
-    donor_search: Annotated[str, SEARCHING, NEAR_REPEATS, NEAR] = ""
+    donor_search: Annotated[str, SEARCHING, FOUND, NEAR] = ""
     ttl: Annotated[float, NOT_NEGATIVE, LIFE] = 86400.0
     ttl_rules: Annotated[tuple[str, ...], Parameter(name="--ttl-rule"), LIFE] = ()
     tag_rules: Annotated[tuple[str, ...], Parameter(name="--tag-rule"), LIFE] = ()
@@ -184,7 +181,7 @@ class ServerSettings(LookupConfig):
     sampled: Annotated[bool, DRAWN] = False
     sampled_rules: Annotated[tuple[str, ...], Parameter(name="--sampled-rule"), DRAWN] = ()
     skip_rules: Annotated[tuple[str, ...], Parameter(name="--skip-rule"), DRAWN] = ()
-    near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), NEAR_REPEATS, NEAR] = ()
+    near_rules: Annotated[tuple[str, ...], Parameter(name="--near-rule"), FOUND, NEAR] = ()
     stateless_responses: Annotated[bool, DRAWN] = False
     known_fields: Annotated[tuple[str, ...], Parameter(name="--known-field"), DRAWN] = ()
     trusted_proxies: Annotated[
@@ -204,13 +201,13 @@ class ServerSettings(LookupConfig):
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
-    judge_model: Annotated[str, JUDGING, NEAR] = ""
-    judge_url: Annotated[str | None, URL, JUDGING, NEAR] = None
-    judge_timeout: Annotated[float, NOT_NEGATIVE, JUDGING, NEAR] = 0.25
+    judge_model: Annotated[str, JUDGING, SERVED, NEAR] = ""
+    judge_url: Annotated[str | None, URL, JUDGING, SERVED, NEAR] = None
+    judge_timeout: Annotated[float, NOT_NEGATIVE, JUDGING, SERVED, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
     hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"
-    holdout: Annotated[float, SHARE, NEAR_REPEATS, WORTH] = 0.0
+    holdout: Annotated[float, SHARE, SERVED, WORTH] = 0.0
     feedback: Annotated[int, NOT_NEGATIVE] = 10
 
     @property
@@ -218,9 +215,17 @@ class ServerSettings(LookupConfig):
         """The trusted proxies."""
         return tuple(filter(None, map(_network, self.trusted_proxies)))
 
+    @property
+    def finds_near_repeats(self) -> bool:
+        return self.semantic and self.mode is not CacheMode.OFF
+
+    @property
+    def serves_near_repeats(self) -> bool:
+        return self.semantic and self.mode is CacheMode.LIVE
+
     def cache_config(self) -> CacheConfig | None:
         """Settings of the semantic cache; None where it is off."""
-        if not self.semantic or self.mode is CacheMode.OFF:
+        if not self.finds_near_repeats:
             return None
         return CacheConfig(**{item.name: getattr(self, item.name) for item in fields(LookupConfig)})
 
@@ -239,9 +244,9 @@ def secret_of(settings: ServerSettings, environment: Mapping[str, str]) -> bytes
     file = settings.cache_dir / "secret"
     make_cache_folder(settings.cache_dir)
     try:
-        if not file.exists():
+        if not check_regular(file):
             _make_secret(file)
-        found = file.read_bytes()
+        found = read_bytes(file)
     except OSError as error:
         raise StoreError(f"{file}: {error.strerror or error}") from error
     if len(found) < _KEY_LENGTH:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter, validators
+from cyclopts import Parameter
 
 from semkv.command_line import command_line
 from semkv.config import PolicyConfig
@@ -16,8 +16,6 @@ from semkv_lab.settings import FLAT, RunSettings, SemanticFlags, SweepFlags, fil
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-
-Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 
 
 def _examples(text: str) -> str:

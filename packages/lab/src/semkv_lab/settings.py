@@ -33,6 +33,7 @@ from semkv_stores.settings import (
     POSITIVE,
     SOME_SHARE,
     Allowed,
+    Needs,
     check,
 )
 
@@ -41,6 +42,9 @@ ENGINE = Allowed(
     f"one of {', '.join(ENGINES)}, or {plug.FORM}",
     lambda name: name in ENGINES or plug.is_path(name),
 )
+BLENDING = Needs("--reuse blend", lambda given: given.reuse == "blend")
+PARTS = Needs("no --board, which has parts of its own", lambda given: given.board is None)
+ON_RAY = Needs("--ray", lambda given: given.ray)
 MODEL = Parameter(group="Model")
 MATCHED = Parameter(group="What the tiers match on")
 DATA = Parameter(group="Data")
@@ -102,7 +106,7 @@ class RunSettings:
     max_tokens: Annotated[int, POSITIVE, MODEL] = 16
     engine: Annotated[str, ENGINE, MODEL] = "vllm"
     reuse: Annotated[Reuse, MODEL] = "inputs"
-    blend_share: Annotated[float, COSINE, MODEL] = 0.15
+    blend_share: Annotated[float, COSINE, BLENDING, MODEL] = 0.15
     match: Annotated[Match, NEAR] = "all"
     tenant: str = ""
     dataset: Annotated[str, DATA] = "gqa"
@@ -287,7 +291,7 @@ class SemanticFlags:
         out: Write machine, versions, settings and raw counts to this JSON file.
     """
 
-    parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), MANY] = SEMANTIC_PARTS
+    parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), PARTS, MANY] = SEMANTIC_PARTS
     caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-3]
     pairs: Path | None = None
     stream: Path | None = None
@@ -323,7 +327,7 @@ class SweepFlags:
     purge_cache_between_runs: Annotated[bool, SWITCH] = False
     only: tuple[str, ...] = ()
     ray: str = ""
-    ray_cpus: Annotated[int, POSITIVE] = 1
+    ray_cpus: Annotated[int, POSITIVE, ON_RAY] = 1
 
     def __post_init__(self) -> None:
         check(self)

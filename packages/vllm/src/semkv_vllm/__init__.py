@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 from semkv_stores.blocks import KV_MAX_BYTES, Bounds
 from semkv_stores.errors import ConfigError
 from semkv_stores.fusion import FUSION_MAX_BYTES
-from semkv_stores.settings import NOT_NEGATIVE, Allowed, check, default_cache_dir
+from semkv_stores.settings import NOT_NEGATIVE, Allowed, Needs, check, default_cache_dir
 
 KV_CONNECTOR = "SemKVConnector"
 EC_CONNECTOR = "SemECConnector"
@@ -116,6 +116,13 @@ def _is_peer(text: str) -> bool:
 PEER = Allowed("host:port, such as 10.0.0.1:5710", _is_peer, each=True)
 
 
+IN_BUCKET = Needs("a bucket", lambda given: given.bucket)
+OTHER_TIERS = Needs(
+    f"tiers other than {TIER!r} in secondary_tiers",
+    lambda given: any(tier.get("type") != TIER for tier in given.secondary_tiers),
+)
+
+
 def _check_installed(bucket: str) -> None:
     if bucket and find_spec("obstore") is None:
         raise ConfigError(
@@ -203,10 +210,10 @@ class KVSettings:
     fixed_weights: bool = False
     trust_media_names: bool = False
     bucket: Annotated[str, BUCKET] = ""
-    bucket_bytes: Annotated[int, NOT_NEGATIVE] = BUCKET_MAX_BYTES
-    bucket_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    bucket_bytes: Annotated[int, NOT_NEGATIVE, IN_BUCKET] = BUCKET_MAX_BYTES
+    bucket_age_s: Annotated[float, NOT_NEGATIVE, IN_BUCKET] = 0.0
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    unchecked_tiers: bool = False
+    unchecked_tiers: Annotated[bool, OTHER_TIERS] = False
     allowed_params: tuple[str, ...] = ()
     report_loads: bool = False
     document_repair: Annotated[int, NOT_NEGATIVE] = 32
@@ -241,6 +248,16 @@ class KVSettings:
                 "none without a tier of type 'p2p' in secondary_tiers that names its host and port"
             )
             raise ConfigError("peers", list(self.peers), allowed)
+
+    def refuse_documents(self) -> None:
+        """Raise a `ConfigError` for a setting of documents: nothing else says that they are to be reused."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name.startswith("document_") and value != item.default:
+                allowed = (
+                    "left out, or given together with --worker-cls semkv_vllm.worker.DocumentWorker"
+                )
+                raise ConfigError(item.name, value, allowed)
 
     def _own_peers(self) -> set[str]:
         """Where this engine's own p2p tiers listen."""
@@ -295,8 +312,8 @@ class ECSettings:
     max_bytes: Annotated[int, NOT_NEGATIVE] = FUSION_MAX_BYTES
     max_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
     bucket: Annotated[str, BUCKET] = ""
-    bucket_bytes: Annotated[int, NOT_NEGATIVE] = BUCKET_MAX_BYTES
-    bucket_age_s: Annotated[float, NOT_NEGATIVE] = 0.0
+    bucket_bytes: Annotated[int, NOT_NEGATIVE, IN_BUCKET] = BUCKET_MAX_BYTES
+    bucket_age_s: Annotated[float, NOT_NEGATIVE, IN_BUCKET] = 0.0
     report_loads: bool = False
     trust_media_names: bool = False
 

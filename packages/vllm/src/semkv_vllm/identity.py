@@ -20,7 +20,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from semkv_stores.digests import digest, weight_files, weights_digest
-from semkv_stores.files import replace_text
+from semkv_stores.errors import StoreError
+from semkv_stores.files import read_bytes, replace_text
 from semkv_vllm.configuration import (
     UnknownError,
     code,
@@ -242,10 +243,10 @@ def cached_weights_digest(model: Path, cache_dir: Path) -> str:
     state = [[str(p), (s := p.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns] for p in files]
     note = cache_dir / (digest("path", str(model.resolve())) + ".json")
     try:
-        known = json.loads(note.read_text())
+        known = json.loads(read_bytes(note))
         if known["files"] == state:
             return str(known["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, StoreError, ValueError, KeyError, TypeError):
         pass  # not noted yet, or the note is damaged
     if model.is_dir():
         value = weights_digest(model)

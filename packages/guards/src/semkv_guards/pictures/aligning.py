@@ -29,8 +29,6 @@ _WHOLE = 256  # a plane of at most so many pixels a side is aligned as a whole
 Move = tuple[float, float]
 """Along one axis, where -1 and 1 are the picture's ends: x of the first is x * (1 + stretch) + shift of the second."""
 
-STILL: tuple[Move, Move] = ((0.0, 0.0), (0.0, 0.0))
-
 _Numbers = Any  # an array of floats, mostly: NumPy's stubs do not follow their width
 
 
