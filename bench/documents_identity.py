@@ -8,7 +8,8 @@ A prompt is a text, documents that were computed alone, in another order, and a 
 documents begin with a picture, and every other prompt has one more picture in front that is part of no document.
 Of the log-probabilities of the first token it is said how far they are from those of the computed prompt: where it is
 computed once more; where vLLM's prefix cache has all but the end; where documents were moved and then all of it was
-computed again (one rank only: that is planted in this process); and with some first tokens of each computed again.
+computed again, and where each load fails (one rank only: these are planted in this process); and with some first tokens
+of each computed again.
 Random weights say nothing of quality. In bfloat16 the second row is the measure for the third.
 """
 
@@ -23,11 +24,12 @@ import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from common import ROOT, machine, write_json
-from documents_quality import WORKER, differences
 from models import draw_picture, write_shape, write_weights
+from quality import WORKER, differences
 
 from semkv_lab.local_engine import all_computed_again, connector
 
@@ -129,7 +131,6 @@ class Engine:
             model=str(scratch / "model"),
             max_model_len=8192,
             worker_cls=WORKER,
-            async_scheduling=False,
             dtype="float32" if options.tiny else "bfloat16",
             tensor_parallel_size=options.ranks,
             enforce_eager=options.eager or options.tiny,
@@ -161,6 +162,8 @@ class Engine:
             else documents.refused,
             "errors": counters["errors"],
             "mismatches": counters["document_mismatches"],
+            "model_runner_v2": self._core.vllm_config.use_v2_model_runner,
+            "async_scheduling": self._core.vllm_config.scheduler_config.async_scheduling,
         }
 
     def ask(self, ids: list[int], said: dict[str, Any]) -> list[Any]:
@@ -222,9 +225,14 @@ def measured(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
         "prefix cache": differences(answers(None, again=True), computed),
     }
     if options.ranks == 1:
+        from semkv_vllm.gate import Layers
+
         with all_computed_again():
             moved = answers(0)
         rows["moved, then all computed again"] = differences(moved, computed)
+        with mock.patch.object(Layers, "move", side_effect=ValueError("planted")):
+            failed = answers(0)
+        rows["each load fails"] = differences(failed, computed)
     for repair in (0, 32, 128):
         rows[f"first {repair} again"] = differences(answers(repair), computed)
     return rows

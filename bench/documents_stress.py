@@ -1,12 +1,13 @@
 """Many random requests with and without documents at other positions: how many exact answers are wrong?
 
-    python bench/documents_stress.py --out bench/results/cpu/documents-stress.json      (400 seconds an arm)
-    python bench/documents_stress.py --seconds 60 --seed 7
+    python bench/documents_stress.py --out bench/results/cpu/documents-stress.json      (300 seconds an arm)
+    python bench/documents_stress.py --seconds 60 --seed 7 --only "two ranks"     (the other arms stay in the file)
 
 Tiny random models in float32, in a KV cache that is too small for them: requests are preempted, chunked and aborted.
-Each round has a trouble of its own: one of semkv's hooks fails now and then, the documents are purged in the middle of
-it, files on disk are damaged after host memory was emptied, or nothing is wrong. One arm has two ranks, of which one
-fails now and then, before a pass of ours or within it. In a model of one layer keys and values depend on token and
+Each round has a trouble of its own: one of semkv's hooks fails now and then, passes fail so often that the computing
+fails that makes up for them, the documents are purged in the middle of the round, files on disk are damaged after host
+memory was emptied, or nothing is wrong. One arm has two ranks, of which one fails now and then, before a pass of ours
+or within it; in another one documents have pictures. In a model of one layer keys and values depend on token and
 position alone, so there every answer must be the computed one; in the other those without approximate tokens must. Ends
 with status 1 if an answer is wrong, an engine ends or stands still, or something is left in it.
 """
@@ -14,13 +15,16 @@ with status 1 if an answer is wrong, an engine ends or stands still, or somethin
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import pkgutil
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -31,21 +35,34 @@ from common import ROOT, Answer, machine, options_of, run_child, write_json
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny_models
-from kv_engines import NOTHING, prompt
-from maintenance_helpers import purge
-from test_positions import CLOSE, HOOKS, SIZES, Reuse, approximate, broken_rank, off, sampling
+from kv_engines import NOTHING, report
+from test_positions import (
+    BLOCKS,
+    CLOSE,
+    HOOKS,
+    LAYER_BYTES,
+    Reuse,
+    approximate,
+    broken_rank,
+    off,
+    sampling,
+)
+from test_positions_pictures import PictureReuse
+from vllm_forks import fork_always
 
 THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of each rank
 PATIENCE_S = 1200  # beyond an arm's time
 AT_ONCE = 12  # requests of a round
 TOKENS = 16  # of an answer
-ONE_LAYER = "llama3"
-ARMS = {
-    "one layer": {"model": ONE_LAYER, "ranks": 1},
-    "two layers": {"model": "llama-shallow", "ranks": 1},
-    "one layer on two ranks": {"model": ONE_LAYER, "ranks": 2},
+ARMS: dict[str, dict[str, Any]] = {
+    "one layer": {"model": "llama3"},
+    "two layers": {"model": "llama-shallow"},
+    "pictures": {"model": "qwen3-vl-shallow"},
+    "two ranks": {"model": "llama3", "ranks": 2},
 }
+TWO_LAYERS = "llama-shallow"  # what is moved is not what would be computed
 FAULT = 0.2  # of the calls of a hook that fails
+TWICE = 0.5  # of the passes, where the computing that makes up for them is to fail too
 ABORT = 0.03  # of the steps
 RANK = 0.2  # of the steps before which the second rank begins or ceases to fail
 DAMAGED = 0.3  # of the files on disk
@@ -53,45 +70,101 @@ DAMAGED = 0.3  # of the files on disk
 
 def one(spec: dict[str, Any], answer: Answer) -> None:
     """One arm on an empty directory."""
-    family = spec["model"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        model = tiny_models.make(family, Path(folder) / family)
         cache = Path(folder) / "cache"
         cache.mkdir()
-        dice = random.Random(spec["seed"])  # noqa: S311
-        if spec["ranks"] > 1:
-            with broken_rank(cache / SIGN):
-                reuse = Reuse(str(model), str(cache), tensor_parallel_size=spec["ranks"])
-        else:
-            reuse = Reuse(str(model), str(cache))
-        preempted = reuse.engine.count_preemptions()
-        found = Counter[str]()
-        end = time.monotonic() + spec["seconds"]
-        troubles = cycle(RANKS_TROUBLES if spec["ranks"] > 1 else TROUBLES)
-        while time.monotonic() < end:
-            trouble = next(troubles)
-            found[f"rounds: {trouble}"] += 1
-            with TROUBLE[trouble](Round(reuse, cache, dice, found)) as before_step:
-                found.update(round_of(reuse, dice, before_step, every=family == ONE_LAYER))
+        answer(load(spec, started(spec, Path(folder), cache), cache))
+
+
+def started(spec: dict[str, Any], folder: Path, cache: Path) -> Reuse:
+    """The engine of an arm."""
+    family = spec["model"]
+    model = str(tiny_models.make(family, folder / family))
+    if family.startswith("qwen"):
+        return PictureReuse(model, str(cache), layers=1)
+    ranks = spec.get("ranks", 1)
+    if ranks == 1:
+        return Reuse(model, str(cache))
+    fork_always()  # a rank fails as this process says
+    with broken_rank(cache / SIGN):
+        return Reuse(
+            model,
+            str(cache),
+            tensor_parallel_size=ranks,
+            kv_cache_memory_bytes=BLOCKS * LAYER_BYTES // ranks,
+        )
+
+
+def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
+    """Rounds until an arm's time is over: what was seen in all of them."""
+    dice = random.Random(spec["seed"])  # noqa: S311
+    found = Counter[str]()
+    this = Round(
+        reuse=reuse,
+        cache=cache,
+        dice=dice,
+        found=found,
+        ranks=spec.get("ranks", 1),
+        every=spec["model"] != TWO_LAYERS,
+    )
+    preempted = reuse.engine.count_preemptions()
+    begun = time.monotonic()
+    with noted_losses(found):
+        for trouble in cycle(TROUBLES if this.ranks == 1 else RANKS_TROUBLES):
+            if time.monotonic() - begun > spec["seconds"]:
+                break
+            found["rounds"] += 1
+            with TROUBLE[trouble](this) as before_step:
+                round_of(this, before_step)
             if trouble in ("purge", "disk"):
                 reuse.store()
-            print(dict(found), flush=True)
-        found["preempted"] = len(preempted)
-        found["mismatches"] = reuse.counters["document_mismatches"]
-        found["errors"] = reuse.counters["errors"]
-        answer({**found, "left": reuse.engine.left()})
+            print(trouble, round(time.monotonic() - begun), dict(found), flush=True)
+    failed = cache / FAILED
+    found["faults"] += failed.stat().st_size if failed.exists() else 0
+    found["preempted"] = len(preempted)
+    found["mismatches"] = reuse.counters["document_mismatches"]
+    found["errors"] = reuse.counters["errors"]
+    seconds = round(time.monotonic() - begun)
+    return {**found, "seconds": seconds, "left": reuse.engine.left()}
+
+
+@contextmanager
+def noted_losses(found: Counter[str]) -> Iterator[None]:
+    """Count the steps after which vLLM is told that blocks are lost, and computes them again."""
+    from semkv_vllm.kv import SemKVConnector
+
+    hears = SemKVConnector.update_connector_output
+
+    def noted(self: Any, said: Any) -> None:
+        found["steps with lost blocks"] += bool(said.invalid_block_ids)
+        hears(self, said)
+
+    with mock.patch.object(SemKVConnector, "update_connector_output", noted):
+        yield
 
 
 # ---------------------------------------------------------------------- troubles
 
 
 class Round(NamedTuple):
-    """What a trouble of a round may see."""
+    """What a round and its trouble need.
+
+    Attributes:
+        cache: the directory of what is stored.
+        found: counts what happens.
+        every: also answers with approximate tokens must be right.
+    """
 
     reuse: Reuse
     cache: Path
     dice: random.Random
     found: Counter[str]
+    ranks: int
+    every: bool
+
+
+Trouble = Iterator[Callable[[], None]]
+"""Gives what is called before each step."""
 
 
 def nothing() -> None:
@@ -99,43 +172,59 @@ def nothing() -> None:
 
 
 @contextmanager
-def calm(_: Round) -> Iterator[Callable[[], None]]:
+def calm(_: Round) -> Trouble:
     yield nothing
 
 
 @contextmanager
-def hook(this: Round) -> Iterator[Callable[[], None]]:
-    """One hook fails in some of its calls."""
-    name = this.dice.choice([name for name in HOOKS if not name.endswith(".ended")])
+def hook(this: Round) -> Trouble:
+    """One hook of this process fails in some of its calls."""
+    names = [name for name in HOOKS if not name.endswith(".ended")]
+    if this.ranks > 1:  # workers are other processes
+        names = [name for name in names if name.startswith("documents.")]
+    with failing(this, this.dice.choice(names), FAULT):
+        yield nothing
+
+
+@contextmanager
+def twice(this: Round) -> Trouble:
+    """Passes fail so often that computing fails too: vLLM is told that blocks are lost."""
+    with failing(this, "repair.Repair.run", TWICE):
+        yield nothing
+
+
+@contextmanager
+def failing(this: Round, name: str, share: float) -> Iterator[None]:
     owner, _, method = name.rpartition(".")
     kind = pkgutil.resolve_name(f"semkv_vllm.{owner}")
     works = getattr(kind, method)
 
     def breaks(*args: Any, **fields: Any) -> Any:
-        if this.dice.random() < FAULT:
+        if this.dice.random() < share:
             this.found["faults"] += 1
             raise ValueError(name)
         return works(*args, **fields)
 
     with mock.patch.object(kind, method, breaks):
-        yield nothing
+        yield
 
 
 @contextmanager
-def purged(this: Round) -> Iterator[Callable[[], None]]:
-    """All is purged once, in the middle of the round."""
+def purged(this: Round) -> Trouble:
+    """All is purged once, in the middle of the round, by another process."""
     steps = iter(range(this.dice.randint(5, 60), -1, -1))
 
     def step() -> None:
         if next(steps, -1) == 0:
-            purge(this.cache)
+            command = [sys.executable, "-m", "semkv", "purge", "--cache-dir", str(this.cache)]
+            subprocess.run(command, check=True, capture_output=True)
             this.found["purges"] += 1
 
     yield step
 
 
 @contextmanager
-def disk(this: Round) -> Iterator[Callable[[], None]]:
+def disk(this: Round) -> Trouble:
     """Only the disk has the documents, and some of its files are damaged."""
     this.reuse.engine.forget()
     for path in sorted((this.cache / "kv").glob("*/*/*.safetensors")):
@@ -148,84 +237,100 @@ def disk(this: Round) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def rank(this: Round) -> Iterator[Callable[[], None]]:
+def rank(this: Round) -> Trouble:
     """The second rank fails now and then."""
     sign = this.cache / SIGN
 
     def step() -> None:
         if this.dice.random() < RANK:
-            where = this.dice.choice(["moving", "in the pass", "", ""])
-            sign.write_text(where)
-            this.found["rank told to fail"] += bool(where)
+            sign.write_text(this.dice.choice(["moving", "in the pass", "", ""]))
 
     yield step
     sign.unlink(missing_ok=True)
 
 
 SIGN = "broken"  # a file that tells the second rank where to fail
+FAILED = "failed"  # has a byte for each time that it did
 TROUBLE = {
     "none": calm,
     "hook": hook,
+    "twice": twice,
     "purge": purged,
     "disk": disk,
     "rank": rank,
 }
-TROUBLES = ("purge", "hook", "disk", "hook", "none", "hook")  # in turns
-RANKS_TROUBLES = ("rank", "purge", "rank", "none", "rank")
+TROUBLES = ("purge", "hook", "disk", "twice", "none", "hook")  # in turns
+RANKS_TROUBLES = ("rank", "purge", "rank", "disk", "hook", "rank", "none")
 
 
-def round_of(
-    reuse: Reuse,
-    dice: random.Random,
-    before_step: Callable[[], None],
-    *,
-    every: bool,
-) -> Counter[str]:
-    """One crowd; ``every``: also answers with approximate tokens must be right."""
-    jobs = [job_of(reuse, dice) for _ in range(AT_ONCE)]
-    jobs += [(dice.choice(jobs)[0], None) for _ in range(AT_ONCE // 4)]
-    dice.shuffle(jobs)
+# ---------------------------------------------------------------------- a round
+
+
+def round_of(this: Round, before_step: Callable[[], None]) -> None:
+    """One crowd, and then the same prompts from what it has left in vLLM's cache, and in the store."""
+    reuse = this.reuse
+    found = this.found
+    jobs = [job_of(reuse, this.dice) for _ in range(AT_ONCE)]
+    jobs += [(this.dice.choice(jobs)[0], None) for _ in range(AT_ONCE // 4)]
+    this.dice.shuffle(jobs)
     prompts = [ids for ids, _ in jobs]
     reuse.forget()
     wanted = reuse.together(prompts, tokens=TOKENS)
     reuse.forget()
-    core = reuse.engine.llm.llm_engine
+    for number, out in crowd(this, jobs, before_step).items():
+        found["answers"] += 1
+        found["approximate"] += bool(approximate(out))
+        if this.every or not approximate(out):
+            check(found, [out], [wanted[number]])
+    after = reuse.together(prompts, tokens=TOKENS)
+    found["tokens of vLLM's cache"] += sum(int(out.num_cached_tokens or 0) for out in after)
+    check(found, after, wanted)
+    reuse.forget()
+    after = reuse.together(prompts, load=True, tokens=TOKENS)
+    found["tokens of the store"] += sum(report(out).get("loaded_tokens", 0) for out in after)
+    check(found, after, wanted)
+
+
+def crowd(
+    this: Round,
+    jobs: Sequence[tuple[list[int], Any]],
+    before_step: Callable[[], None],
+) -> dict[int, Any]:
+    """The answers to requests that come one after the other, but for those that are aborted, by number."""
+    core = this.reuse.engine.llm.llm_engine
+    dice = this.dice
     done: dict[int, Any] = {}
     dropped = set[int]()
     waiting = list(range(len(jobs)))
-    found = Counter[str]()
     while waiting or core.has_unfinished_requests():
         while waiting and dice.random() < 0.4:
             number = waiting.pop()
             ids, extra = jobs[number]
-            core.add_request(str(number), prompt(ids), sampling(extra, tokens=TOKENS))
+            asked = this.reuse.as_prompt(ids)
+            core.add_request(str(number), asked, sampling(extra, tokens=TOKENS))
         before_step()
         done |= {int(out.request_id): out for out in core.step() if out.finished}
-        running = set(range(len(jobs))) - set(waiting) - set(done)
+        running = set(range(len(jobs))) - set(waiting) - set(done) - dropped
         if running and dice.random() < ABORT:
-            dropped.add(dice.choice(sorted(running)))
-            core.abort_request([str(number) for number in dropped])
-    for number, out in done.items():
-        if number in dropped:
-            continue
-        found["answers"] += 1
-        found["approximate"] += bool(approximate(out))
-        if every or not approximate(out):
-            found["checked"] += 1
-            found["wrong"] += off(out, wanted[number]) > CLOSE
-    found["aborted"] = len(dropped)
-    after = reuse.together(prompts, tokens=TOKENS)
-    reuse.forget()
-    after += reuse.together(prompts, load=True, tokens=TOKENS)
-    wanted += wanted
-    found["wrong"] += sum(off(out, own) > CLOSE for out, own in zip(after, wanted, strict=True))
-    found["checked"] += len(after)
-    return found
+            one_of_them = dice.choice(sorted(running))
+            dropped.add(one_of_them)
+            core.abort_request([str(one_of_them)])
+    this.found["aborted"] += len(dropped)
+    return {number: out for number, out in done.items() if number not in dropped}
+
+
+def check(found: Counter[str], outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
+    found["checked"] += len(outputs)
+    found["wrong"] += sum(off(out, own) > CLOSE for out, own in zip(outputs, wanted, strict=True))
 
 
 def job_of(reuse: Reuse, dice: random.Random) -> tuple[list[int], Any]:
-    order = dice.sample(range(len(SIZES)), dice.randint(1, 3))
-    parts: list[Any] = [reuse.text(dice.choice([0, 5, 64, 90]))]
+    """A prompt, and what its request says."""
+    order = dice.sample(range(len(reuse.documents)), dice.randint(1, 3))
+    parts: list[Any] = []
+    if isinstance(reuse, PictureReuse) and dice.random() < 0.4:
+        parts.append(reuse.picture(dice.randrange(2, 5), 3))  # of no document
+    parts.append(reuse.text(dice.choice([0, 5, 64, 90])))
     for document in order:
         parts += [document, reuse.text(dice.choice([0, 0, 3, 40]))]
     ids, places = reuse.compose(*parts, reuse.text(dice.randint(1, 40)))
@@ -236,23 +341,40 @@ def job_of(reuse: Reuse, dice: random.Random) -> tuple[list[int], Any]:
     return ids, {"kv_transfer_params": {"semkv": said, **limit}}
 
 
+# ---------------------------------------------------------------------- all arms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=400, help="for each arm")
+    parser.add_argument("--seconds", type=int, default=300, help="for each arm")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="names of arms with commas between them")
     options = options_of(parser, one)
-    arms = {}
-    bad = 0
-    for name, arm in ARMS.items():
-        spec = {**arm, "seconds": options.seconds, "seed": options.seed}
+    known = json.loads(options.out.read_text()) if options.only and options.out.exists() else {}
+    arms = known.get("arms", {})
+    for name in options.only.split(",") if options.only else ARMS:
+        spec = {**ARMS[name], "seconds": options.seconds, "seed": options.seed}
         log = options.logs / f"documents-stress-{name.replace(' ', '-')}.log"
-        found = arms[name] = run_child(name, spec, log, options.seconds + PATIENCE_S, THREADS)
-        bad += bool(found.get("wrong")) or found.get("left") != NOTHING
+        found = run_child(name, spec, log, options.seconds + PATIENCE_S, THREADS)
+        arms[name] = {"seed": options.seed, "load_average": os.getloadavg(), **found}
         print(name, found, flush=True)
-        known = {"machine": machine("vllm", "torch"), "seed": options.seed, "arms": arms}
-        known["seconds"] = options.seconds
-        write_json(options.out, known)
+        write_json(
+            options.out, {"machine": machine("vllm", "torch"), "all": sums(arms), "arms": arms}
+        )
+    bad = [
+        name for name, found in arms.items() if found.get("wrong") or found.get("left") != NOTHING
+    ]
     sys.exit(1 if bad else 0)
+
+
+def sums(arms: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Over all arms; an arm without an end is an engine that ended, or stood still."""
+    found = Counter[str]()
+    for arm in arms.values():
+        found["ended engines"] += "error" in arm
+        counts = {name: n for name, n in arm.items() if isinstance(n, int) and name != "seed"}
+        found.update(counts)
+    return dict(found)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@
 #   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
 #   documents-quality  documents_quality: with it, how many answers are right where documents are reused
 #   documents-identity documents_quality: with it, log-probabilities against those of the computed prompt
+#   pictures-train     pictures_quality: a small model that answers questions about pictures, into $PICTURES
+#   pictures-quality   pictures_quality: with it, how many answers are right where pictures are reused
 #   documents-pictures documents_identity: the same with pictures, Qwen3-VL-2B's shape
 #   documents-tp2      documents_identity: the same without, Qwen2.5-1.5B's shape, on two GPUs
 #   documents-order    documents: prefill throughput with and without an order, Qwen2.5-7B's shape
@@ -67,6 +69,7 @@ kv() { # NAME ARGUMENTS
 
 large=${LARGE:-/tmp/minigqa-vlm-large}
 documents=${DOCUMENTS:-/tmp/documents-model}
+pictures=${PICTURES:-/tmp/pictures-model}
 
 train() {
     timeout -k 15 "$limit" python3 "$root/training/minigqa_vlm/train.py" --start "${START:?the folder that start_large.py made}" \
@@ -86,10 +89,6 @@ tiers() {
     return "$status"
 }
 
-case $step in
-positions | documents-quality | documents-identity | documents-pictures | documents-tp2)
-    export VLLM_USE_V2_MODEL_RUNNER=0 ;; # with V2 no document is reused: docs/connectors.md
-esac
 case $step in
 check) check "$@" ;;
 kv) kv kv --rounds-of-chats 0 "$@" ;;
@@ -111,6 +110,9 @@ documents-quality) alone documents-quality documents_quality.py measure --model 
     --out "$out/documents-quality.json" "$@" ;;
 documents-identity) alone documents-identity documents_quality.py identity --model "$documents" --sets 60 \
     --out "$out/documents-identity.json" "$@" ;;
+pictures-train) alone pictures-train pictures_quality.py train --model "$pictures" --out "$out/pictures-train.json" "$@" ;;
+pictures-quality) alone pictures-quality pictures_quality.py measure --model "$pictures" \
+    --out "$out/pictures-quality.json" "$@" ;;
 documents-pictures) alone documents-pictures documents_identity.py pictures --out "$out/documents-pictures.json" "$@" ;;
 documents-tp2) alone documents-tp2 documents_identity.py text --ranks 2 --out "$out/documents-tp2.json" "$@" ;;
 documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 256 1024 --caches 65536 --requests 600 \
@@ -118,7 +120,7 @@ documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 
 by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,23p' "$0"; exit 2 ;;
+*) sed -n '2,25p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

@@ -9,8 +9,8 @@ vLLM's own prefix cache has all but the question. Dummy weights say nothing of a
 shown by tests/test_positions.py.
 
 ``parts`` are of one more turn, in which the processor waits for the GPU at the end of each: the scheduler's plan; the
-load, from its order to the step in which the request runs; moving and rotating; the pass over what is computed again;
-the live check; and the rest, which is vLLM's.
+load, from its order to the end of the step in which it has come; moving and rotating; the pass over what is computed
+again; the live check; and the rest, which is vLLM's.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class Engine:
             kv_cache_memory_bytes=options.kv_gib << 30,
             gpu_memory_utilization=0.1,
             worker_cls=WORKER,
-            async_scheduling=False,
             kv_transfer_config=KVTransferConfig(**kv),
             **block,
         )
@@ -217,7 +216,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         (Documents, "on_new_request", "plan"),
         (Documents, "matched", "plan"),
         (Documents, "allocated", "plan"),
-        (Placement, "put_right", ""),
+        (Placement, "_put_right", ""),
         (Placement, "_passes", "tables"),
         (Layers, "move", "move"),
         (Repair, "run", "repair"),
@@ -227,7 +226,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         for kind, name, part in hooks:
             stack.enter_context(timed(kind, name, part, spent, marks))
         answer = ask()
-    spent["load"] = marks.get("put_right begins", 0.0) - marks.get("allocated ends", 0.0)
+    spent["load"] = marks.get("_put_right begins", 0.0) - marks.get("allocated ends", 0.0)
     spent["rest"] = answer["ms"] - sum(spent.values())
     return {name: round(value, 2) for name, value in spent.items()}
 
@@ -240,7 +239,7 @@ def timed(
     spent: Counter[str],
     marks: dict[str, float],
 ) -> Iterator[None]:
-    """Add up how long a method takes, the GPU's work included, as a part; and note when it began and ended."""
+    """Add up how long a method takes, the GPU's work included, as a part; and note when it first began and ended."""
     import torch
 
     method = getattr(kind, name)
@@ -248,7 +247,7 @@ def timed(
 
     def longer(*args: Any, **fields: Any) -> Any:
         begun = time.perf_counter()
-        marks[f"{name} begins"] = 1e3 * begun
+        marks.setdefault(f"{name} begins", 1e3 * begun)
         if part not in ("plan", ""):
             wait()
             begun = time.perf_counter()
@@ -256,7 +255,7 @@ def timed(
         if part not in ("plan", ""):
             wait()
         ended = time.perf_counter()
-        marks[f"{name} ends"] = 1e3 * ended
+        marks.setdefault(f"{name} ends", 1e3 * ended)
         if part:
             spent[part] += 1e3 * (ended - begun)
         return result

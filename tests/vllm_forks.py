@@ -115,6 +115,16 @@ def quicken() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
 
 
+def fork_always() -> None:
+    """Let new processes be forks of this one, whatever vLLM asks for: a new interpreter would import it all again, and
+    know nothing of what was replaced here."""
+    import multiprocessing
+
+    fork = multiprocessing.get_context("fork")
+    for name in ("spawn", "forkserver"):
+        multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
+
+
 def be_plain() -> None:
     """In a fork: its own new processes are new interpreters, as in any Python."""
     from multiprocessing import context
@@ -138,11 +148,7 @@ def _serve(folder: Path) -> None:
     known = importlib.import_module(Path(__file__).stem)  # the module that programs know
     if importlib.util.find_spec("vllm"):
         known.quicken()
-    import multiprocessing
-
-    fork = multiprocessing.get_context("fork")
-    for name in ("spawn", "forkserver"):  # a new interpreter would import it all again
-        multiprocessing.context._concrete_contexts[name] = fork  # type: ignore[attr-defined]
+    fork_always()
     sys.executable = str(folder / "python")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "new"))

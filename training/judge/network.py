@@ -1,95 +1,126 @@
-"""The judge's network: a sentence encoder's layers that read two requests at once, and one number over them."""
+"""The judge's network: a sentence encoder's layers that read two requests at once, and a head over their states.
+
+The encoder's own weights do not change. What is learned is a product of two thin matrices for each of its linear
+layers (LoRA, https://arxiv.org/abs/2106.09685), its biases and norms, and the head.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-TOKENS = 224
-"""Of both texts together; of longer ones the ends are cut."""
-_PIECE = 15 << 20  # bytes of a file of weights
-_PIECES = "weights.{}"
-_BATCH = 64
-
-
-def start(folder: Path) -> tuple[Any, Any]:
-    """The network with a sentence encoder's weights, and its tokenizer."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForSequenceClassification.from_pretrained(
-        folder, num_labels=1, dtype=torch.float32
-    )
-    return network, tokenizer
+TOKENS = 320
+"""Of both texts together. Longer pairs are not judged."""
+RANK = 16
+_HIDDEN = 128  # of the head
+_DROPPED = 0.05  # share of a layer's input that its thin matrices do not see in training
+_STRETCH = 2.0  # of what the thin matrices add
+FILE = "judge.safetensors"
 
 
-def save(network: Any, tokenizer: Any, folder: Path) -> None:
-    """Write half precision, in pieces that a transfer of small files takes."""
-    from safetensors.torch import save as packed
+class Thin(nn.Module):
+    """A linear layer that is left as it is, and what two thin matrices add to it."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    network.config.save_pretrained(folder)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    halves = {name: value.half().contiguous().cpu() for name, value in network.state_dict().items()}
-    weights = packed(halves)
-    for number, begin in enumerate(range(0, len(weights), _PIECE)):
-        (folder / _PIECES.format(number)).write_bytes(weights[begin : begin + _PIECE])
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Parameter(torch.empty(rank, layer.in_features))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
+        self.dropped = nn.Dropout(_DROPPED)
+        nn.init.kaiming_uniform_(self.down, a=5**0.5)
+
+    def forward(self, states: Tensor) -> Tensor:
+        added = self.dropped(states) @ self.down.T @ self.up.T
+        found: Tensor = self.layer(states) + _STRETCH * added
+        return found
 
 
-class Judge:
-    """A trained judge.
+class Network(nn.Module):
+    """A BERT with thin matrices beside its linear layers, and a head of two layers.
 
-    Args:
-        folder: what `save` wrote.
-        device: as torch names it.
+    The head reads the state of the first token, and how the mean states of both texts differ and agree.
     """
 
-    def __init__(self, folder: Path, device: str = "cpu") -> None:
-        from safetensors.torch import load
-        from tokenizers import Tokenizer
-        from transformers import AutoConfig, AutoModelForSequenceClassification
+    def __init__(self, encoder: Any, rank: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        width = encoder.config.hidden_size
+        for parameter in encoder.parameters():
+            parameter.requires_grad = False
+        for block in encoder.encoder.layer:
+            _thin(block, rank)
+        for name, parameter in encoder.named_parameters():
+            if _is_small(name):
+                parameter.requires_grad = True
+        self.hidden = nn.Linear(3 * width, _HIDDEN)
+        self.last = nn.Linear(_HIDDEN, 1)
 
-        pieces = sorted(folder.glob(_PIECES.format("*")))
-        state = load(b"".join(piece.read_bytes() for piece in pieces))
-        config = AutoConfig.from_pretrained(folder)
-        self._network = AutoModelForSequenceClassification.from_config(config).to(torch.float32)
-        self._network.load_state_dict({name: value.float() for name, value in state.items()})
-        self._network.to(device).eval()
-        self._device = device
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.enable_truncation(TOKENS)
-        self._tokenizer.enable_padding()
+    def forward(self, ids: Tensor, kinds: Tensor, there: Tensor) -> Tensor:
+        """The log odds that one answer serves both texts, [pairs]; all arguments are [pairs, tokens]."""
+        states = self.encoder(
+            input_ids=ids, token_type_ids=kinds, attention_mask=there
+        ).last_hidden_state
+        first = _mean(states, there * (1 - kinds))
+        second = _mean(states, there * kinds)
+        features = torch.cat([states[:, 0], (first - second).abs(), first * second], dim=1)
+        found: Tensor = self.last(torch.tanh(self.hidden(features)))[:, 0]
+        return found
 
-    def chances(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """The chance that one answer serves both, for each pair: the lesser of its two orders."""
-        both = [*pairs, *((b, a) for a, b in pairs)]
-        order = sorted(range(len(both)), key=lambda place: sum(map(len, both[place])))
-        found = [0.0] * len(both)
-        for begin in range(0, len(order), _BATCH):
-            places = order[begin : begin + _BATCH]
-            chances = self._forward([both[place] for place in places])
-            for place, chance in zip(places, chances, strict=True):
-                found[place] = chance
-        first, second = found[: len(pairs)], found[len(pairs) :]
-        return [min(one, other) for one, other in zip(first, second, strict=True)]
 
-    def _forward(self, pairs: list[tuple[str, str]]) -> list[float]:
-        read = self._tokenizer.encode_batch(pairs)
-        given = {
-            "input_ids": [one.ids for one in read],
-            "attention_mask": [one.attention_mask for one in read],
-            "token_type_ids": [one.type_ids for one in read],
-        }
-        tensors = {name: torch.tensor(rows, device=self._device) for name, rows in given.items()}
-        with torch.inference_mode():
-            logits: Tensor = self._network(**tensors).logits[:, 0]
-        chances: list[float] = torch.sigmoid(logits).tolist()
-        return chances
+def _mean(states: Tensor, chosen: Tensor) -> Tensor:
+    weights = chosen.to(states.dtype)[:, :, None]
+    found: Tensor = (states * weights).sum(dim=1) / weights.sum(dim=1)
+    return found
+
+
+def _thin(module: nn.Module, rank: int) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Thin(child, rank))
+        else:
+            _thin(child, rank)
+
+
+def _is_small(name: str) -> bool:
+    return name.endswith(
+        (".bias", "LayerNorm.weight", "token_type_embeddings.weight", "up", "down")
+    )
+
+
+def start(folder: Path, rank: int) -> tuple[Network, Any]:
+    """The network with a sentence encoder's weights, and its tokenizer."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModel
+
+    encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, add_pooling_layer=False)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(TOKENS)
+    tokenizer.enable_padding()
+    return Network(encoder, rank), tokenizer
+
+
+def save(network: Network, folder: Path) -> None:
+    """Write what was learned, in half precision, by the names of `semkv.encoders.pairs`."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    halves = {name: value.half().contiguous().cpu() for name, value in learned(network)}
+    save_file(halves, folder / FILE)
+
+
+def learned(network: Network) -> Iterator[tuple[str, Tensor]]:
+    """What was learned, by the encoder's names of its weights."""
+    for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        own = name.removeprefix("encoder.").replace(".layer.bias", ".bias")
+        value = parameter.detach()
+        yield own, value * _STRETCH if own.endswith(".up") else value
 
 
 def note(folder: Path, figures: dict[str, Any]) -> None:

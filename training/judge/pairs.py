@@ -1,5 +1,5 @@
 """Pairs of requests that one answer serves, or does not: generated, and the rows of ``bench/data`` that are not held
-out."""
+out. No text of the rows that are held out, or of a set that nobody may train on, is in a pair."""
 
 from __future__ import annotations
 
@@ -7,21 +7,33 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import phrases
+import small
+from intents import Intents
 
 FILES = ("traps", "paraphrases", "added", "long")
+_UNSEEN = ("unseen_first", "unseen_second", "unseen_third", "last_turns", "classes")
 _DATA = Path(__file__).parents[2] / "bench/data"
-_SAME = 0.45  # of generated pairs
-_LABELED = 0.35  # of all pairs: rows of bench/data
+_SAME = 0.45  # of the pairs of a source
+_SHARES = {  # of all pairs, by their source
+    "labeled": 0.14,  # rows of bench/data
+    "exchanged": 0.06,  # a labeled text with another word
+    "small": 0.10,  # a text of any source with one small word changed
+    "single": 0.10,  # single intents
+    "intents": 0.42,
+    "phrases": 0.18,
+}
+_SHORT = 200  # characters of two texts to which phrases are added
 _NEAR = 6  # places in a list up to which another entry is a near one
-_LONG = 0.15  # of generated pairs: among sentences
-_EXCHANGED = 0.15  # of all pairs: a labeled text with another word
+_LONG = 0.08  # of all pairs: among sentences
+_PHRASE = 0.12  # of all pairs: with a phrase behind one text or both
+_KEPT = 0.3  # of all pairs: with a word changed that does not change what is asked
 _WORD = re.compile(r"\w+(?:'\w+)?")
 _SMALL = frozenset(
     "the and for are can you does did was were has have had will would should could may might what which who how why"
@@ -63,20 +75,89 @@ def labeled(*, held_out: bool) -> list[Labeled]:
     return found
 
 
-def endless(rows: Sequence[Labeled], seed: int) -> Iterator[Labeled]:
-    """Pairs without end, generated ones and the labeled rows, these also with typing noise."""
-    random = Random(seed)  # noqa: S311
-    by_label = [[row for row in rows if row.same is same] for same in (False, True)]
-    exchanged = Exchanged([text for row in rows for text in (row.a, row.b)])
-    while True:
-        drawn = random.random()
-        if drawn < _LABELED:
-            row = random.choice(by_label[random.random() < _SAME])
-        elif drawn < _LABELED + _EXCHANGED:
-            row = exchanged.drawn(random.choice(by_label[random.random() < 0.5]), random)
-        else:
-            row = generated(random)
-        yield _typed(row, random)
+def held_out_texts() -> frozenset[str]:
+    """The texts that no pair may have, as `_plain` writes them."""
+    rows = labeled(held_out=True)
+    for name in _UNSEEN:
+        for line in (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows.append(Labeled(row["a"], row["b"], same=False))
+    trained = {_plain(text) for row in labeled(held_out=False) for text in (row.a, row.b)}
+    return frozenset(_plain(text) for row in rows for text in (row.a, row.b)) - trained
+
+
+def _plain(text: str) -> str:
+    return " ".join(_WORD.findall(text.lower()))
+
+
+class Pairs:
+    """Pairs without end, of all sources, in both orders, some with typing noise or as a sentence of a long text."""
+
+    def __init__(self, rows: Sequence[Labeled], seed: int) -> None:
+        self._random = Random(seed)  # noqa: S311
+        self._rows = [[row for row in rows if row.same is same] for same in (False, True)]
+        self._exchanged = Exchanged([text for row in rows for text in (row.a, row.b)])
+        self._intents = Intents()
+        self._held_out = held_out_texts()
+
+    def batch(self, size: int) -> list[Labeled]:
+        """So many pairs: short ones, or a quarter as many long ones."""
+        is_long = self._random.random() < 4 * _LONG / (1 + 3 * _LONG)
+        found: list[Labeled] = []
+        while len(found) < (size // 4 if is_long else size):
+            row = self._drawn()
+            if not self._may_be_taught(row):
+                continue
+            if is_long:
+                a, b = _among_sentences(row.a, row.b, self._random)
+                row = Labeled(a, b, row.same)
+            found.append(_typed(row, self._random))
+        return found
+
+    def _may_be_taught(self, row: Labeled) -> bool:
+        return self._held_out.isdisjoint((_plain(row.a), _plain(row.b)))
+
+    def _drawn(self) -> Labeled:
+        (source,) = self._random.choices([*_SHARES], [*_SHARES.values()])
+        row = self._small() if source == "small" else self._of(source)
+        if row.same and self._random.random() < _KEPT:
+            row = row._replace(b=small.kept(row.b, self._random))
+        if self._random.random() < _PHRASE and len(row.a) + len(row.b) < _SHORT:
+            return self._with_phrases(row)
+        return row
+
+    def _with_phrases(self, row: Labeled) -> Labeled:
+        """The same phrase behind both texts, another behind each, or one behind one of them."""
+        random = self._random
+        a, phrase = small.with_phrase(row.a, random)
+        if random.random() < 0.6:
+            return row._replace(a=a, b=small.ending(row.b, phrase))
+        other = small.with_phrase(row.b, random, but=phrase)[0] if random.random() < 0.5 else row.b
+        return Labeled(a, other, same=False)
+
+    def _of(self, source: str) -> Labeled:
+        random = self._random
+        same = random.random() < _SAME
+        if source == "labeled":
+            return random.choice(self._rows[same])
+        if source == "exchanged":
+            return self._exchanged.drawn(random.choice(self._rows[random.random() < 0.5]), random)
+        if source == "single":
+            return Labeled(*self._intents.single(random, same=same), same)
+        if source == "intents":
+            pair = self._intents.same(random) if same else self._intents.different(random)
+            return Labeled(*pair, same)
+        return generated(random, same=same)
+
+    def _small(self) -> Labeled:
+        """A trap by a small word, of a text or of two ways to ask it."""
+        sources = ("labeled", "single", "intents", "phrases")
+        row = self._of(self._random.choice(sources))
+        changed = small.trap(row.b, self._random)
+        if changed is None:
+            return row
+        first = row.a if row.same and self._random.random() < 0.4 else row.b
+        return Labeled(first, changed, same=False)
 
 
 class Exchanged:
@@ -114,17 +195,14 @@ def _start(word: str) -> str:
     return word[:4]
 
 
-def generated(random: Random) -> Labeled:
+def generated(random: Random, *, same: bool) -> Labeled:
     """A pair that lists and frames make."""
-    same = random.random() < _SAME
     asked = _drawn(random)
     other = asked if same else _changed(asked, random)
     a = _said(asked, random)
     b = _said(other, random)
     while same and a == b and random.random() < 0.9:
         b = _said(other, random)
-    if random.random() < _LONG:
-        a, b = _among_sentences(a, b, random)
     return Labeled(a, b, same)
 
 

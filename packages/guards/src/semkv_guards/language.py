@@ -185,6 +185,12 @@ class Language:
     clauses: Words
     shifts: Words
     kindred_relations: Entries
+    kindred_of_forms: Entries
+    amounts: Words
+    of: str
+    stranded: Words
+    light_verbs: Words
+    kindred_verbs: Entries
     singling: Words
     adding: Words
     narrowing: Words
@@ -301,16 +307,20 @@ class Language:
         self.harmless_behind_stems = self.stems(self.harmless_behind)
         self.harmless_phrase_stems = self.stems(self.harmless_phrases)
         self.relation_stems = self.stems(self.relations)
-        self.kindred: dict[str, set[str]] = {}
+        self.kindred = _kindred(self.kindred_relations, str)
         """By small word between two others, those that may stand in for it there, and itself."""
-        for entry in self.kindred_relations:
-            words = entry.split()
-            for word in words:
-                self.kindred.setdefault(word, {word}).update(words)
+        self.kindred_with_forms = _kindred((*self.kindred_relations, *self.kindred_of_forms), str)
+        """The same before another form of the word behind it."""
         self.symmetric_stems = self.stems(self.symmetric)
         self.joint_stems = self.stems(self.joints)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         """Words around which the order of the others tells who is which."""
+        others = (self.persons, self.somebody, self.articles, self.negations, self.lessening)
+        verbs = (self.tenses, self.modals, self.helpers, {self.owns})
+        self.small_words = self.function.difference(*others, *verbs)
+        """Words without content between two others, but for those that have rules of their own."""
+        self.timing = self.clauses | self.shifts
+        """Words before a clause or a time."""
         self.alone = self.articles | self.persons.keys()
         """Words of one letter, among others."""
         self.parting = self.ways.keys() | self.questions.keys() | self.relatives | self.clauses
@@ -341,6 +351,8 @@ class Language:
             self.stem(verb): frozenset(words.split()) for verb, words in self.particles
         }
         """By stem of a verb the words after it that make another verb of it."""
+        self.light_verb_stems = self.stems(self.light_verbs)
+        self.kindred_verb_stems = _kindred(self.kindred_verbs, self.stem)
         self.being = self.stems(self.passive & self.tenses.keys())
         self.auxiliaries = self.being | self.stems((*self.tenses, *self.modals))
         self.unhelped = (self.auxiliaries | {self.owns}) - self.stems(self.helpers)
@@ -374,6 +386,10 @@ class Language:
     def may_be_content(self, token: Token) -> bool:
         """Whether a word may be a verb or a noun."""
         return token.word[0].isalpha() and token.word not in self.function
+
+    def are_kindred_verbs(self, stem: str, other: str) -> bool:
+        """Whether two verbs may stand in for each other where one of them has little content."""
+        return other in self.kindred_verb_stems.get(stem, ())
 
     def are_synonyms(self, stem: str, other: str) -> bool:
         """Whether two stems are in one class of synonyms."""
@@ -434,6 +450,16 @@ def _without_last_letter(word: str) -> str:
     if len(word) > _SHORTEST and word[-1] == "i":
         word = f"{word[:-1]}y"
     return word
+
+
+def _kindred(entries: Entries, key: Callable[[str], str]) -> dict[str, set[str]]:
+    """By word, or by its stem, those that stand with it in an entry, and itself."""
+    found: dict[str, set[str]] = {}
+    for entry in entries:
+        words = set(map(key, entry.split()))
+        for word in words:
+            found.setdefault(word, set()).update(words)
+    return found
 
 
 def token_of(word: str, name: bool, language: Language) -> Token:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from semkv_guards.language import Language, Token
-from semkv_guards.text import Text
+from semkv_guards.text import END, STOPS, Text
 
 Tokens = tuple[Token, ...]
 
@@ -40,6 +41,19 @@ class View(NamedTuple):
     other: Text
     others: Tokens
     """Those that the other text alone has."""
+
+
+class Exchange(NamedTuple):
+    """What stands in each text between the same two words, where all of it is its own."""
+
+    before: str
+    """The stem before it; that of `END` at the start of a clause."""
+    after: str
+    """The stem behind it; that of `END` at the end of a clause."""
+    first: Tokens
+    """What the first text has there."""
+    second: Tokens
+    """What the second text has."""
 
 
 class Pair:
@@ -92,6 +106,17 @@ class Pair:
             self._without_kin(left, only_b, abbreviated),
             self._without_kin(right, only_a, abbreviated),
         )
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """The places where one text has some words and the other has others, articles left aside. Linear."""
+        first = _own_stretches(self.a, self.b)
+        second = _own_stretches(self.b, self.a)
+        return [
+            Exchange(before=place[0], after=place[1], first=words, second=second[place])
+            for place, words in first.items()
+            if place in second
+        ]
 
     @cached_property
     def auxiliaries_differ(self) -> bool:
@@ -243,6 +268,38 @@ def _only(mine: Text, other: Text) -> Tokens:
             spare[token.stem] -= 1
             rest.append(token)
     return tuple(rest[::-1])
+
+
+def _own_stretches(mine: Text, other: Text) -> dict[tuple[str, str], Tokens]:
+    """The longest stretches of words that the other text has not, or not as often, by the stems around them."""
+    tokens = mine.without_articles
+    is_own = _are_own(tokens, other)
+    found: dict[tuple[str, str], Tokens] = {}
+    start = 0
+    for own, stretch in itertools.groupby(is_own):
+        end = start + sum(1 for _ in stretch)
+        if own:
+            before = _stem_at(tokens, start - 1)
+            after = _stem_at(tokens, end)
+            found[before, after] = tokens[start:end]
+        start = end
+    return found
+
+
+def _are_own(tokens: Tokens, other: Text) -> list[bool]:
+    """For each token, whether it is beyond those of its stem that the other text has; the first ones are shared."""
+    left = Counter(t.stem for t in other.without_articles)
+    found = []
+    for token in tokens:
+        left[token.stem] -= 1
+        found.append(left[token.stem] < 0 and token.word not in STOPS)
+    return found
+
+
+def _stem_at(tokens: Tokens, place: int) -> str:
+    """The stem at a place; that of `END` at a sign, and outside."""
+    is_inside = 0 <= place < len(tokens)
+    return tokens[place].stem if is_inside and tokens[place].word not in STOPS else END.stem
 
 
 def _unjoined(mine: Tokens, other: Tokens, text: Text) -> Tokens:

@@ -48,7 +48,7 @@ def all_computed_again() -> Iterator[None]:
     passes = Placement._passes
 
     def whole(self: Any, loads: Any, prompts: Any) -> Any:
-        return passes(self, [replace(load, exact=True) for load in loads], prompts)
+        return passes(self, [replace(load, pieces=()) for load in loads], prompts)
 
     with mock.patch.object(Placement, "_passes", whole):
         yield

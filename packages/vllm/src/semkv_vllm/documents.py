@@ -2,20 +2,21 @@
 
 A request says where its documents stand (`semkv_vllm.spans`). What lies in vLLM's cache or in the store for the
 request's own beginning comes first, exactly. For what follows, whole blocks of the documents are loaded into the
-request's blocks, and a worker puts them right in the step in which the request first runs (`semkv_vllm.placement`).
+request's blocks, and a worker puts them right (`semkv_vllm.placement`) while vLLM still takes the load to be under way.
+Where that fails, the load has failed: vLLM commits none of its blocks, and begins the request anew.
 
-vLLM commits the blocks of such a load to its prefix cache before that step. So from the first block on that is not
-exact, a request's blocks have names of this request and this attempt: nobody else finds them, and nothing of them is
-stored. A request that is preempted, or finds no room, gets new names.
+What was put right is approximate. So from the first block on that is not exact, a request's blocks have names of this
+request and this attempt: nobody else finds them, and nothing of them is stored. A request that is preempted, or finds
+no room, gets new names.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from vllm.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
 from semkv_vllm import REPORT_KEY, private
+from semkv_vllm.orders import DocumentJob
 from semkv_vllm.pictures import PICTURE, end_of, is_cut, within
 from semkv_vllm.shared import KVShared
 from semkv_vllm.spans import Asked, Load, Piece, Span, asked, piece_of, renamed, staged
@@ -48,7 +50,7 @@ class _Wish:
         exact: the request's exact block hashes while its blocks have other names.
         load: what will be loaded, without the blocks.
         staged: of each block that is loaded, its place among the request's blocks and its key.
-        failed: what was loaded was lost, so nothing is reused any more.
+        tried: a load of it has not come out right, or not yet: nothing is reused any more.
     """
 
     asked: Asked
@@ -58,15 +60,14 @@ class _Wish:
     exact: list[bytes] | None = None
     load: Load | None = None
     staged: list[tuple[int, bytes]] = field(default_factory=list)
-    failed: bool = False
+    tried: bool = False
 
 
 class Orders(NamedTuple):
-    """For the workers, as in `semkv_vllm.placement.StepWithLoads`."""
+    """For the workers, as in `semkv_vllm.orders.DocumentStep`."""
 
-    loads: Sequence[Load] = ()
+    dropped: Sequence[str] = ()
     unloaded: Sequence[str] = ()
-    lost: Sequence[int] = ()
 
 
 class Documents:
@@ -109,7 +110,7 @@ class Documents:
         self._keys_of = lru_cache(_KNOWN)(self._hashed)
         self._wishes: dict[str, _Wish] = {}
         self._arriving: dict[str, Load] = {}
-        self._unloaded: list[str] = []  # requests that wait for a load which there is not
+        self._orders = Orders()
         self._used: dict[str, int] = {}  # by request, its tokens that are not exact
 
     # ------------------------------------------------------------------ a request
@@ -224,7 +225,7 @@ class Documents:
             if own:  # the local hit has blocks of an earlier attempt
                 return _LATER
             self._half.get_num_new_matched_tokens(self._seen(request), computed, 0)
-        if self.refused or wish.failed:  # since it was asked
+        if self.refused or wish.tried:  # since it was asked
             self.forget(request)
             return None
         planned = self._plan(request, wish, computed)
@@ -282,7 +283,6 @@ class Documents:
             blocks=[],
             pieces=tuple(pieces),
             begin=exact_end,
-            has_pictures=bool(request.mm_features),
             end=min(max((piece.last for piece in pieces), default=exact_end), most),
         )
 
@@ -383,7 +383,9 @@ class Documents:
             wish.load,
             tokens=_tokens(request, wish.load.end),
             blocks=own,
+            pictures=wish.pictures,
         )
+        wish.tried = True
         private.load_blocks(
             self._half,
             self._seen(request),
@@ -391,81 +393,60 @@ class Documents:
             blocks=[own[place] for place, _ in wish.staged],
             others=own,
         )
+        private.mark_load(self._half, request.request_id, partial(DocumentJob.of, load=load))
         self._arriving[request.request_id] = load
         self._used[request.request_id] = load.reused
-        self._shared.counters["document_tokens"] += load.reused
-        self._shared.counters["document_rows"] += load.rows
         return tokens - load.rows
 
-    def computed_instead(
-        self,
-        request: Any,
-        blocks: Any,
-        tokens: int,
-    ) -> int | None:
+    def not_loaded(self, request: Any, tokens: int) -> int | None:
         """After a fault of `allocated`: as that, with nothing loaded.
 
-        vLLM believes that ``tokens`` are on their way, so the workers compute them, and say that the load has ended.
-        Then vLLM commits the blocks, which are not computed yet: so all of them get names of the request's own.
+        vLLM believes that ``tokens`` are on their way. The workers say that this has failed.
         """
         name = request.request_id
         wish = self._wishes.get(name)
         if wish is None or wish.load is None or not tokens:
             return None
+        wish.tried = True
+        self._arriving.pop(name, None)
         self._used.pop(name, None)
-        load = Load(
-            request=name,
-            tokens=_tokens(request, wish.load.end),
-            blocks=list(blocks.get_block_ids()[0]),
-            pieces=(),
-            begin=wish.load.end - tokens,
-            end=wish.load.end,
-            has_pictures=wish.load.has_pictures,
-            exact=True,
-        )
-        self._name_own(request, wish, load)
-        self._arriving[name] = load
-        if not private.is_loading(self._half, name):
-            self._unloaded.append(name)
+        if not private.mark_load(self._half, name, partial(DocumentJob.of, load=None)):
+            self._order(unloaded=[name])
         return 0
+
+    def _order(self, dropped: Iterable[str] = (), unloaded: Iterable[str] = ()) -> None:
+        before = self._orders
+        self._orders = Orders(
+            dropped=[*before.dropped, *dropped],
+            unloaded=[*before.unloaded, *unloaded],
+        )
+
+    def take_orders(self) -> Orders:
+        """What is new for the workers since the last call."""
+        orders = self._orders
+        self._orders = Orders()
+        return orders
+
+    def arrived(self, requests: Iterable[str], failed: Collection[str]) -> None:
+        """Loads of some requests have ended; those of ``failed`` brought nothing."""
+        for name in requests:
+            load = self._arriving.pop(name, None)
+            if name in failed:
+                self._used.pop(name, None)
+            elif load is not None and name in self._wishes:
+                self._wishes[name].tried = False
+                self._shared.counters["document_tokens"] += load.reused
+                self._shared.counters["document_rows"] += load.rows
 
     def give_pictures(self, scheduled: Any) -> None:
         """Let workers have what the encoder is given of pictures that count as loaded, which vLLM takes out.
 
-        They may be computed again, by `semkv_vllm.repair` or, where that fails, by vLLM.
+        vLLM's first model runner keeps what it is given first, and a request that is preempted may be computed whole.
         """
         for new in scheduled.scheduled_new_reqs if self._wishes else ():
             wish = self._wishes.get(new.req_id)
             if wish is not None and wish.pictures:
                 new.mm_features = list(wish.pictures)
-
-    def of_step(self, scheduled: Any) -> Orders:
-        """What the workers must do in a step, in which some requests run for the first time."""
-        if not self._arriving and not self._unloaded:
-            return Orders()
-        running = scheduled.num_scheduled_tokens
-        names = [name for name in self._arriving if name in running]
-        return Orders(
-            loads=[self._arriving.pop(name) for name in names],
-            unloaded=self._taken(),
-        )
-
-    def lost(self) -> Orders:
-        """After a fault of `of_step`: nothing that was loaded is used."""
-        loads = list(self._arriving.values())
-        self._arriving.clear()
-        for load in loads:
-            self._wishes[load.request].failed = True
-        lost = [block for load in loads for block in load.blocks[load.begin // self._block :]]
-        return Orders(
-            lost=lost,
-            unloaded=self._taken(),
-        )
-
-    def _taken(self) -> list[str]:
-        unloaded = self._unloaded
-        self._unloaded = []
-        return unloaded
 
     def used(self, request: str) -> int:
         """How many of a request's tokens are not exact."""
@@ -473,15 +454,15 @@ class Documents:
 
     def ended(self, request: str) -> None:
         self._wishes.pop(request, None)
-        self._arriving.pop(request, None)
         self._used.pop(request, None)
+        if self._arriving.pop(request, None) is not None:
+            self._order(dropped=[request])
 
     # ------------------------------------------------------------------ all of them
 
     def reset(self) -> None:
-        """What was loaded so far may be of other weights: it is computed again where it was not used yet."""
-        for name, load in self._arriving.items():
-            self._arriving[name] = replace(load, exact=True)
+        """What was loaded so far may be of other weights: where it was not put right yet, it is not used."""
+        self._order(dropped=self._arriving)
 
     def mistrust(self) -> None:
         """The live check has failed: nothing is reused any more."""

@@ -73,7 +73,6 @@ def refusal(vllm_config: Any, kv_cache_config: Any) -> str:
         **_of_attention(vllm_config, kinds[0]),
         **_of_model(vllm_config),
         **_of_ranks(vllm_config.parallel_config),
-        **_of_recovery(vllm_config),
     }
     return next((reason for reason, holds in found.items() if holds), "")
 
@@ -120,21 +119,6 @@ def _of_ranks(parallel: Any) -> dict[str, object]:
         "it has context parallelism": context > 1,
         "it has expert parallelism": parallel.enable_expert_parallel or parallel.enable_eplb,
         "it splits its batches": parallel.use_ubatching,
-    }
-
-
-def _of_recovery(config: Any) -> dict[str, object]:
-    """Reasons against the ways in which vLLM goes on after a load that failed, each with whether it holds.
-
-    Its second model runner goes on from where it was, and with asynchronous scheduling a step is on its way that rests
-    on what was not loaded. Either gives a wrong answer (vLLM's issue 49250, open when 0.33 came out).
-    """
-    wrong = "vLLM answers wrongly after a failed load"
-    return {
-        f"{wrong} with model runner V2: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
-        f"{wrong} with asynchronous scheduling: add --no-async-scheduling": (
-            config.scheduler_config.async_scheduling
-        ),
     }
 
 

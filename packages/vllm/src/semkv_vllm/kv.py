@@ -63,8 +63,9 @@ from semkv_vllm.host_memory import (
 from semkv_vllm.identity import Adapters
 from semkv_vllm.media import ByContent, Media
 from semkv_vllm.old_weights import OldWeights
+from semkv_vllm.orders import DocumentStep, Gated, WorkerNews
 from semkv_vllm.params import PEER_KEY, client_params, peer_params
-from semkv_vllm.placement import Gated, Placement, StepWithLoads, WorkerNews
+from semkv_vllm.placement import Placement
 from semkv_vllm.shared import BreakEven, KVShared, RequestFacts, ours
 from semkv_vllm.spec import SemKVManager
 
@@ -225,9 +226,8 @@ class SemKVConnector(OffloadingConnector):
         self._documents: Documents | None = None  # in the scheduler's half
         self._placement: Placement | None = None  # in a worker's
         self._kv_caches: dict[str, Any] = {}
-        self._step: Any = None  # what the scheduler says of this step
         if wanted(config):
-            # What cannot be put right is computed, no request fails.
+            # What cannot be put right is a load that failed: it is computed, and no request fails.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._prepare_documents(kv_cache_config)
 
@@ -290,31 +290,29 @@ class SemKVConnector(OffloadingConnector):
             return documents.allocated(request, blocks, tokens)
         except Exception:
             self.shared.fault("the documents of a request")
-            return documents.computed_instead(request, blocks, tokens)
+            return documents.not_loaded(request, tokens)
 
     @ours("the pictures of a step")
     def _give_pictures(self, scheduled: Any) -> None:
         if self._documents is not None:
             self._documents.give_pictures(scheduled)
 
-    def _orders_of_step(self, scheduled: Any) -> Orders:
-        documents = self._documents
-        if documents is None:
-            return Orders()
-        self._give_pictures(scheduled)
-        try:
-            return documents.of_step(scheduled)
-        except Exception:
-            self.shared.fault("the documents of a step")
-            return documents.lost()
+    @ours("the documents of a step", otherwise=Orders())
+    def _orders_of_step(self) -> Orders:
+        return Orders() if self._documents is None else self._documents.take_orders()
 
     @ours("the documents of a step")
-    def _news_of_documents(self, meta: Any) -> None:
-        if self._documents is None:
+    def _news_of_documents(self, output: Any) -> None:
+        documents = self._documents
+        if documents is None:
             return
-        self.shared.counters["errors"] += getattr(meta, "faults", 0)
-        if getattr(meta, "mismatch", False):
-            self._documents.mistrust()
+        news = output.kv_connector_worker_meta
+        self.shared.counters["errors"] += getattr(news, "faults", 0)
+        if getattr(news, "mismatch", False):
+            documents.mistrust()
+        for name in output.failed_recving:
+            self._outcomes.pop(name, None)
+        documents.arrived(output.finished_recving or (), output.failed_recving)
 
     # ------------------------------------------------------------------ worker half
 
@@ -326,22 +324,14 @@ class SemKVConnector(OffloadingConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._step = connector_metadata
+        if self._placement is not None:
+            self._placement.begin(connector_metadata)
 
-    def start_load_kv(self, forward_context: Any, **fields: Any) -> None:
-        super().start_load_kv(forward_context, **fields)
-        if self._placement is not None and isinstance(self._step, StepWithLoads):
-            self._placement.put_right(self._step)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        sent, received = super().get_finished(finished_req_ids)
-        if isinstance(self._step, StepWithLoads):
-            received.update(self._step.unloaded)
-        return sent, received
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed = set(super().get_block_ids_with_load_errors())
-        return failed if self._placement is None else failed | self._placement.take_lost()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._placement is not None:
+            self._placement.finish(results)
+        return results
 
     def build_connector_worker_meta(self) -> Any:
         meta = super().build_connector_worker_meta()
@@ -482,11 +472,9 @@ class SemKVConnector(OffloadingConnector):
         self._tell_old(lambda old: old.step(scheduler_output))
         meta = super().build_connector_meta(scheduler_output)
         self._forget_finished(scheduler_output.finished_req_ids or ())
-        orders = self._orders_of_step(scheduler_output)
-        if not any(orders):
-            return meta
-        scheduler_output.has_sync_kv_loads = True  # else vLLM starts loads after the forward pass
-        return StepWithLoads(**vars(meta), **orders._asdict())
+        self._give_pictures(scheduler_output)
+        orders = self._orders_of_step()
+        return DocumentStep(**vars(meta), **orders._asdict()) if any(orders) else meta
 
     @ours("a step")
     def _step_begins(self, scheduler_output: Any) -> None:
@@ -508,7 +496,7 @@ class SemKVConnector(OffloadingConnector):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._step_ends(connector_output)
-        self._news_of_documents(connector_output.kv_connector_worker_meta)
+        self._news_of_documents(connector_output)
         super().update_connector_output(connector_output)
 
     @ours("a step")

@@ -1,30 +1,29 @@
 """The worker's half of reusing documents: it moves what was loaded to its places, and computes the rest.
 
-A fault of ours ends no engine. What cannot be put right is computed whole; where that fails too, its blocks are told to
-vLLM as lost, which computes them in later steps. All ranks must do the same, since a forward pass waits for all of
-them. So before each pass they agree that all of them are ready for it, and after it that it went well on all of them.
+That happens at the end of the step in which a load has come, before vLLM hears of it: the request waits for its load
+and does not run yet. A fault of ours ends no engine and no request: vLLM hears of a load that failed, and begins the
+request anew. That is right with every model runner, and with steps that are planned ahead; for a request that runs it
+would not be (vLLM's issue 49250).
+
+All ranks must do the same, since a forward pass waits for all of them. So they agree on which loads all of them have,
+before each pass that all of them are ready for it, and after it that it went well on all of them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from vllm.distributed import get_tp_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
-)
 
-from semkv_vllm import private
 from semkv_vllm.exchanges import LeftWaitingError, UnknownExchangeError
 from semkv_vllm.gate import Layers, RefusedError, Trial, fuse, refusal, trial_of
 from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
+from semkv_vllm.orders import DocumentJob, DocumentStep, WorkerNews
 from semkv_vllm.pictures import Prompt, prompt_of, source_of, within
 from semkv_vllm.repair import Gap, Pass, Repair
 from semkv_vllm.shared import KVShared
@@ -33,47 +32,6 @@ from semkv_vllm.spans import Load, Span, staged
 log = logging.getLogger("semkv.connectors")
 
 _T = TypeVar("_T")
-
-
-@dataclass
-class Gated(KVConnectorHandshakeMetadata):
-    """What a worker says of its model at the start; ``refused`` is empty where documents may be reused."""
-
-    refused: str
-
-
-@dataclass
-class StepWithLoads(OffloadingConnectorMetadata):
-    """What the scheduler tells the workers of a step.
-
-    Attributes:
-        loads: must be put right before its forward pass.
-        unloaded: requests that wait for a load which there is not.
-        lost: blocks that nobody will put right.
-    """
-
-    loads: Sequence[Load] = ()
-    unloaded: Sequence[str] = ()
-    lost: Sequence[int] = ()
-
-
-@dataclass
-class WorkerNews(OffloadingWorkerMetadata):
-    """What workers tell the scheduler; ``mismatch``: the live check has failed; ``faults``: how many there were."""
-
-    mismatch: bool = False
-    faults: int = 0
-
-    def aggregate(self, other: Any) -> Any:
-        merged = super().aggregate(other)
-        mismatch = self.mismatch or getattr(other, "mismatch", False)
-        faults = self.faults + getattr(other, "faults", 0)
-        return WorkerNews(
-            merged.completed_jobs,
-            merged.transfer_stats,
-            mismatch=mismatch,
-            faults=faults,
-        )
 
 
 @dataclass
@@ -112,7 +70,9 @@ class Placement:
         self._block = block
         self._trusted = True
         self._mismatched = False
-        self._lost = set[int]()
+        self._coming: dict[str, Load | None] = {}  # by request what is being loaded
+        self._here = set[str]()  # of these, what this rank has got
+        self._unloaded = set[str]()
         self._layers: Layers | None = None
         self._repair: Repair | None = None
         self._runner: Any = None
@@ -145,7 +105,7 @@ class Placement:
         except Exception as error:
             log.warning("semkv: the model's layers are not as expected", exc_info=True)
             reason = f"its layers are not as expected ({type(error).__name__}: {error})"
-        if not self._all(trial is not None):
+        if not self._agree(trial is not None):
             return reason or "another rank refuses"
         assert trial is not None
         if not self._run(trial.passes):
@@ -175,12 +135,6 @@ class Placement:
 
     # ------------------------------------------------------------------ what the scheduler hears
 
-    def take_lost(self) -> set[int]:
-        """Blocks that could not be put right since the last call."""
-        lost = self._lost
-        self._lost = set()
-        return lost
-
     def take_news(self, meta: Any) -> WorkerNews | None:
         """What is new since the last call, with vLLM's own words; None for nothing."""
         faults = self._shared.counters.pop("errors", 0)
@@ -195,7 +149,7 @@ class Placement:
         return news
 
     def distrust(self, why: str) -> None:
-        """Nothing is reused any more; what is under way is computed."""
+        """Nothing is reused any more, of what is under way either."""
         self._trusted = False
         self._mismatched = True
         log.error(
@@ -205,29 +159,52 @@ class Placement:
 
     # ------------------------------------------------------------------ a step
 
-    def put_right(self, step: StepWithLoads) -> None:
-        """Before a forward pass: make the KV of some requests what their plans say."""
-        self._lost.update(step.lost)
+    def begin(self, step: Any) -> None:
+        """Note what the scheduler says of a step (``OffloadingConnectorMetadata``)."""
+        for job in step.load_jobs.values():
+            if isinstance(job, DocumentJob):
+                self._coming[job.req_id] = job.load
+        if isinstance(step, DocumentStep):
+            self._unloaded.update(step.unloaded)
+            for name in self._coming.keys() & step.dropped:
+                self._coming[name] = None
+
+    def finish(self, results: Any) -> None:
+        """Put right what has come, before vLLM hears that it is there (``KVConnectorTransferResults``).
+
+        It hears of a load when all ranks have it, and that it failed where it could not be put right.
+        """
+        self._here |= results.finished_recving & self._coming.keys()
+        results.finished_recving -= self._coming.keys()
+        ended = self._take_here()
+        loads = [load for load in ended.values() if load is not None]
+        failed = {name for name, load in ended.items() if load is None} | self._unloaded
+        self._unloaded = set()
+        if loads and not self._put_right(loads):
+            failed |= ended.keys()
+        results.finished_recving |= ended.keys() | failed
+        results.failed_recving |= failed
+
+    def _take_here(self) -> dict[str, Load | None]:
+        """What all ranks have got."""
+        names = list(self._coming)  # in the same order on all ranks
+        here = self._all([name in self._here for name in names]) if names else []
+        ended = [name for name, is_here in zip(names, here, strict=True) if is_here]
+        self._here.difference_update(ended)
+        return {name: self._coming.pop(name) for name in ended}
+
+    def _put_right(self, loads: Sequence[Load]) -> bool:
+        """Make the KV of some requests what their plans say; whether that went well."""
+        right = False
         try:
-            self._put_right(step)
+            right = self._trusted and self._reuse(loads)
         except Exception:
             if self._ranks > 1:  # others wait for this one
                 raise
             self._shared.fault("the documents of a step")
-            self._lose(step.loads)
-
-    def _put_right(self, step: StepWithLoads) -> None:
-        reused = [load for load in step.loads if self._trusted and not load.exact]
-        exact = [load for load in step.loads if not self._trusted or load.exact]
-        if reused and not self._reuse(reused):
-            exact += reused
-        if exact and not self._compute(exact):
-            self._lose(exact)
-
-    def _lose(self, loads: Sequence[Load]) -> None:
-        """Have vLLM compute what some loads were to bring."""
-        for load in loads:
-            self._lost.update(load.blocks[load.begin // self._block :])
+        if not right and self._device.type != "cpu":
+            torch.accelerator.synchronize()  # the blocks may be others' soon
+        return right
 
     def _reuse(self, loads: Sequence[Load]) -> bool:
         """Move what is reused and compute the rest; whether that went well."""
@@ -237,16 +214,10 @@ class Placement:
         right = self._agreed(lambda: self._is_right(plan))
         if right is None:
             return False
-        if not self._all(right):
+        if not self._agree(right):
             self.distrust("rotated keys are not what the model computes")
             return False
         return True
-
-    def _compute(self, loads: Sequence[Load]) -> bool:
-        """Compute all of some loads; whether that went well."""
-        whole = [replace(load, exact=True) for load in loads]
-        passes = self._agreed(lambda: self._passes(whole, self._prompts(whole)))
-        return passes is not None and self._run(passes)
 
     def _agreed(self, make: Callable[[], _T]) -> _T | None:
         """What ``make`` gives, where it has a result on all ranks."""
@@ -255,19 +226,23 @@ class Placement:
             made = make()
         except Exception:
             self._shared.fault("the documents of a step")
-        return made if self._all(made is not None) else None
+        return made if self._agree(made is not None) else None
 
-    def _all(self, mine: bool) -> bool:
+    def _agree(self, mine: bool) -> bool:
         """Whether something holds on all ranks."""
+        return self._all([mine])[0]
+
+    def _all(self, mine: list[bool]) -> list[bool]:
+        """Of each of some things, whether it holds on all ranks."""
         if self._ranks == 1:
             return mine
-        held = torch.tensor([int(mine)])
+        held = torch.tensor(mine, dtype=torch.int32)
         torch.distributed.all_reduce(
             held,
             op=torch.distributed.ReduceOp.MIN,
             group=get_tp_group().cpu_group,
         )
-        return bool(held.item())
+        return [bool(value) for value in held.tolist()]
 
     def _run(self, passes: list[Pass]) -> bool:
         """Run passes for which all ranks are ready; whether that went well on all of them."""
@@ -280,7 +255,7 @@ class Placement:
         except Exception:
             self._shared.fault("the documents of a step")
             went_well = False
-        return self._all(went_well)
+        return self._agree(went_well)
 
     def _passes(self, loads: Sequence[Load], prompts: Mapping[str, Prompt]) -> list[Pass]:
         assert self._repair is not None
@@ -302,8 +277,7 @@ class Placement:
         model = self._runner.get_model()
         found = {}
         for load in loads:
-            pictures = private.pictures_of(self._runner, load.request) if load.has_pictures else ()
-            own = within(pictures, 0, load.end)
+            own = within(load.pictures, 0, load.end)
             found[load.request] = prompt_of(model, self._repair.axes, load.tokens, own)
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ NAMES: dict[ModuleType, tuple[str, ...]] = {
     spec: ("_scheduler_mmap", "_manager"),
     scheduler: (
         "_maximal_prefix_lookup",
+        "_current_batch_load_jobs",
         "_jobs",
         "is_store",
         "keys",
@@ -162,10 +163,17 @@ def state_of(half: Any, request: str) -> Any:
     return half._req_status[request]
 
 
-def is_loading(half: Any, request: str) -> bool:
-    """Whether something is on its way to a request's blocks."""
-    jobs = _jobs_of(half)
-    return any(not jobs[job].is_store for job in state_of(half, request).transfer_jobs)
+def mark_load(half: Any, request: str, mark: Callable[[Any], Any]) -> bool:
+    """Put ``mark(job)`` in the place of the load that a request was given in this step (``TransferJob``).
+
+    Returns:
+        Whether there is one.
+    """
+    given = half._current_batch_load_jobs
+    own = [number for number, job in given.items() if job.req_id == request]
+    for number in own:
+        given[number] = mark(given[number])
+    return bool(own)
 
 
 def first_held(half: Any, request: Any, keys: Sequence[bytes]) -> int | None:
@@ -224,11 +232,6 @@ def load_blocks(
 
 
 # ---------------------------------------------------------------------- a worker's model
-
-
-def pictures_of(runner: Any, request: str) -> Sequence[Any]:
-    """The pictures of a request that runs, with what the encoder is given (``MultiModalFeatureSpec``)."""
-    return list(runner.requests[request].mm_features)
 
 
 def keeps_picture_inputs(model: Any, vision: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MOST_SPANS = 1024
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker must do before a request's first step: its blocks hold pieces as they were stored.
+    """What a worker must do before a request runs: its blocks hold pieces as they were stored.
 
     Attributes:
         request: its name.
@@ -81,8 +81,7 @@ class Load:
         pieces: in the order of the prompt.
         begin: the first token whose KV is not exact yet.
         end: the token after the last one that counts as loaded.
-        has_pictures: the request has some.
-        exact: nothing is reused any more; all is computed again.
+        pictures: of the request, with what an encoder is given (vLLM's ``MultiModalFeatureSpec``).
     """
 
     request: str
@@ -91,13 +90,12 @@ class Load:
     pieces: tuple[Piece, ...]
     begin: int
     end: int
-    has_pictures: bool = field(default=False)
-    exact: bool = field(default=False)
+    pictures: Sequence[Any] = ()
 
     def gaps(self) -> Iterator[Span]:
         """What is computed again, in order."""
         at = self.begin
-        for piece in () if self.exact else self.pieces:
+        for piece in self.pieces:
             if piece.first > at:
                 yield Span(at, piece.first)
             at = min(piece.last, self.end) - WATCHED

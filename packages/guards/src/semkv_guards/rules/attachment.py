@@ -90,6 +90,7 @@ def owned_thing(pair: Pair) -> str | None:
             "Is my colleague's password visible to me?",
         ),
         ("Can I sell my car to my son?", "Can I sell my son's car?"),
+        ("What if my dog bites someone?", "What if someone's dog bites me?"),
     ),
     allows=(
         (
@@ -175,8 +176,12 @@ def _owned(text: Text) -> Partners:
     return {
         owner.stem: {thing.stem}
         for owner, between, thing in triples(text.tokens)
-        if between.word == language.owns and language.may_be_content(owner)
+        if between.word == language.owns and _may_own(owner, language)
     }
+
+
+def _may_own(owner: Token, language: Language) -> bool:
+    return language.may_be_content(owner) or owner.word in language.somebody
 
 
 def _focused(text: Text) -> Partners:

@@ -83,12 +83,14 @@ def added_phrase(pair: Pair) -> str | None:
     vetoes=(
         ("Which planet has rings?", "Which planet has the most rings?"),
         ("Who was her husband?", "Who was her first husband?"),
+        ("Who scored the most goals?", "Who scored the most own goals?"),
         ("Who won the prize?", "Who also won the prize?"),
     ),
     allows=(
         ("What are common symptoms?", "What are the most common symptoms?"),
         ("Can I pay by card?", "Can I also pay by card?"),
         ("When did they meet?", "When did they first meet?"),
+        ("How do I start a business?", "How do I start my own business?"),
     ),
 )
 def singled_out(pair: Pair) -> str | None:
@@ -100,6 +102,29 @@ def singled_out(pair: Pair) -> str | None:
             return "modifier"
         is_said = any(t.word in pair.language.numbers for t in view.others)
         if not is_said and not words.isdisjoint(pair.language.singling) and _singles_out(view):
+            return "modifier"
+    return None
+
+
+@rule(
+    reasons=("modifier",),
+    tables=("amounts",),
+    vetoes=(
+        ("How many calories are in rice?", "How many calories are in a cup of rice?"),
+        ("How much does a kilo of rice cost?", "How much does rice cost?"),
+    ),
+    allows=(("What is photosynthesis?", "What is the process of photosynthesis?"),),
+)
+def portion(pair: Pair) -> str | None:
+    """An amount is asked for, of a thing in one text and of a portion of it in the other: "in a cup of rice"."""
+    amounts = pair.language.amounts
+    if amounts.isdisjoint(pair.a.words) or amounts.isdisjoint(pair.b.words):
+        return None
+    of = pair.language.of
+    for view in pair.views:
+        own = {t.stem for t in view.only if t.word not in STOPS}
+        found = _additions(view, own) if of in {t.word for t in view.only} else ()
+        if any(added.words[-1].word == of and len(added.words) > 1 for added in found):
             return "modifier"
     return None
 
@@ -131,7 +156,7 @@ def _may_limit(previous: Token, language: Language, *, ranks: bool) -> bool:
     """Whether a noun may follow: "her first husband", "has most rings"; not "they first met", "are most common"."""
     if ranks:
         return previous.word in language.articles or previous.word == language.owns
-    is_pronoun = previous.word in language.persons and previous.word not in language.articles
+    is_pronoun = previous.word in language.persons  # "my own goals" are no fewer than "my goals"
     is_open = previous.word in language.questions or previous.stem in language.being
     return not is_pronoun and not is_open
 

@@ -79,15 +79,19 @@ RULES: tuple[Rule, ...] = (
     relations.other_way,
     relations.exchanged_ends,
     relations.contrary_relation,
+    relations.moved_relation,
+    relations.crossed_nouns,
     relations.relation,
     words.too_many_words,
     words.name,
     words.substitution,
     words.substituted_phrase,
+    words.other_light_verb,
     words.unknown_language,
     modifiers.added_modifier,
     modifiers.added_phrase,
     modifiers.singled_out,
+    modifiers.portion,
 )
 
 REASONS = (

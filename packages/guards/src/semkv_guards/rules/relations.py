@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from semkv_guards.pairs import Pair, Tokens, triples
+from semkv_guards.language import Language
+from semkv_guards.pairs import Exchange, Pair, Tokens, triples
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
+_SMALL = 2  # one word of each text
+_STRETCH = 2  # words between two that both have, but for auxiliaries and persons
 _BOTH_ENDS = frozenset(("from", "for"))  # the senses of words for ways
 
 
@@ -101,24 +104,116 @@ def relation(pair: Pair) -> str | None:
 def contrary_relation(pair: Pair) -> str | None:
     """Another small word says something else of the same: what to do "until" and "when" somebody comes, what is said
     "of" and "by" the king."""
-    kindred = pair.language.kindred
-    own = [[t.word for t in only if t.word in kindred] for only in pair.only]
-    for mine, theirs in itertools.product(*own):
-        if mine in kindred[theirs]:
-            continue
-        if not _places(pair.a, {mine}).isdisjoint(_places(pair.b, {theirs})):
+    return "relation" if any(_is_contrary(one, pair) for one in pair.exchanges) else None
+
+
+def _is_contrary(exchange: Exchange, pair: Pair) -> bool:
+    """Whether small words alone stand in a place, and none of them may stand in for one of the other text."""
+    language = pair.language
+    kindred = language.kindred
+    if _forms(pair.a, exchange.after) != _forms(pair.b, exchange.after):
+        kindred = language.kindred_with_forms
+    every = (*exchange.first, *exchange.second)
+    if not kindred or not all(t.stem in language.stop_stems for t in every):
+        return False
+    is_inside = END.stem not in (exchange.before, exchange.after)
+    small = frozenset(kindred) - language.questions.keys()
+    if is_inside:
+        small = language.small_words.union(kindred)
+    if len(every) > _SMALL:
+        is_short = all(_is_short(words, language) for words in (exchange.first, exchange.second))
+        tells_time = not language.timing.isdisjoint(t.word for t in every)
+        if not (is_inside and is_short and tells_time):
+            return False
+    first = [t.word for t in exchange.first if t.word in small]
+    second = [t.word for t in exchange.second if t.word in small]
+    if not first or not second:
+        return False
+    return not any(x in kindred.get(y, ()) for x, y in itertools.product(first, second))
+
+
+def _is_short(words: Tokens, language: Language) -> bool:
+    """Whether there are few words but for auxiliaries and persons."""
+    counted = [t for t in words if not language.is_auxiliary(t) and t.word not in language.persons]
+    return len(counted) <= _STRETCH
+
+
+def _forms(text: Text, stem: str) -> set[str]:
+    """The words of a stem that a text has."""
+    return {t.word for t in text.tokens if t.stem == stem}
+
+
+@rule(
+    reasons=("relation",),
+    tables=("stranded",),
+    vetoes=(
+        ("What do I need a passport for?", "What do I need for a passport?"),
+        ("Who do I get a letter from?", "Who do I get from a letter?"),
+    ),
+    allows=(
+        ("Which team does he play for?", "For which team does he play?"),
+        ("What is it made of?", "Of what is it made?"),
+    ),
+)
+def moved_relation(pair: Pair) -> str | None:
+    """A small word stands before another noun, or at the end of its clause, and all else is the same."""
+    auxiliaries = pair.language.auxiliaries | pair.language.joint_stems
+    if any(t.stem not in auxiliaries for only in pair.only for t in only):
+        return None
+    first = _followers(pair.a)
+    second = _followers(pair.b)
+    for word in first.keys() & second.keys():
+        here, there = first[word], second[word]
+        if END.stem in (here | there) and here.isdisjoint(there):
             return "relation"
     return None
 
 
-def _places(text: Text, words: set[str]) -> set[tuple[str, str]]:
-    """The stems before and after some words, articles left aside."""
-    tokens = (END, *text.without_articles, END)
-    return {
-        (END.stem if before.word in STOPS else before.stem, after.stem)
-        for before, token, after in triples(tokens)
-        if token.word in words and after.word not in STOPS
-    }
+def _followers(text: Text) -> dict[str, set[str]]:
+    """By a small word that may be stranded, what stands behind it; nothing where that is a question word."""
+    language = text.language
+    found: dict[str, set[str]] = {}
+    for token, after in itertools.pairwise((*text.without_articles, END)):
+        if token.word in language.stranded and after.word not in language.questions:
+            found.setdefault(token.word, set()).add(END.stem if after.word in STOPS else after.stem)
+    return found
+
+
+@rule(
+    reasons=("word order",),
+    tables=("relations", "symmetric"),
+    vetoes=(
+        ("Can I leave my coat in the museum?", "Can I leave the museum with my coat?"),
+        ("Is there milk in the coffee?", "Is there coffee with the milk?"),
+    ),
+    allows=(
+        ("What is the price of a ticket?", "What is a ticket's price?"),
+        ("How do I get from Rome to Oslo?", "How do I get to Oslo from Rome?"),
+    ),
+)
+def crossed_nouns(pair: Pair) -> str | None:
+    """Two words of content have changed places around another small word.
+
+    "The coat in the museum", "the museum with the coat"."""
+    first = _tied(pair.a)
+    second = _tied(pair.b)
+    for (x, y), words in first.items():
+        others = second.get((y, x))
+        if others and words.isdisjoint(others):
+            return "word order"
+    return None
+
+
+def _tied(text: Text) -> dict[tuple[str, str], set[str]]:
+    """By two words of content the small words between them, but for those that tell a way: "from Rome to Oslo"."""
+    language = text.language
+    found: dict[tuple[str, str], set[str]] = {}
+    others = (language.symmetric, language.ways.keys(), language.tenses.keys(), {language.owns})
+    ties = language.relations.difference(*others)
+    for x, tie, y in triples(text.without_articles):
+        if tie.word in ties and language.may_be_content(x) and language.may_be_content(y):
+            found.setdefault((x.stem, y.stem), set()).add(tie.word)
+    return found
 
 
 @rule(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from semkv_guards.language import Token
+from semkv_guards.language import Language, Token
 from semkv_guards.pairs import Pair
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
@@ -20,6 +20,10 @@ _VERB = 4  # words from a subject to its verb: "I have not yet been asked"
     vetoes=(
         ("Why does my cat bite me?", "Why do I bite my cat?"),
         ("Can my employer report me?", "Can I report my employer?"),
+        (
+            "Do I have to tell my boss that I am ill?",
+            "Does my boss have to tell anyone that I am ill?",
+        ),
     ),
     allows=(("Why does my cat bite me?", "Why is my cat biting me?"),),
 )
@@ -61,10 +65,19 @@ def _turned(mine: Text, done: Deeds, other: Text, others: Deeds) -> bool:
     for i, (verb, thing) in enumerate(itertools.pairwise(other.without_articles)):
         if verb.stem not in own:
             continue
-        same_object = owned or done.acts[verb.stem] == thing.stem
-        if same_object and _subject_before(i, other) in objects:
+        subject = _subject_before(i, other)
+        object_here = done.acts[verb.stem]
+        is_exchanged = object_here == subject and _may_suffer(thing, other.language)
+        if (owned or object_here == thing.stem or is_exchanged) and subject in objects:
             return True
     return False
+
+
+def _may_suffer(token: Token, language: Language) -> bool:
+    """Whether a word behind a verb may be its object."""
+    is_named = token.word in language.somebody or token.word in language.persons
+    may_be_noun = language.may_be_content(token) and not token.word.endswith(language.gerund)
+    return is_named or may_be_noun
 
 
 def _deeds(text: Text, is_subject: Mapping[str, bool]) -> Deeds:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from semkv_guards.language import Token
 from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
 from semkv_guards.rules.rule import rule
-from semkv_guards.text import STOPS
+from semkv_guards.text import END, STOPS
 
 _PLACES = 3  # words that stand against one each
+_STRETCH = 2  # words of a text between two that both have
 _BLOCK = 5  # words that stand against others in one place
 
 _FOOD = (
@@ -142,6 +143,52 @@ def substituted_phrase(pair: Pair) -> str | None:
     same = before + after
     apart = len(first) + len(second) - 2 * same
     return "substitution" if same > 1 and apart <= _BLOCK else None
+
+
+@rule(
+    reasons=("substitution",),
+    tables=("light_verbs",),
+    vetoes=(
+        ("How do I get antibiotics?", "How do I take antibiotics?"),
+        ("Can my manager see my sick notes?", "Can my manager ask for my sick notes?"),
+    ),
+    allows=(
+        ("How do I get a stain out of a carpet?", "How do I remove a stain from a carpet?"),
+        ("How do I know if she likes me?", "How can I tell if she likes me?"),
+        ("How do I make my laptop faster?", "How can I speed up my laptop?"),
+    ),
+)
+def other_light_verb(pair: Pair) -> str | None:
+    """A verb of little content stands between the same two words as another verb that is no kin, and no other word of
+    content differs: "get insulin", "use insulin"."""
+    language = pair.language
+    left, right = (_telling(only, pair) for only in pair.only)
+    for exchange in pair.exchanges:
+        first = _telling(exchange.first, pair)
+        second = _telling(exchange.second, pair)
+        is_all = len(first) == len(left) == len(second) == len(right) == 1
+        is_short = max(len(exchange.first), len(exchange.second)) <= _STRETCH
+        is_inside = END.stem not in (exchange.before, exchange.after)
+        if not is_all or not is_short or not is_inside:
+            continue
+        (x,), (y,) = first, second
+        is_light = not language.light_verb_stems.isdisjoint((x.stem, y.stem))
+        if is_light and not pair.akin(x, y) and not language.are_kindred_verbs(x.stem, y.stem):
+            return "substitution"
+    return None
+
+
+def _telling(tokens: Tokens, pair: Pair) -> list[Token]:
+    """The nouns, verbs and the like that are neither a measure nor a date, which have rules of their own."""
+    language = pair.language
+    measured = pair.a.quantities.words | pair.b.quantities.words | language.all_units.keys()
+    return [
+        t
+        for t in tokens
+        if (language.may_be_content(t) or t.stem in language.light_verb_stems)
+        and t.word not in measured
+        and t.word not in language.senses
+    ]
 
 
 @rule(
