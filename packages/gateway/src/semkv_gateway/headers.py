@@ -56,9 +56,8 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a way) or say to
-which service a mesh sends (``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path. `_MAY_SAY` has what some of
-them may say."""
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a way) or say to which service a mesh sends
+(``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path. `_MAY_SAY` has what some may say."""
 
 _TRACERS = rb"[0-9a-f-]+@(nr|dt)|az|dd|es|gorouter|in|lightstep|nr|ot|sentry|sw|xray"
 _MAY_SAY: dict[bytes, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
