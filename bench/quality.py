@@ -476,20 +476,28 @@ def reused_tokens(outputs: list[Any]) -> int:
 
 
 def differences(found: list[Any], wanted: list[Any]) -> dict[str, Any]:
-    """Of the first token: how far apart are the log-probabilities of the likeliest tokens that both name?"""
+    """Of the first token: how far apart are the log-probabilities of the likeliest tokens that both name?
+
+    ``strangers``: prompts of which both name no token.
+    """
     apart = []
+    strangers = 0
     same = 0
     for output, other in zip(found, wanted, strict=True):
         own, computed = (answer.outputs[0].logprobs[0] for answer in (output, other))
         shared = own.keys() & computed.keys()
-        apart.append(max(abs(own[token].logprob - computed[token].logprob) for token in shared))
+        if shared:
+            apart.append(max(abs(own[token].logprob - computed[token].logprob) for token in shared))
+        else:
+            strangers += 1
         same += output.outputs[0].token_ids[0] == other.outputs[0].token_ids[0]
     return {
         "reused_tokens": reused_tokens(found),
-        "median": float(np.median(apart)),
-        "worst": float(np.max(apart)),
+        "median": float(np.median(apart)) if apart else None,
+        "worst": float(np.max(apart)) if apart else None,
+        "strangers": strangers,
         "same_token": same,
-        "of": len(apart),
+        "of": len(found),
     }
 
 

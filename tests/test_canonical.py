@@ -123,6 +123,15 @@ def test_tenant_version_secret_and_endpoint_are_in_the_key() -> None:
     assert len({canonical(chat(), **way).key for way in ways}) == len(ways)
 
 
+def test_of_a_token_that_is_biased_under_two_names_the_last_one_counts() -> None:
+    twice = [
+        {"5": -100, "05": 100},
+        {"05": 100, "5": -100},
+    ]
+    keys = {canonical(chat(*TURNS, logit_bias=bias)).key for bias in twice}
+    assert len(keys) == 2
+
+
 def test_media_are_keyed_by_their_bytes() -> None:
     def body(data: bytes, kind: str = "image/png", **more: Any) -> dict[str, Any]:
         part = {"type": "image_url", "image_url": {"url": data_url(data, kind), **more}}

@@ -122,14 +122,39 @@ def test_the_content_of_a_file_counts(tmp_path: Path) -> None:
 def test_so_does_the_content_of_one_that_a_variable_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned = tmp_path / "tuned.json"
-    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
+    folder = tmp_path / "tuned"
+    folder.mkdir()
+    tuned = folder / "E=8.json"
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(folder))
     found = []
     for text in ("1", "2"):
         tuned.write_text(text)
         found.append(environment())
-    assert found[0] != found[1]
-    assert list(ours.files_in(found[0])) == [tuned]
+    (folder / "..data").mkdir()  # of a mount of Kubernetes
+    assert environment() == found[1]
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tuned))
+    found.append(environment())
+    assert len({json.dumps(one) for one in found}) == 3
+    assert {*ours.files_in(found[0])} == {folder, tuned, folder / "..data"}
+    assert list(ours.files_in(found[2])) == [tuned]
+    monkeypatch.setattr(ours, "_MANY", 0)
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(folder))
+    with pytest.raises(UnknownError, match="VLLM_TUNED_CONFIG_FOLDER has a folder of more than 0"):
+        environment()
+
+
+def test_a_file_may_be_named_without_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("scales.json", "scales")
+    before = [plain({"path": name}) for name in names]
+    for name in names:
+        (tmp_path / name).write_text("1")
+    assert all(plain({"path": name}) != one for name, one in zip(names, before, strict=True))
+    long = "{% if a/b %}" * 1000  # as long as no path
+    assert plain(long) == long
+    assert plain("a\0b") == "a\0b"
 
 
 def test_code_of_ones_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -660,11 +660,15 @@ def check_crowd(crowd: dict[str, Any]) -> None:
     assert crowd["loaded"] > 0
 
 
+ALL_AGAIN = "all again"
+
+
 @contextmanager
 def broken_rank(sign: Path) -> Iterator[None]:
     """One of two ranks fails while a file is there, which says where. For engines that are made inside.
 
-    A file beside it, ``failed``, gets a byte each time.
+    A file beside it, ``failed``, gets a byte each time. Where it says `ALL_AGAIN`, none fails, and all ranks compute
+    again all of what they have moved.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -696,6 +700,13 @@ def broken_rank(sign: Path) -> Iterator[None]:
 
         return mock.patch.object(kind, name, runs)
 
+    passes = Placement._passes
+
+    def chosen(self: Any, loads: Any, prompts: Any) -> Any:
+        if sign.exists() and sign.read_text() == ALL_AGAIN:
+            loads = [replace(load, pieces=()) for load in loads]
+        return passes(self, loads, prompts)
+
     forward = LlamaMLP.forward
 
     def layer(self: Any, *args: Any, **fields: Any) -> Any:
@@ -709,6 +720,7 @@ def broken_rank(sign: Path) -> Iterator[None]:
         return str(connector._placement._looked_at(self.model_runner, connector._kv_caches))
 
     with (
+        mock.patch.object(Placement, "_passes", chosen),
         during(Placement, "_moved", "moving"),
         during(Placement, "_trial", "before the check"),
         during(Repair, "rehearse", "in the rehearsal", fail=False),
@@ -720,18 +732,19 @@ def broken_rank(sign: Path) -> Iterator[None]:
 
 
 def two_ranks(model: str, cache: str) -> dict[str, Any]:
-    """One layer on two ranks: what is reused must be what is computed, and a fault of one must not leave the other."""
+    """Two layers on two ranks: what the pass exchanges counts, and a fault of one rank must not leave the other."""
     sign = Path(cache) / "broken"
     with broken_rank(sign):
         reuse = Reuse(model, cache, tensor_parallel_size=2)
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
     wanted = reuse.output(ids, SKIP, tokens=2)
     found: dict[str, Any] = {"refused": reuse.half.refused, "off": [], "errors": [], "starts": []}
+    found["reused"] = []
     reuse.forget()
     for where in ("before the check", "in the rehearsal", "in the pass", ""):
         sign.write_text(where)
         found["starts"].append(reuse.engine.llm.collective_rpc("look_again"))
-    for where in ("", "moving", "in the pass", ""):
+    for where in (ALL_AGAIN, "moving", "in the pass", ""):
         reuse.forget()
         sign.write_text(where)
         moved = reuse.reused(ids, places, 0, tokens=2)
@@ -739,7 +752,7 @@ def two_ranks(model: str, cache: str) -> dict[str, Any]:
         exact = reuse.output(ids, SKIP, tokens=2)
         found["off"] += [off(moved, wanted), off(exact, wanted)]
         found["errors"].append(reuse.counters["errors"])
-    found["reused"] = approximate(moved)
+        found["reused"].append(approximate(moved))
     found["mismatches"] = reuse.counters["document_mismatches"]
     found["left"] = reuse.engine.left()
     reuse.engine.close()
@@ -750,15 +763,17 @@ def two_ranks(model: str, cache: str) -> dict[str, Any]:
 def test_two_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A rank that fails at the start is refused on both; one that fails within a pass takes part in it to its end, and
     then vLLM computes the request."""
-    found = in_child(two_ranks, checkpoint("llama3"), tmp_path)
+    found = in_child(two_ranks, checkpoint("llama-shallow"), tmp_path)
     assert (found["refused"], found["mismatches"], found["left"]) == ("", 0, NOTHING)
     *broken, whole = found["starts"]
     assert all(all(said) for said in broken)
     assert "rehearsal" in broken[1][1]
     assert whole == ["", ""]
-    assert max(found["off"]) <= CLOSE
-    assert found["errors"] == [0, 1, 2, 2]
-    assert found["reused"] > 200
+    *exact, reused, after = found["off"]
+    assert max([*exact, after]) <= CLOSE
+    assert reused > CLOSE  # this can fail, so the other figures mean something
+    assert found["errors"] == [1, 2, 3, 3]  # the first one is of a start
+    assert min(found["reused"][0], found["reused"][-1]) > 200
 
 
 @pytest.mark.engine

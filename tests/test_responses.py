@@ -325,6 +325,33 @@ def test_what_a_full_store_does_not_take_is_counted_and_written_once_there_is_ro
     other.close()
 
 
+def test_one_answer_that_there_is_no_room_for_costs_those_beside_and_behind_it_nothing(
+    tmp_path: Path,
+) -> None:
+    store = SqliteStore(tmp_path / "a")
+    cache = ResponseCache(store, poll_s=600.0, pause_s=600.0)
+    since = cache.begin()
+    with store.database as db:
+        pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count={pages + 10}")
+    sizes = {"large": 300_000, "a": 1, "b": 1_000}
+    prepared = [
+        cache.prepared(Asked(key), payload("stop", padding="x" * size))
+        for key, size in sizes.items()
+    ]
+    several = [(one, since) for one in prepared if one is not None]
+    assert cache.keep_all(several) == [True] * 3, "memory has the large one"
+    assert [store.get(key) is not None for key in sizes] == [False, True, True]
+    assert cache.counts()["unwritten:full"] == 1
+    assert cache.keep(Asked("next"), GOOD, since=since)
+    assert store.get("next") is not None
+    cache._bring()
+    assert cache.store_state == "full"
+    assert cache.keep(Asked("later"), GOOD, since=since)
+    assert store.get("later") is not None, "what was tried again has not stopped it"
+    cache.close()
+
+
 def test_of_several_that_the_store_does_not_take_each_is_counted_and_brought_later(
     tmp_path: Path,
 ) -> None:

@@ -132,12 +132,20 @@ class TestTenants:
         found = [self.seen(pair, f"for {name}", {name: value}) for value in ("one", "two")]
         assert [said for said, _, _ in found] == ["miss", "hit"]
 
-    def test_a_proxy_that_names_the_host_makes_a_tenant_and_one_that_names_the_client_does_not(
-        self, pair: Pair
+    @pytest.mark.parametrize(
+        ("name", "harmless", "other"),
+        [
+            ("Forwarded", "for={};proto=https", "host={};proto=https"),
+            ("baggage", "sentry-trace_id={}, sentry-release=1", "sentry-release=1,tenant={}"),
+            ("tracestate", "dd=s:2;p:{},33@nr=0-0", "dd=s:2,routing-key={}"),
+            ("ot-baggage", "sentry-trace_id={}", "{}"),
+        ],
+    )
+    def test_a_field_of_anybodys_in_a_harmless_header_makes_a_tenant(
+        self, pair: Pair, name: str, harmless: str, other: str
     ) -> None:
-        for part, second in (("host", "miss"), ("for", "hit")):
-            ways = [{"Forwarded": f"{part}={value};proto=https"} for value in ("a", "b")]
-            found = [self.seen(pair, f"for {part}", way)[0] for way in ways]
+        for form, second in ((other, "miss"), (harmless, "hit")):
+            found = [self.seen(pair, form, {name: form.format(value)})[0] for value in ("a", "b")]
             assert found == ["miss", second]
 
     def test_a_body_in_other_letters_passes(self, pair: Pair) -> None:

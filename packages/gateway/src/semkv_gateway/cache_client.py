@@ -340,7 +340,7 @@ class CacheClient:
 
     async def store(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         """Store an answer; waits until it outlives this process, or the store's time is up."""
-        return await self._guarded("store", self._keep(canonical, payload, since)) is True
+        return await self._guarded("keep", self._keep(canonical, payload, since)) is True
 
     async def _keep(self, canonical: CanonicalRequest, payload: bytes, since: str) -> bool:
         tags = self.rules.tags(canonical)

@@ -658,38 +658,38 @@ class Gateway:
         reader = request.reader
         assert reader is not None
         flight = reader.flight
-        stream = request.canonical.stream
         joined = reader.joined
         await flight.until(lambda: flight.status)
         if not flight.status and flight.error is not None:
             raise flight.error
-        if joined and (
-            flight.status in REFUSED or flight.refused
-        ):  # it says nothing of this client's request
+        if joined and _is_refusal(flight):  # it says nothing of this client's request
             return None
         headers = http.for_others(flight.headers) if joined else list(flight.headers)
-        if not (flight.streamed and stream):
+        passes_on = flight.streamed and request.canonical.stream
+        if not passes_on:
             await flight.until(lambda: not flight.shared)
             if flight.done or flight.streamed:
-                if flight.error is not None:
-                    raise flight.error
                 answer = self._whole(request, flight, headers)
                 if answer is not None or joined:
                     return answer
         # As it comes: a stream, or too large to hold, or asked in this form and answered in another.
-        usage = not (flight.streamed and stream) or request.canonical.include_usage
+        usage = not passes_on or request.canonical.include_usage
         pieces = reader.pieces(usage=usage)
         return Answer(flight.status, headers, stream=pieces, close=reader.aclose, ours=joined)
 
     def _whole(self, request: GatewayRequest, flight: InFlight, headers: Headers) -> Answer | None:
-        """A whole upstream answer in the form that the client asked for; None where it has no such form."""
+        """A whole upstream answer in the form that the client asked for; None where it has no such form. Raises what
+        the upstream request ended with."""
+        if flight.error is not None:
+            raise flight.error
         assert request.reader is not None
-        converts, answer = request.canonical.route.converts, None
+        answer = None
+        as_stream = request.canonical.route.converts and request.canonical.stream
         if flight.payload is None or flight.verbatim:
             return None
         if flight.streamed:
             answer = Answer(200, [http.JSON], flight.payload)
-        elif converts and request.canonical.stream and flight.status == 200:
+        elif as_stream and flight.status == 200:
             answer = self._as_stream(request, flight.payload)
         else:
             return Answer(flight.status, headers, flight.payload, ours=request.reader.joined)
@@ -1051,6 +1051,11 @@ async def _close(found: object) -> None:
     close = getattr(found, "aclose", None)
     if close is not None:
         await close()
+
+
+def _is_refusal(flight: InFlight) -> bool:
+    """Whether an upstream answer says nothing of a request that only waits for it: it is about credentials."""
+    return flight.status in REFUSED or bool(flight.refused)
 
 
 def _stopped() -> UpstreamError:

@@ -56,11 +56,18 @@ HARMLESS: dict[str, str] = {
         x-semkv-bypass x-semkv-tags x-semkv-tenant""",
 }
 """Headers that neither identify the client nor change the answer, by the reason. Not among them: those that repeat the
-URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a way) or say to
-which service a mesh sends (``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path."""
+URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a way) or say to which service a mesh sends
+(``L5d-Dst-Canonical``), since an upstream may have a tenant for each host or path. `_MAY_SAY` has what some may say."""
 
-_WAY = frozenset((b"by", b"for", b"proto"))
-"""What `Forwarded` may say of the way of a request; the rest may separate."""
+_TRACERS = rb"[0-9a-f-]+@(nr|dt)|az|dd|es|gorouter|in|lightstep|nr|ot|sentry|sw|xray"
+_MAY_SAY: dict[bytes, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
+    b"forwarded": (re.compile(rb"[;,]"), re.compile(rb"by|for|proto")),
+    b"baggage": (re.compile(rb","), re.compile(rb"sentry-[\w.-]+")),
+    b"ot-baggage": (re.compile(rb","), re.compile(rb"sentry-[\w.-]+")),
+    b"tracestate": (re.compile(rb","), re.compile(_TRACERS)),
+}
+"""Harmless headers of several fields, what stands between these, and the names of those that say from where a request
+came or how it is traced. With others they may separate: meshes and test environments choose a server by such fields."""
 
 HARMLESS_FAMILIES: dict[bytes, str] = {
     b"sec-ch-": "a browser describes itself",
@@ -172,9 +179,14 @@ class Separation:
 
 
 def _says_more(name: bytes, value: bytes) -> bool:
-    """Whether a proxy says more than from where, and on which way, the request came (RFC 7239), such as its host."""
-    said = re.findall(rb"([^\s;,=]+)\s*=", value.lower())
-    return name == b"forwarded" and not _WAY.issuperset(said)
+    """Whether a harmless header has a field that is not known to be harmless (`_MAY_SAY`)."""
+    if name not in _MAY_SAY:
+        return False
+    between, known = _MAY_SAY[name]
+    fields = (field.strip().partition(b"=") for field in between.split(value.lower()))
+    return any(
+        said and not (equals and known.fullmatch(said.strip())) for said, equals, _ in fields
+    )
 
 
 def _name(pair: tuple[bytes, bytes]) -> bytes:

@@ -6,6 +6,7 @@ Whatever is not known to leave the answer alone is part of the key. What cannot 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -136,6 +137,8 @@ _MOST_TEXT = 1_000_000  # characters
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 # Fields whose object is looked up by name, so that its order says nothing either.
 _BY_NAME = frozenset(("logit_bias",))
+# As such a name is written. A server that reads "05" and "5" as one number takes the last of them.
+_NUMBER = re.compile(r"0|[1-9][0-9]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +485,7 @@ def _plain(name: str, value: Any) -> Any:
     """One form for a parameter that may be written in several ways: 1 and 1.0, 0 and -0.0, a map in any order."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
-    if name in _BY_NAME and isinstance(value, dict):
+    if name in _BY_NAME and isinstance(value, dict) and all(map(_NUMBER.fullmatch, value)):
         return by_name(value)
     return value
 

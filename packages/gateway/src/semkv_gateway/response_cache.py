@@ -31,6 +31,7 @@ log = logging.getLogger("semkv.server")
 
 _T = TypeVar("_T")
 _SKEW_S = 10.0  # between the clocks of gateways on one store
+FULL = "full"  # `StoreError.reason` of a store without room
 _AWAY = 5  # after so many failed looks for invalidations a store is called away
 _CLOSING_S = 5.0  # at the end, to write the answers that only memory has into the store
 _UNWRITTEN = 100_000  # answers that only memory has, and that are written into the store later
@@ -430,10 +431,30 @@ class ResponseCache:
     def _put(self, answers: Sequence[tuple[StoredResponse, str]]) -> list[bool | None]:
         """Write to the store: `ResponseStore.put` of each, and None where it fails or is left alone after a fault."""
         if self.takes_several and answers:
-            several = cast("KeepsSeveral", self._store)
-            kept = self._ask("put", lambda _: several.put_all(answers), None)
-            return [None] * len(answers) if kept is None else list(kept)
+            failed: list[bool | None] = [None] * len(answers)
+            return self._ask("put", lambda _: self._put_several(answers), failed)
         return [self._put_one(response, place) for response, place in answers]
+
+    def _put_several(self, answers: Sequence[tuple[StoredResponse, str]]) -> list[bool | None]:
+        """Write all at once. Where there is no room for all, write the small ones that there is room for. Raises where
+        nothing can be written."""
+        several = cast("KeepsSeveral", self._store)
+        try:
+            return list(several.put_all(answers))
+        except StoreError as error:
+            if error.reason != FULL or len(answers) == 1:
+                raise
+        found: list[bool | None] = [None] * len(answers)
+        by_size = sorted(range(len(answers)), key=lambda number: len(answers[number][0].payload))
+        for number in by_size:
+            try:
+                found[number] = several.put_all([answers[number]])[0]
+            except StoreError as error:
+                if error.reason != FULL or number == by_size[0]:
+                    raise
+                self._tally.fault("store put", error)
+                break  # the rest is larger
+        return found
 
     def _put_one(self, response: StoredResponse, place: str) -> bool | None:
         return self._ask("put", lambda store: store.put(response, place), None)
@@ -443,7 +464,8 @@ class ResponseCache:
     def _note_unwritten(self, key: str, since: str | None) -> None:
         """Count an answer that only memory has. It is brought to the store once that takes answers again, where it was
         begun at a known place of the store's log."""
-        self._tally.add(f"unwritten:{self._write_fault or 'away'}")
+        is_away = since is None or bool(self._quiet_until[False])
+        self._tally.add(f"unwritten:{self._write_fault or ('away' if is_away else FULL)}")
         if since is not None:
             with self._pausing:
                 self._unwritten[key] = since
@@ -462,6 +484,8 @@ class ResponseCache:
                 if put is None:
                     with self._pausing:
                         self._unwritten[key] = since  # the next time another one is tried first
+                        if self._write_fault == FULL:  # for this one; there may be room for others
+                            self._quiet_until[True] = 0.0
                     return
                 self._tally.add("written late" if put else "refused:invalidated on its way")
             with self._pausing:

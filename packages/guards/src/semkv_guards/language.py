@@ -149,6 +149,7 @@ class Language:
     manner: Endings
     adverbs: Words
     synonyms: Entries
+    same_things: Entries
     phrases: Phrases
     contraries: Words
     particles: Pairs
@@ -186,6 +187,8 @@ class Language:
     shifts: Words
     kindred_relations: Entries
     kindred_of_forms: Entries
+    recipients: Words
+    returning: Words
     amounts: Words
     of: str
     stranded: Words

@@ -3,6 +3,9 @@
 Only what is certain is put right. A word that stands in no list may be a drug, a product or a name, so the one that was
 meant has to be common, one slip away, and in the other text; no other common word is one slip away.
 
+An encoder puts "parcel" as far from "package" as from other things. Where each text has one of two words for one thing
+(``same_things`` of the language), both are read as the first of them.
+
 Where two texts are the same but for one word, more is certain: short words, and first and last letters, are put right
 as well. Of several words that may have been meant, that of the other text then has to be much more common than all
 others.
@@ -60,13 +63,16 @@ class Spelling(NamedTuple):
 
 
 def alike(a: str, b: str) -> tuple[str, str]:
-    """Two texts with each slip in one of them put right where the other has the word; as they are where none is.
+    """Two texts with each slip in one of them put right where the other has the word, and one word for each thing; as
+    they are where nothing is to be done.
 
     >>> alike("What is the captial of France?", "Which city is the capital of France?")
     ('What is the capital of France?', 'Which city is the capital of France?')
+    >>> alike("How do I track my parcel?", "How can I track my package?")
+    ('How do I track my package?', 'How can I track my package?')
     """
     alone = _apart(a, b)
-    if not alone and not any(map(_meant, _differing(a, b))):
+    if not alone and not _has_things(a, b) and not any(map(_meant, _differing(a, b))):
         return a, b
     first = _plain_words(a)
     second = _plain_words(b)
@@ -80,9 +86,10 @@ def alike(a: str, b: str) -> tuple[str, str]:
     only_second = second - first
     meant |= dict(_slips(only_first, only_second))
     meant |= dict(_slips(only_second, only_first))
+    meant |= _one_for_each(only_first, only_second)
     if not meant or len(meant) > _MOST:
         return a, b
-    if asks_of_typing(a) or asks_of_typing(b):
+    if asks_of_typing(a) or asks_of_typing(b) or not _asks_of_words().isdisjoint(plain):
         return a, b
     return _put_right(a, meant), _put_right(b, meant)
 
@@ -177,6 +184,15 @@ def _is_cut_short(slip: str, word: str) -> bool:
     return slip[0] == word[0] and not set(languages()[0].vowels).isdisjoint(slip)
 
 
+def may_be_slip(word: str, other: str) -> bool:
+    """Whether one of two words is none, or hardly used, and one slip away from the other."""
+    known = _spelling()
+    if other not in known.common:
+        word, other = other, word
+    is_far = max(len(word), len(other)) > LONGEST or other not in known.common
+    return not is_far and word not in known.common and word in slips_alone(other)
+
+
 @lru_cache(maxsize=4096)
 def _is_slip_of_name(slip: str, word: str) -> bool:
     """Whether what is in no list can only be a common word, or a country, that is a name here: "Engish"."""
@@ -203,6 +219,23 @@ def _differing(a: str, b: str) -> Iterator[str]:
         is_plain = word.isalpha() and word.isascii()
         if is_plain and SHORTEST <= len(word) <= LONGEST:
             yield word
+
+
+def _has_things(a: str, b: str) -> bool:
+    """Whether each text may have its own word for the same thing."""
+    apart = set(a.split()).symmetric_difference(b.split())
+    return sum(_core(chunk) in _same_things() for chunk in apart) > 1
+
+
+def _one_for_each(own: frozenset[str], other: frozenset[str]) -> dict[str, str]:
+    """Words for the same thing, of which each text has one, with the word that is read for both."""
+    things = _same_things()
+    mine = {things[word]: word for word in own if word in things}
+    theirs = {things[word]: word for word in other if word in things}
+    common = mine.keys() & theirs.keys()
+    return {
+        word: thing for thing in common for word in (mine[thing], theirs[thing]) if word != thing
+    }
 
 
 def _slips(own: frozenset[str], other: frozenset[str]) -> Iterator[tuple[str, str]]:
@@ -277,6 +310,24 @@ def _spelling() -> Spelling:
         rare=frozenset(tables["rare"].split()),
         ranks={word: rank for rank, word in enumerate(frequent, 1)},
     )
+
+
+@cache
+def _same_things() -> dict[str, str]:
+    """By word, the first that says the same; with their plurals."""
+    found: dict[str, str] = {}
+    for language in languages():
+        for entry in language.same_things:
+            words = entry.split()
+            found |= dict.fromkeys(words, words[0])
+            found |= {f"{word}s": f"{words[0]}s" for word in words}
+    return found
+
+
+@cache
+def _asks_of_words() -> frozenset[str]:
+    """Words of questions about words themselves."""
+    return _OF_A_WORD.union(*(language.mentions for language in languages()))
 
 
 @cache

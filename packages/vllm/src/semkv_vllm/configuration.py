@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -22,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from semkv_stores.digests import digest
 
 HARMLESS: Mapping[str, Mapping[str, str]] = tomllib.loads(
     Path(__file__).with_name("harmless.toml").read_text()
@@ -62,6 +65,17 @@ _PLUGINS = ("vllm.general_plugins", "vllm.platform_plugins")
 _DOTTED = re.compile(
     r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*"
 )  # as a class is named by its module
+_OF_WEIGHTS = frozenset(  # folders that are in the namespace as weights, as `hf_config`, or as the tokens of a prompt
+    (
+        "ModelConfig.model",
+        "ModelConfig.model_weights",
+        "ModelConfig.tokenizer",
+        "ModelConfig.hf_config_path",
+        "SpeculativeConfig.model",
+    )
+)
+_MANY = 4096  # files of a folder
+_LARGE = 64 << 20  # bytes of a folder
 _KNOWN_CODE = ("vllm", "semkv_vllm", "torch", "transformers")  # packages of a known version
 _OURS = {"semkv", "semkv-vllm"}  # every file that they store names the version of its format
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
@@ -93,6 +107,8 @@ def configuration(config: Any, *, without: Iterable[str] = ()) -> dict[str, obje
 def _field(name: str, value: Any) -> object:
     if name == "ModelConfig.hf_overrides" and callable(value):
         return "a function"  # hf_config holds the configuration that it made
+    if name in _OF_WEIGHTS:
+        return None if value is None else str(value)
     try:
         return plain(value)
     except UnknownError as error:
@@ -184,19 +200,47 @@ def _name(thing: Any) -> str:
 
 
 def _text(text: str) -> object:
-    """A text. A file's path also has the digest of what is in it, a class's name also the code of its package."""
-    if _DOTTED.fullmatch(text):
-        return _with_code(text)
-    if os.sep not in text or "\0" in text:
-        return text
+    """A text. A path also has the digest of what is there, a class's name also the code of its package."""
     path = Path(text)
     try:
-        if path.is_file():
-            with path.open("rb") as file:
-                return ["file", text, hashlib.file_digest(file, "sha256").hexdigest()]
+        if text and path.is_file():
+            return ["file", text, _digest_of(path)]
+        if os.sep in text and path.is_dir():
+            return ["folder", text, _digest_below(path)]
+    except ValueError:  # a path has no such characters
+        return text
     except OSError as error:
-        raise UnknownError(f"a path that cannot be read ({error})") from error
-    return text
+        if error.errno != errno.ENAMETOOLONG:
+            raise UnknownError(f"a path that cannot be read ({error})") from error
+    return _with_code(text) if _DOTTED.fullmatch(text) else text
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest_below(folder: Path) -> str:
+    """Of the files of a folder: their names, and what is in them; where that is much, their sizes and times. Hidden
+    ones do not count: Kubernetes keeps copies there, under the time of the mount.
+
+    Raises:
+        UnknownError: there are too many.
+    """
+    files: list[Path] = []
+    for place, below, names in os.walk(folder):
+        below[:] = sorted(name for name in below if name[0] != ".")
+        files += [Path(place, name) for name in sorted(names) if name[0] != "."]
+        if len(files) > _MANY:
+            raise UnknownError(f"a folder of more than {_MANY} files ({folder})")
+    files = [file for file in files if file.is_file()]
+    states = [file.stat() for file in files]
+    is_small = sum(state.st_size for state in states) <= _LARGE
+    said = [
+        _digest_of(file) if is_small else f"{state.st_size} {state.st_mtime_ns}"
+        for file, state in zip(files, states, strict=True)
+    ]
+    return digest("folder", *map(str, files), *said)
 
 
 def _with_code(text: str) -> object:
@@ -208,22 +252,27 @@ def _with_code(text: str) -> object:
 
 
 def files_in(value: object) -> Iterator[Path]:
-    """The files whose content `plain` has taken in."""
+    """The files whose content `plain` has taken in, and their folders."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
-        if len(value) == 3 and value[0] == "file":
-            yield Path(str(value[1]))
+        if len(value) == 3 and value[0] in ("file", "folder"):
+            path = Path(str(value[1]))
+            yield from [path, *path.rglob("*")] if value[0] == "folder" else [path]
         for part in value:
             yield from files_in(part)
 
 
 def environment() -> dict[str, object]:
     """The variables that are set and read by vLLM or the libraries below it, but for harmless ones; of one that names a
-    file also its content."""
+    file or a folder also its content.
+
+    Raises:
+        UnknownError: as `plain`.
+    """
     read, _ = _code_of_vllm()
     return {
-        name: _text(value)
+        name: _field(name, value)
         for name, value in sorted(os.environ.items())
         if (name in read or name.startswith(_FAMILIES))
         and name not in HARMLESS["environment"]

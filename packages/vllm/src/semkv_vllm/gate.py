@@ -41,7 +41,7 @@ _WITH_PICTURES = {
     "Qwen3VLForConditionalGeneration",
 }
 """Models that take pictures, and of which it is tested that they keep nothing from one pass to the next but what
-`semkv_vllm.private.picture_inputs_kept` knows of."""
+`semkv_vllm.private.picture_inputs_cleared` knows of."""
 
 _ROTARY = "vllm.model_executor.layers.rotary_embedding"
 _KNOWN = {

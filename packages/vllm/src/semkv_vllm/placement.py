@@ -136,9 +136,12 @@ class Placement:
     # ------------------------------------------------------------------ what the scheduler hears
 
     def take_news(self, meta: Any) -> WorkerNews | None:
-        """What is new since the last call, with vLLM's own words; None for nothing."""
+        """What is new since the last call, with vLLM's own words; None for nothing.
+
+        Also where vLLM's words are all: one rank's words add up those of the others, and vLLM's leave ours out.
+        """
         faults = self._shared.counters.pop("errors", 0)
-        if not faults and not self._mismatched:
+        if meta is None and not faults and not self._mismatched:
             return None
         news = WorkerNews(
             **vars(meta) if meta is not None else {},

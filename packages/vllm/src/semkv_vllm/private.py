@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
@@ -244,26 +243,25 @@ def keeps_picture_inputs(model: Any, vision: Any) -> bool:
         "deepstack_input_embeds",
         "deepstack_input_embeds_num_tokens",
         "_clear_deepstack_input_embeds",
-        "_set_deepstack_input_embeds",
     )
     return all(hasattr(model, name) for name in names) or not (adds or hasattr(model, names[0]))
 
 
 @contextmanager
-def picture_inputs_kept(model: Any) -> Iterator[None]:
-    """Run passes of ours while a model holds what pictures add behind its first layers in the coming pass.
+def picture_inputs_cleared(model: Any) -> Iterator[None]:
+    """Run passes of ours, which leave nothing of their pictures in the model.
 
-    A pass takes that from the model and clears it.
+    A pass takes what pictures add behind the first layers from the model and clears it, where it comes to its end.
+
+    Raises:
+        RuntimeError: the model holds that of another pass.
     """
     if not getattr(model, "deepstack_input_embeds", None):
         yield
         return
-    count = int(model.deepstack_input_embeds_num_tokens)
-    kept = [rows[:count].clone() for rows in model.deepstack_input_embeds] if count else []
-    model._clear_deepstack_input_embeds(count)
+    if model.deepstack_input_embeds_num_tokens:
+        raise RuntimeError("the model holds pictures of another pass")
     try:
         yield
     finally:
         model._clear_deepstack_input_embeds(int(model.deepstack_input_embeds_num_tokens))
-        if kept:
-            model._set_deepstack_input_embeds(torch.stack(kept))

@@ -114,7 +114,7 @@ class Repair:
             Exception: whatever one of them raises. No other rank waits for this one then.
             LeftWaitingError: others do.
         """
-        with torch.inference_mode(), private.picture_inputs_kept(self._runner.get_model()):
+        with torch.inference_mode(), private.picture_inputs_cleared(self._runner.get_model()):
             if self._exchanges is None:
                 for each in passes:
                     self._forward(each)

@@ -3,6 +3,8 @@ import { $, element, fill, row, whole } from "./util.js";
 const PARTS = {
   store: "The store failed. Look at the disk of --cache-dir, or at Redis.",
   "store: late": "The store took longer than --store-timeout.",
+  keep: "An answer was not kept. The gateway's log says why.",
+  "keep: late": "The store took longer than --store-timeout for an answer, which a crash may lose.",
   lookup: "A lookup failed. The gateway's log says where.",
   "lookup: late": "A lookup took too long.",
   semantic: "The search for near-repeats failed; exact repeats go on.",

@@ -26,7 +26,10 @@ Partners = Mapping[str, set[str]]
         ("Is there a green ball and a ring?", "Is there a ball and a green ring?"),
         ("Is the small ball behind the big box?", "Is the big ball behind the small box?"),
     ),
-    allows=(("What is the red large ball?", "What is the large red ball?"),),
+    allows=(
+        ("What is the red large ball?", "What is the large red ball?"),
+        ("What is the maximum parcel size?", "What is the maximum size of a parcel?"),
+    ),
 )
 def described_thing(pair: Pair) -> str | None:
     """A color or size belongs to another thing.
@@ -144,12 +147,17 @@ def _described(text: Text) -> Partners:
     """By color, size or the like its noun: "a green ball and a ring"."""
     language = text.language
     found: dict[str, set[str]] = {}
-    for before, token, noun in triples((END, *text.without_articles)):
+    tokens = (END, *text.without_articles, END)
+    for before, token, noun, beyond in zip(
+        tokens, tokens[1:], tokens[2:], tokens[3:], strict=False
+    ):
         is_last_of_several = before.word in language.symmetric and noun.word in STOPS
         if token.word not in language.grouped or is_last_of_several:  # "large and red?"
             continue
         if noun.stem not in language.stop_stems and noun.stem not in language.groupings:
-            found[token.word] = {noun.stem}
+            found[token.word] = (
+                {noun.stem, beyond.stem} if language.may_be_content(beyond) else {noun.stem}
+            )
     return found
 
 

@@ -80,6 +80,7 @@ RULES: tuple[Rule, ...] = (
     relations.exchanged_ends,
     relations.contrary_relation,
     relations.moved_relation,
+    relations.added_relation,
     relations.crossed_nouns,
     relations.relation,
     words.too_many_words,

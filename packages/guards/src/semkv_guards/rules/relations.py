@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from semkv_guards.language import Language
-from semkv_guards.pairs import Exchange, Pair, Tokens, triples
+from semkv_guards.pairs import Exchange, Pair, Tokens, View, triples
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS, Text
 
@@ -114,7 +114,7 @@ def _is_contrary(exchange: Exchange, pair: Pair) -> bool:
     if _forms(pair.a, exchange.after) != _forms(pair.b, exchange.after):
         kindred = language.kindred_with_forms
     every = (*exchange.first, *exchange.second)
-    if not kindred or not all(t.stem in language.stop_stems for t in every):
+    if not kindred or not all(t.stem in language.stop_stems or t.word in kindred for t in every):
         return False
     is_inside = END.stem not in (exchange.before, exchange.after)
     small = frozenset(kindred) - language.questions.keys()
@@ -177,6 +177,48 @@ def _followers(text: Text) -> dict[str, set[str]]:
         if token.word in language.stranded and after.word not in language.questions:
             found.setdefault(token.word, set()).add(END.stem if after.word in STOPS else after.stem)
     return found
+
+
+@rule(
+    reasons=("relation",),
+    tables=("recipients", "returning"),
+    vetoes=(
+        ("Do you sell to companies?", "Do you sell companies?"),
+        ("Has my order been sent?", "Has my order been sent back?"),
+    ),
+    allows=(
+        ("How do I learn to swim?", "How do I learn swimming?"),
+        ("How do I restore a backup?", "How do I restore from a backup?"),
+    ),
+)
+def added_relation(pair: Pair) -> str | None:
+    """A small word stands behind a verb in one text only, and all else is the same: "sell to companies"."""
+    auxiliaries = pair.language.auxiliaries
+    first, second = (sum(t.stem in auxiliaries for t in only) for only in pair.only)
+    is_one = len(pair.only[0]) + len(pair.only[1]) == first + second + 1
+    if not is_one or first != second:
+        return None
+    return "relation" if any(_adds_relation(view) for view in pair.views) else None
+
+
+def _adds_relation(view: View) -> bool:
+    """Whether a text has such a word between two that stand side by side in the other in the same form."""
+    language = view.text.language
+    following = (END, *view.other.without_articles, END)
+    beside = {(x.stem, y.word) for x, y in itertools.pairwise(following)}
+    own = {t.word for t in view.only}
+    for before, token, after in triples((END, *view.text.without_articles, END)):
+        if token.word not in own or (before.stem, after.word) not in beside:
+            continue
+        if (
+            token.word in language.recipients
+            and language.may_be_content(before)
+            and not before.name
+        ):
+            return after.word not in STOPS
+        if token.word in language.returning:
+            return after.word in STOPS
+    return False
 
 
 @rule(

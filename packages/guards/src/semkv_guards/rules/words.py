@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from semkv_guards import spelling
 from semkv_guards.language import Token
-from semkv_guards.pairs import MOST, Pair, Tokens, agreeing
+from semkv_guards.pairs import MOST, Exchange, Pair, Tokens, agreeing
 from semkv_guards.rules.rule import rule
 from semkv_guards.text import END, STOPS
 
 _PLACES = 3  # words that stand against one each
+_SMALL = 2  # one word of each text
 _STRETCH = 2  # words of a text between two that both have
 _BLOCK = 5  # words that stand against others in one place
 
@@ -167,15 +169,24 @@ def other_light_verb(pair: Pair) -> str | None:
         first = _telling(exchange.first, pair)
         second = _telling(exchange.second, pair)
         is_all = len(first) == len(left) == len(second) == len(right) == 1
-        is_short = max(len(exchange.first), len(exchange.second)) <= _STRETCH
-        is_inside = END.stem not in (exchange.before, exchange.after)
-        if not is_all or not is_short or not is_inside:
+        if not is_all or not _is_within(exchange, pair):
             continue
         (x,), (y,) = first, second
         is_light = not language.light_verb_stems.isdisjoint((x.stem, y.stem))
-        if is_light and not pair.akin(x, y) and not language.are_kindred_verbs(x.stem, y.stem):
+        is_kin = pair.akin(x, y) or language.are_kindred_verbs(x.stem, y.stem)
+        if is_light and not is_kin and not spelling.may_be_slip(x.word, y.word):
             return "substitution"
     return None
+
+
+def _is_within(exchange: Exchange, pair: Pair) -> bool:
+    """Whether a few words stand within a clause, or one verb of little content each at its end."""
+    every = (*exchange.first, *exchange.second)
+    are_few = max(len(exchange.first), len(exchange.second)) <= _STRETCH
+    if exchange.after == END.stem:
+        are_light = all(t.stem in pair.language.light_verb_stems for t in every)
+        are_few = len(every) == _SMALL and are_light
+    return are_few and exchange.before != END.stem
 
 
 def _telling(tokens: Tokens, pair: Pair) -> list[Token]:
