@@ -30,6 +30,8 @@ SHORTEST_ALONE = 4
 """The same where nothing else differs."""
 LONGEST = 24
 """Letters of a word that may be a slip: what is made of one by slips grows with the square of its length."""
+_VOWELS = "aeiou"
+_MANY = 8  # letters of a word in which a vowel may be another
 _LONG = 8  # of one that lost its first letter
 _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -95,8 +97,9 @@ def alike(a: str, b: str) -> tuple[str, str]:
 
 
 def slips(word: str) -> Iterator[str]:
-    """What one slip makes of a word: a letter dropped, doubled, or two exchanged. The last letter is never dropped, and
-    of shorter words neither is the first, since what is left is too often a name or another word."""
+    """What one slip makes of a word: a letter dropped, doubled, or two exchanged, or in a long word another vowel
+    ("allowence"). The last letter is never dropped, and of shorter words neither is the first, since what is left is
+    too often a name or another word."""
     last = len(word) - 1
     for at, letter in enumerate(word):
         before = word[:at]
@@ -109,6 +112,8 @@ def slips(word: str) -> Iterator[str]:
             yield before + 2 * letter + after
         if at < last:
             yield before + after[0] + letter + after[1:]
+        if is_inside and letter in _VOWELS and len(word) >= _MANY:
+            yield from (before + vowel + after for vowel in _VOWELS)
 
 
 def slips_alone(word: str) -> Iterator[str]:
@@ -261,7 +266,7 @@ def _meant(word: str) -> frozenset[str]:
 
 
 def _near(word: str) -> frozenset[str]:
-    """The words of which a slip may make this: one letter more or less, or two exchanged."""
+    """The words of which a slip may make this: one letter more or less, two exchanged, or another vowel."""
     found = set()
     for at in range(len(word) + 1):
         before = word[:at]
@@ -269,6 +274,8 @@ def _near(word: str) -> frozenset[str]:
         exchanged = after[1::-1] + after[2:]
         found |= {before + letter + after for letter in _ALPHABET}
         found |= {before + after[1:], before + exchanged}
+        if after and after[0] in _VOWELS and len(word) >= _MANY:
+            found |= {before + vowel + after[1:] for vowel in _VOWELS}
     return frozenset(found)
 
 

@@ -186,7 +186,9 @@ def _is_within(exchange: Exchange, pair: Pair) -> bool:
     if exchange.after == END.stem:
         are_light = all(t.stem in pair.language.light_verb_stems for t in every)
         are_few = len(every) == _SMALL and are_light
-    return are_few and exchange.before != END.stem
+    relations = pair.language.relations  # behind one stands a noun: "in production"
+    is_noun = any(words[0].word in relations for words in (exchange.first, exchange.second))
+    return are_few and not is_noun and exchange.before != END.stem
 
 
 def _telling(tokens: Tokens, pair: Pair) -> list[Token]:
