@@ -20,6 +20,8 @@ logger = logging.getLogger("semkv")
 
 EMBEDDING = "embedding"
 """The name of the tier that all layers of embeddings make."""
+JUDGE = "judge"
+"""The tier of hits that a judge's yes made."""
 
 SAMPLE = 32  # one in so many requests asks a tier that does not pay
 # A tier is left out once it has lost what so many hits would save, and so many seconds in sum.

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 from semkv import plug
 from semkv.account import Account
-from semkv.config import CacheConfig
+from semkv.config import BUNDLED, CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, JoinedHook, build_hook, image_roots, read_media
+from semkv.encoders.pairs import PairClassifier
 from semkv.encoders.text import SentenceEncoder, TextEncoder
 from semkv.encoders.timed import TimedEncoder
 from semkv.errors import StoreError
@@ -73,6 +74,7 @@ class CacheStats:
         recorded, repeats: new entries, and observations that counted as a hit on an entry.
         refused: approximate matches that the decider turned down.
         vetoes: approximate matches that a guard turned down, by reason.
+        judged: pairs in doubt that the judge in this process read, by what it said.
         told_apart: stored texts that a guard turned down before anything was encoded, by reason.
         barred: approximate matches turned down because the donor was found wrong for the same text before.
         checked, checked_wrong: approximate hits of the random sample that were checked, and that were wrong.
@@ -88,6 +90,7 @@ class CacheStats:
     repeats: int = 0
     refused: int = 0
     vetoes: Mapping[str, int] = field(default_factory=dict)
+    judged: Mapping[str, int] = field(default_factory=dict)
     told_apart: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)
     entries: int = 0
@@ -127,7 +130,7 @@ class SemanticCache:
         index: makes an index of vectors of this length; by default a `semkv.index.VectorIndex`.
         tiers: asked after the built-in ones, in this order.
         encoder_limit_s: longest wait of a lookup for the text encoder; None for no limit.
-        judge: names the model whose verdicts count, where the settings have one.
+        judge: names the model whose verdicts count, where the settings have one that does not run in this process.
         shared: through which caches of other directories share entries; closed with the cache.
         shared_limit_s: longest wait of a lookup for it.
 
@@ -174,6 +177,10 @@ class SemanticCache:
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
         self._decider = _decider_of(config, decider, plain)
+        own_judge = None
+        if is_semantic and config.judges_itself:
+            own_judge = PairClassifier()
+            judge = f"{BUNDLED} {own_judge.fingerprint}"
         self._checking = self._new_checking(
             same_answer,
             plain.fingerprint if is_semantic else hook.fingerprint,
@@ -187,6 +194,7 @@ class SemanticCache:
             checking=self._checking,
             tally=self._tally,
             encoder=looking if fills_prompts else encoder,
+            judge=own_judge,
         )
         self.pending = PendingTier(
             config,
@@ -549,6 +557,7 @@ class SemanticCache:
             "hits": named("hit:"),
             "vetoes": named("veto:"),
             "told_apart": named("told apart:"),
+            "judged": named("judged:"),
             "faults": faults,
         }
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})

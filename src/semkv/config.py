@@ -61,6 +61,9 @@ SERVED = Needs(
     lambda given: given.serves_near_repeats,
 )
 
+BUNDLED = "bundled"
+"""The judge that comes with semkv, by the name of ``--judge-model``."""
+
 
 # ---------------------------------------------------------------------- the cache's settings
 
@@ -99,6 +102,8 @@ class PolicyConfig:
         verify_rate: Share of approximate hits whose unchanged request is also run, to compare; by default 0.1 for the
             bounded policy and 0 for the others.
         judge: Under the bounded policy, too, a model judges pairs that the policy would refuse.
+        judge_model: The model that judges pairs in doubt: bundled, which is small, comes with semkv and runs in this
+            process, or one of a server; by default the one that the request names.
         judge_threshold: Least cosine of a pair that a model judges.
         guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
             word order.
@@ -111,6 +116,7 @@ class PolicyConfig:
     calibration: Annotated[Path | None, CALIBRATED, FOUND, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, SERVED, NEAR] = None
     judge: Annotated[bool, Parameter(negative=""), JUDGED, SERVED, NEAR] = False
+    judge_model: Annotated[str, JUDGING, SERVED, NEAR] = ""
     judge_threshold: Annotated[float, COSINE, JUDGING, SERVED, NEAR] = 0.75
     guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), FOUND, NEAR] = True
 
@@ -140,6 +146,11 @@ class PolicyConfig:
     def judges(self) -> bool:
         """Whether a model is shown pairs in doubt."""
         return self.judge or self.policy == PolicyName.JUDGE
+
+    @property
+    def judges_itself(self) -> bool:
+        """Whether the model that judges runs in this process."""
+        return self.judges and self.judge_model == BUNDLED
 
     @property
     def checked_share(self) -> float:

@@ -7,7 +7,7 @@ the weights are handed over beside it, as they lie in ``model.safetensors``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float32]
 
+Run = Callable[["Numbers", "Numbers", "Numbers"], "Array"]
+"""Makes states, [texts, tokens, width], of tokens, of the place of their text among two, 0 or 1, and of 1 where there
+is a token and 0 behind them; each [texts, tokens]."""
 _OWN = "com.microsoft"  # domain of ONNX Runtime's operators
 _OPSET = 17
 _IR_VERSION = 8  # of the file format that has this opset
@@ -39,9 +42,19 @@ def onnx_states(directory: Path, config: Mapping[str, Any]) -> States:
         Exception: what safetensors and ONNX Runtime raise where the file is damaged, or weights have other shapes than
             the config names.
     """
+    run = onnx_run(read_weights(directory), config)
+
+    def states(ids: Numbers, there: Numbers) -> Array:
+        return run(ids, np.zeros_like(ids), there)
+
+    return states
+
+
+def onnx_run(weights: Mapping[str, Array], config: Mapping[str, Any]) -> Run:
+    """What computes the states of a model's tokens, by its weights. Raises as `onnx_states` does."""
     import onnxruntime
 
-    graph = _Graph(_weights(directory), config)
+    graph = _Graph(weights, config)
     options = onnxruntime.SessionOptions()
     # Threads that wait for one another stand still when other work has the cores (docs/performance.md).
     options.intra_op_num_threads = 1
@@ -57,19 +70,16 @@ def onnx_states(directory: Path, config: Mapping[str, Any]) -> States:
         graph.serialized(), options, providers=["CPUExecutionProvider"]
     )
 
-    def run(ids: Numbers, there: Numbers) -> Array:
-        given = {
-            "ids": ids.astype(np.int32),
-            "kinds": np.zeros(ids.shape, dtype=np.int32),
-            "there": there.astype(np.int32),
-        }
-        states: Array = session.run(["states"], given)[0]
+    def run(ids: Numbers, kinds: Numbers, there: Numbers) -> Array:
+        given = {"ids": ids, "kinds": kinds, "there": there}
+        small = {name: numbers.astype(np.int32) for name, numbers in given.items()}
+        states: Array = session.run(["states"], small)[0]
         return states
 
     return run
 
 
-def _weights(directory: Path) -> dict[str, Array]:
+def read_weights(directory: Path) -> dict[str, Array]:
     """The weights by name. Raises `OtherFormError` where there is no ``model.safetensors``."""
     from safetensors.numpy import load_file
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from semkv import plug
-from semkv.account import EMBEDDING, Account
+from semkv.account import EMBEDDING, JUDGE, Account
 from semkv.config import CacheConfig
 from semkv.counting import Tally
 from semkv.encoders import EmbeddingHook, image_roots
@@ -29,6 +29,7 @@ from semkv.stores.catalog import Catalog, Record, unpack
 from semkv.stores.media import MediaStore
 from semkv.tiers.checking import TOO_FAR, VETO, Checking, is_guarded
 from semkv.tiers.images import ImageGuard, require_opencv
+from semkv.tiers.judging import texts_of
 from semkv.tiers.policies import CLOSE, Decider, Decision
 from semkv.tiers.sharing import Sharing, tenant_name
 from semkv.tiers.similar import VISION, SimilarTier, cosine_of, unit_vectors
@@ -52,9 +53,11 @@ from semkv_guards.reading import differing, is_read
 from semkv_stores.digests import digest
 
 if TYPE_CHECKING:
+    from semkv.encoders.pairs import PairClassifier
     from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
+_JUDGED = 2  # pairs of one lookup that the judge in this process reads
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 
@@ -71,6 +74,8 @@ class Lookup:
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
+    judged: int = 0  # pairs that the judge in this process has read
+    judge_s: float = 0.0  # how long it took
     near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
     keyed: Keyed | None = None  # see `ReuseReport.keyed`
@@ -81,7 +86,8 @@ class Planner:
 
     Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
     folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
-    Where long texts differ in some sentences, the cosine of each counts; without an ``encoder`` they never match.
+    Where long texts differ in some sentences, the cosine of each counts; without an ``encoder`` they never match. A
+    ``judge`` in this process settles doubts at once.
 
     Attributes:
         guard: says why two texts must not stand in for each other.
@@ -97,8 +103,10 @@ class Planner:
         checking: Checking,
         tally: Tally,
         encoder: TextEncoder | None,
+        judge: PairClassifier | None = None,
     ) -> None:
         self._media = media
+        self._judge = judge
         self._decider = decider
         self._checking = checking
         self._tally = tally
@@ -198,12 +206,37 @@ class Planner:
             _turn_down(found, match, donor, f"{VETO}{reason}")
             return None
         found.decision = self._decide(request, donor, match)
+        if found.decision.doubt and self._judge is not None:
+            match = self._judged(found, donor, match)
+            found.decision = self._decide(request, donor, match)
         if found.decision.accept:
             return match
         _turn_down(found, match, donor, found.decision.reason or "policy")
-        if found.decision.doubt and self._can_judge(request):
+        if found.decision.doubt and self._judge is None and self._can_judge(request):
             found.doubt = found.doubt or (match, donor)
         return None
+
+    def _judged(self, found: Lookup, donor: Entry, match: Match) -> Match:
+        """A match in doubt with the verdict of the judge in this process; as it is where that does not read the pair.
+
+        The judge reads no conversation: both texts come last, after the same one."""
+        request = found.request
+        is_last = texts_of(request)[-1:] == [request.question]
+        is_read = is_last and match.whole and match.tier == SEMANTIC
+        if not is_read or not self._can_judge(request) or found.judged >= _JUDGED:
+            return match
+        assert self._judge is not None
+        same = None
+        start = time.perf_counter()
+        with self._tally.boundary("judge"):
+            same = self._judge.serves_both(request.question, donor.question)
+        found.judged += 1
+        found.judge_s += time.perf_counter() - start
+        if same is None:
+            return match
+        self._tally.add(f"judged:{'yes' if same else 'no'}")
+        self._checking.keep_verdict(request, donor, same=same)
+        return replace(match, judged=same)
 
     def _described(self, request: Request, donor: Entry, match: Match, score: float) -> Match:
         """A match of a whole prompt with the least of its cosines, and what a policy may ask about it."""
@@ -435,6 +468,9 @@ class Matching:
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
             if found.plan is not None:
                 break
+        if found.judged:
+            spent[SEMANTIC] -= found.judge_s
+            self._account.spent(JUDGE, found.judge_s)
         for name in spent.keys() & self._accounted:
             self._account.spent(name, spent[name], counts=name not in found.left_out)
 

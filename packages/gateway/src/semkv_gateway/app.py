@@ -328,7 +328,7 @@ def gateway_of(
     worth = Worth(cache.account, prices, metrics, settings.cache_dir, days=settings.worth_days)
     servers = Upstreams(upstreams, metrics, salt=settings.salt, peers=settings.peers)
     judge = None
-    if config is not None and config.judges:
+    if config is not None and config.judges and not config.judges_itself:
         judge = Judge(
             settings,
             secret=secret,

@@ -511,6 +511,7 @@ def _semantic_figures(stats: CacheStats) -> tuple[dict[str, float], dict[str, fl
     groups = {
         "hit": stats.hits,
         "veto": stats.vetoes,
+        "judged": stats.judged,
         "told apart": stats.told_apart,
         "fault": stats.faults,
     }

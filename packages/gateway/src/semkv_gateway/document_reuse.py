@@ -50,7 +50,8 @@ _CHECKS = 4  # requests at once that are to be checked
 _SAVE_AFTER = 20  # outcomes of checks
 FILE: Final = "document-reuse.json"
 _FORMAT = 1
-# The share of changed answers to begin with, 0.05: bench/documents_quality.py found 0 to 13.5% with 16 tokens or more.
+# The share of changed answers to begin with, 0.05: with 16 tokens or more bench/documents_quality.py found 0 to 13.5%,
+# and bench/pictures_quality.py 1 to 27%. Checks of answers find out which it is.
 _PRIOR_SCORE = 0.948
 _MATCH = Match(
     tier="documents",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from typing import Any
 
+from semkv.account import JUDGE
 from semkv.tenants import tenant_salt
 from semkv.tiers.judging import one_token, shown, verdict
 from semkv.types import ReuseReport
@@ -25,7 +26,7 @@ from semkv_gateway.metrics import Metrics
 from semkv_gateway.request_key import CanonicalRequest
 from semkv_gateway.settings import ServerSettings
 from semkv_gateway.upstreams import Member, Upstreams
-from semkv_gateway.worth import JUDGE, Worth
+from semkv_gateway.worth import Worth
 from semkv_stores.breaker import Breaker
 
 log = logging.getLogger(__name__)

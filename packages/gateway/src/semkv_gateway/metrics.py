@@ -50,6 +50,7 @@ _BY_TIME = (
     *("response fault:", "response refused:", "response unwritten:", "semantic fault:"),
     *("semantic veto:", "semantic refused", "semantic barred"),
 )
+_JUDGED = "semantic judged:"  # by the judge in this process
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """prometheus_client reads this variable when it is imported."""
@@ -226,6 +227,8 @@ class Metrics:
             for name, value in found["events"].items():
                 new = max(0.0, value - self._counted.get(name, 0.0))
                 self._events.labels(name).inc(new)
+                if name.startswith(_JUDGED):
+                    self.judged.labels(name.removeprefix(_JUDGED)).inc(new)
                 self._counted[name] = value
                 if new and name.startswith(_BY_TIME):
                     self.note("event", name, int(new))

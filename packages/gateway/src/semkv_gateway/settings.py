@@ -93,6 +93,7 @@ SEARCHING = Allowed(
     "a redis:// or redis+cluster:// URL of Redis 8 or later, which has vector sets",
     lambda url: not url or is_redis(url),
 )
+ELSEWHERE = Needs("a --judge-model other than bundled", lambda given: not given.judges_itself)
 ONE_EACH = Needs(
     "--kv-hints and as many --upstream, in the same order",
     lambda given: given.kv_hints and len(given.peers) == len(given.upstreams),
@@ -148,9 +149,8 @@ class ServerSettings(LookupConfig):
         max_body_mib: Larger requests are refused.
         store_timeout: Seconds a request waits for the store.
         encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
-        judge_model: The model that judges pairs in doubt; by default the one that the request names.
-        judge_url: Its OpenAI-compatible server; by default the upstream. It gets SEMKV_JUDGE_KEY, else the request's
-            own key.
+        judge_url: The judge's OpenAI-compatible server; by default the upstream. It gets SEMKV_JUDGE_KEY, else the
+            request's own key.
         judge_timeout: Seconds a request waits for the judge; then it goes on as a miss, and the verdict counts for the
             next one. 0: none waits.
         prices: Such as `gpt-4o*=input=2.5 output=10`, per million tokens; may be repeated, in a file a table.
@@ -201,9 +201,8 @@ class ServerSettings(LookupConfig):
     max_body_mib: Annotated[int, POSITIVE, BOUNDS] = 32
     store_timeout: Annotated[float, POSITIVE] = 0.25
     encoder_timeout: Annotated[float, POSITIVE] = 0.25
-    judge_model: Annotated[str, JUDGING, SERVED, NEAR] = ""
-    judge_url: Annotated[str | None, URL, JUDGING, SERVED, NEAR] = None
-    judge_timeout: Annotated[float, NOT_NEGATIVE, JUDGING, SERVED, NEAR] = 0.25
+    judge_url: Annotated[str | None, URL, JUDGING, SERVED, ELSEWHERE, NEAR] = None
+    judge_timeout: Annotated[float, NOT_NEGATIVE, JUDGING, SERVED, ELSEWHERE, NEAR] = 0.25
     prices: Annotated[tuple[str, ...], Parameter(name="--price"), WORTH, PRICE] = ()
     worth_days: Annotated[int, POSITIVE, WORTH] = 90
     hit_usage: Annotated[Literal["original", "zero"], WORTH] = "original"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from semkv.account import Account, Typical, name_of
+from semkv.account import JUDGE, Account, Typical, name_of
 from semkv.errors import StoreError
 from semkv.latest import Latest
 from semkv.periodic import Every
@@ -34,7 +34,6 @@ from semkv_stores.ledger import OTHERS, Ledger, Saved, Sums, TierFigures, today
 
 log = logging.getLogger(__name__)
 
-JUDGE = "judge"  # the tier of hits that a judge's yes made
 JOINED = "joined"  # the tier of requests that had the answer of an equal one on its way
 _WRITE_S = 5.0  # between two writes
 _MODELS = 256  # whose pace is known

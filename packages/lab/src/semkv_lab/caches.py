@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from semkv.cache import SemanticCache
-from semkv.config import CacheConfig, PolicyConfig
+from semkv.config import BUNDLED, CacheConfig, PolicyConfig
 from semkv.encoders.text import TextEncoder
 from semkv.errors import SemkvError
 from semkv.tiers.bounded import Bounded
@@ -436,7 +436,9 @@ class SemKV(Cache):
             same_answer=lambda a, b: a == b,
         )
         self._report: ReuseReport | None = None
-        self.judge = ScriptedJudge(seed or 0) if policy.judges else None
+        self.judge = None
+        if policy.judges and not policy.judges_itself:
+            self.judge = ScriptedJudge(seed or 0)
 
     def lookup(self, asked: Asked) -> str | None:
         self._report = self._cache.try_reuse(_request(asked))
@@ -547,6 +549,9 @@ def makers(
         ]
     if name == "judge":
         return [semkv(PolicyConfig.judge_threshold, {"cosine": threshold}, policy="judge")]
+    if name == "judge-bundled":
+        own = {"policy": "judge", "judge_model": BUNDLED}
+        return [semkv(PolicyConfig.judge_threshold, {"cosine": threshold}, **own)]
     given = {
         "policy": "bounded",
         "calibration": calibration if name == "bounded" else None,

@@ -171,10 +171,12 @@ class RunSettings:
 
 
 def refuse_judge(flags: PolicyConfig) -> None:
-    """Raises `ConfigError` where a policy needs a judge: a gateway alone asks one."""
-    if flags.judges:
+    """Raises `ConfigError` where a policy needs a judge that a gateway alone asks."""
+    if flags.judges and not flags.judges_itself:
         raise ConfigError(
-            "--policy", str(flags.policy), "one without a judge, which only a gateway asks"
+            "--policy",
+            str(flags.policy),
+            "one without a judge, which only a gateway asks, or --judge-model bundled",
         )
 
 
@@ -260,6 +262,7 @@ CACHES = (
     "bounded",
     "bounded-uncalibrated",
     "judge",
+    "judge-bundled",
     "bounded-judge",
 )
 
@@ -279,8 +282,8 @@ class SemanticFlags:
     Attributes:
         parts: What to measure: pairs, traps, streams, turns (multi-turn), images.
         caches: Which caches: cosine (a plain threshold), vcache and krites (two papers' rules), gptcache, redisvl, and
-            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated; judge and bounded-judge with a scripted
-            judge that knows the answers and errs at known rates.
+            semkv's policies fixed, calibrated, bounded, bounded-uncalibrated; judge-bundled with semkv's own judge;
+            judge and bounded-judge with a scripted one that knows the answers and errs at known rates.
         pairs: Labeled pairs of your own: JSONL of a, b, same (0 or 1), and group where there is one; .gz too. Half of
             their clusters ask, the other half fits the calibration. By default the held-out rows of bench/data ask.
         stream: A stream of your own instead of generated ones: JSONL of text and cluster in the order of requests.
