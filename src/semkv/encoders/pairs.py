@@ -91,8 +91,7 @@ class PairClassifier:
         first = states[kinds == 0].mean(axis=0)
         second = states[kinds == 1].mean(axis=0)
         features = np.concatenate([states[0], np.abs(first - second), first * second])
-        hidden, hidden_bias, last, last_bias = self._head
-        odds = last @ np.tanh(hidden @ features + hidden_bias) + last_bias
+        odds = self._head(features)
         return float(1.0 / (1.0 + np.exp(-odds[0])))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Set
 
 from semkv_guards.language import Language
 from semkv_guards.pairs import Exchange, Pair, Tokens, View, triples
@@ -109,28 +110,48 @@ def contrary_relation(pair: Pair) -> str | None:
 
 def _is_contrary(exchange: Exchange, pair: Pair) -> bool:
     """Whether small words alone stand in a place, and none of them may stand in for one of the other text."""
-    language = pair.language
-    kindred = language.kindred
-    if _forms(pair.a, exchange.after) != _forms(pair.b, exchange.after):
-        kindred = language.kindred_with_forms
-    every = (*exchange.first, *exchange.second)
-    if not kindred or not all(t.stem in language.stop_stems or t.word in kindred for t in every):
+    kindred = _kindred(exchange, pair)
+    if not kindred or not _are_small(exchange, pair.language, kindred):
         return False
-    is_inside = END.stem not in (exchange.before, exchange.after)
-    small = frozenset(kindred) - language.questions.keys()
-    if is_inside:
-        small = language.small_words.union(kindred)
-    if len(every) > _SMALL:
-        is_short = all(_is_short(words, language) for words in (exchange.first, exchange.second))
-        tells_time = not language.timing.isdisjoint(t.word for t in every)
-        if not (is_inside and is_short and tells_time):
-            return False
-        small -= language.relatives
-    first = [t.word for t in exchange.first if t.word in small]
-    second = [t.word for t in exchange.second if t.word in small]
+    counting = _counting(exchange, pair.language, kindred)
+    first = [t.word for t in exchange.first if t.word in counting]
+    second = [t.word for t in exchange.second if t.word in counting]
     if not first or not second:
         return False
     return not any(x in kindred.get(y, ()) for x, y in itertools.product(first, second))
+
+
+def _kindred(exchange: Exchange, pair: Pair) -> dict[str, set[str]]:
+    """By small word, those that may stand in for it in a place."""
+    if _forms(pair.a, exchange.after) == _forms(pair.b, exchange.after):
+        return pair.language.kindred
+    return pair.language.kindred_with_forms
+
+
+def _are_small(exchange: Exchange, language: Language, kindred: Collection[str]) -> bool:
+    """Whether no word in a place has content."""
+    every = (*exchange.first, *exchange.second)
+    return all(t.stem in language.stop_stems or t.word in kindred for t in every)
+
+
+def _counting(exchange: Exchange, language: Language, kindred: Collection[str]) -> Set[str]:
+    """The words that say something else of the same in a place."""
+    is_inside = END.stem not in (exchange.before, exchange.after)
+    if is_inside:
+        small = language.small_words.union(kindred)
+    else:
+        small = frozenset(kindred) - language.questions.keys()
+    if len(exchange.first) + len(exchange.second) <= _SMALL:
+        return small
+    is_short = all(_is_short(words, language) for words in (exchange.first, exchange.second))
+    if is_inside and is_short and _tells_time(exchange, language):
+        return small - language.relatives
+    return frozenset()
+
+
+def _tells_time(exchange: Exchange, language: Language) -> bool:
+    every = (*exchange.first, *exchange.second)
+    return not language.timing.isdisjoint(t.word for t in every)
 
 
 def _is_short(words: Tokens, language: Language) -> bool:
