@@ -120,3 +120,12 @@ def test_a_gateway_asks_nobody_else(tmp_path: Path) -> None:
         pair.app.gateway.metrics.refresh()
         assert pair.metric('semkv_judged_total{outcome="yes"}') == 1
         assert pair.metric('semkv_tier_seconds_spent_total{tier="judge"}') > 0
+
+
+def test_what_hits_without_a_judge_is_not_judged(cache: SemanticCache) -> None:
+    """The cosine of a text with slips is below the threshold; once they are put right, it is not."""
+    cache.add_observation(look(cache, "d", "How do I report a missed bin collection?"), "Call us.")
+    before = dict(cache.stats().judged)
+    report = look(cache, "d", "How do I report a missed bin colection?")
+    assert report.donor_response == "Call us."
+    assert cache.stats().judged == before

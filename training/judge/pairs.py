@@ -18,7 +18,14 @@ import small
 from intents import Intents
 
 FILES = ("traps", "paraphrases", "added", "long")
-_UNSEEN = ("unseen_first", "unseen_second", "unseen_third", "last_turns", "classes")
+_UNSEEN = (
+    "unseen_first",
+    "unseen_second",
+    "unseen_third",
+    "unseen_fourth",
+    "last_turns",
+    "classes",
+)
 _DATA = Path(__file__).parents[2] / "bench/data"
 _SAME = 0.45  # of the pairs of a source
 _SHARES = {  # of all pairs, by their source

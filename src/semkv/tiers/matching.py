@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from semkv.encoders.text import TextEncoder
     from semkv.types import Vector
 
-_JUDGED = 2  # pairs of one lookup that the judge in this process reads
 _DONORS = 4  # of one text: the next ones are asked when the policy refuses the first
 _SPELLINGS = 64  # entries of one folded text, of which one may have the same characters
 
@@ -74,8 +73,7 @@ class Lookup:
     donor: Entry | None = None  # of the plan
     decision: Decision | None = None  # the policy's on the plan, where it was asked
     doubt: tuple[Match, Entry] | None = None  # see `ReuseReport.doubt`
-    judged: int = 0  # pairs that the judge in this process has read
-    judge_s: float = 0.0  # how long it took
+    judge_s: float = 0.0  # how long the judge in this process took
     near: tuple[Match, Entry, str] | None = None  # see `ReuseReport.near`
     left_out: frozenset[str] = frozenset()  # see `ReuseReport.left_out`
     keyed: Keyed | None = None  # see `ReuseReport.keyed`
@@ -87,7 +85,7 @@ class Planner:
     Without ``config.normalised`` a text that nothing found similar must have the donor's characters, and one that only
     folds to the donor's is judged as an approximate match. An image in whose place a donor's stands must show the same.
     Where long texts differ in some sentences, the cosine of each counts; without an ``encoder`` they never match. A
-    ``judge`` in this process settles doubts at once.
+    ``judge`` in this process settles what is in doubt.
 
     Attributes:
         guard: says why two texts must not stand in for each other.
@@ -206,37 +204,36 @@ class Planner:
             _turn_down(found, match, donor, f"{VETO}{reason}")
             return None
         found.decision = self._decide(request, donor, match)
-        if found.decision.doubt and self._judge is not None:
-            match = self._judged(found, donor, match)
-            found.decision = self._decide(request, donor, match)
         if found.decision.accept:
             return match
         _turn_down(found, match, donor, found.decision.reason or "policy")
-        if found.decision.doubt and self._judge is None and self._can_judge(request):
+        if found.decision.doubt and self._can_judge(request):
             found.doubt = found.doubt or (match, donor)
         return None
 
-    def _judged(self, found: Lookup, donor: Entry, match: Match) -> Match:
-        """A match in doubt with the verdict of the judge in this process; as it is where that does not read the pair.
+    def settle(self, found: Lookup) -> None:
+        """Have the judge in this process read what is in doubt, and take the hit that a yes makes.
 
-        The judge reads no conversation: both texts come last, after the same one."""
+        It reads no conversation: both texts come last, after the same one."""
+        if self._judge is None or found.doubt is None:
+            return
+        match, donor = found.doubt
         request = found.request
         is_last = texts_of(request)[-1:] == [request.question]
-        is_read = is_last and match.whole and match.tier == SEMANTIC
-        if not is_read or not self._can_judge(request) or found.judged >= _JUDGED:
-            return match
-        assert self._judge is not None
+        if not is_last or match.tier != SEMANTIC:
+            return
         same = None
         start = time.perf_counter()
         with self._tally.boundary("judge"):
             same = self._judge.serves_both(request.question, donor.question)
-        found.judged += 1
-        found.judge_s += time.perf_counter() - start
+        found.judge_s = time.perf_counter() - start
         if same is None:
-            return match
+            return
         self._tally.add(f"judged:{'yes' if same else 'no'}")
         self._checking.keep_verdict(request, donor, same=same)
-        return replace(match, judged=same)
+        found.doubt = None
+        if same:
+            self.take(found, [_doubted(match, donor)])
 
     def _described(self, request: Request, donor: Entry, match: Match, score: float) -> Match:
         """A match of a whole prompt with the least of its cosines, and what a policy may ask about it."""
@@ -356,6 +353,19 @@ class Planner:
         return tuple(ready)
 
 
+def _doubted(match: Match, donor: Entry) -> Candidate:
+    """The candidate that a match in doubt was."""
+    return Candidate(
+        donor,
+        len(donor.segments),
+        match.tier,
+        match.score,
+        agreed=(match.tier,),
+        others=match.others,
+        similar=Keyed(donor.namespace, donor.segments).question,
+    )
+
+
 def _turn_down(found: Lookup, match: Match, donor: Entry, reason: str) -> None:
     """Note a match that may not be used; the policy's refusal rather than a guard's."""
     is_better = found.near is None or (is_guarded(found.near[2]) and not is_guarded(reason))
@@ -465,10 +475,12 @@ class Matching:
             start = time.perf_counter()
             with self._tally.boundary(name):
                 self._planner.take(found, candidates)
+                if name == SEMANTIC and found.plan is None:
+                    self._planner.settle(found)
             spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
             if found.plan is not None:
                 break
-        if found.judged:
+        if found.judge_s:
             spent[SEMANTIC] -= found.judge_s
             self._account.spent(JUDGE, found.judge_s)
         for name in spent.keys() & self._accounted:
@@ -846,15 +858,7 @@ class PendingTier:
         if report.doubt is None:
             return report
         match, donor = report.doubt
-        candidate = Candidate(
-            donor,
-            len(donor.segments),
-            match.tier,
-            match.score,
-            agreed=(match.tier,),
-            others=match.others,
-            similar=Keyed(donor.namespace, donor.segments).question,
-        )
+        candidate = _doubted(match, donor)
         report = replace(report, doubt=None)
         found = self.try_reuse(report, candidate)
         return report if found is None else replace(found, donor_response=donor.response)
