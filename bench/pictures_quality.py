@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import tempfile
 from functools import partial
 from itertools import groupby
@@ -175,7 +174,6 @@ def painted(texts: Texts) -> list[Any]:
 
 def measure(options: argparse.Namespace) -> None:
     """The table."""
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     draws = np.random.default_rng(options.seed + 12345)
     plan, _ = stages_of(options)[-1]
     sets = [Texts(plan, draws) for _ in range(options.sets)]

@@ -26,7 +26,7 @@ from kv_engines import Engine, connector, differs, in_child, prompt, token_ids
 from semkv_vllm import configuration as ours
 from semkv_vllm import identity
 from semkv_vllm.configuration import HARMLESS, UnknownError, environment, plain
-from semkv_vllm.identity import begun, check_settled, weights_identity
+from semkv_vllm.identity import begun, check_settled, model_facts, weights_identity
 from vllm_forks import prepare
 
 pytestmark = pytest.mark.engine
@@ -384,6 +384,14 @@ def test_weights_that_cannot_be_told_are_not_guessed(
     model, load = loaded(**({"model": tmp_path / "model", "hub": str(tmp_path)} | fields))
     with pytest.raises(UnknownError, match=says):
         weights_identity(model, load, tmp_path / "cache", 9e9)
+
+
+def test_weights_that_a_trainer_may_exchange_are_not_known(tmp_path: Path) -> None:
+    from vllm.config import VllmConfig, WeightTransferConfig
+
+    config = VllmConfig(weight_transfer_config=WeightTransferConfig())
+    with pytest.raises(UnknownError, match="leave out --weight-transfer-config"):
+        model_facts(config, tmp_path)
 
 
 def test_weights_that_are_known(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def test_a_load_that_could_not_be_asked_for_has_failed(is_under_way: bool) -> No
     assert half.used("name") == 0
     assert jobs[1] is others
     if is_under_way:
-        assert jobs[2] == DocumentJob.of(job, None)
+        assert (
+            jobs[2] == DocumentJob.of(job, None) == DocumentJob.of(DocumentJob.of(job, plan), None)
+        )
         assert half.take_orders() == Orders()
     else:
         assert half.take_orders() == Orders(unloaded=["name"], dropped=[])

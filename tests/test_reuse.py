@@ -30,7 +30,8 @@ SHIFTED = "So: what color is the car left of the tree?"
 def engine(model: Path, reuse: str = "inputs", share: float = 0.15, *, attach: bool = True) -> Any:
     from semkv_lab.reuse import TransformersEngine
 
-    chosen = resolve(model=str(model), engine="transformers", reuse=reuse, blend_share=share)
+    given = {"blend_share": share} if reuse == "blend" else {}
+    chosen = resolve(model=str(model), engine="transformers", reuse=reuse, **given)
     return TransformersEngine(chosen, attach)
 
 

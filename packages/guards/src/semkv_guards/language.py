@@ -318,7 +318,14 @@ class Language:
         self.joint_stems = self.stems(self.joints)
         self.around = self.groups.get("direction", {}).keys() | self.pivots
         """Words around which the order of the others tells who is which."""
-        others = (self.persons, self.somebody, self.articles, self.negations, self.lessening)
+        others = (
+            self.persons,
+            self.somebody,
+            self.articles,
+            self.negations,
+            self.lessening,
+            self.numbers,
+        )
         verbs = (self.tenses, self.modals, self.helpers, {self.owns})
         self.small_words = self.function.difference(*others, *verbs)
         """Words without content between two others, but for those that have rules of their own."""

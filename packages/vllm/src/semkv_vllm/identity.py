@@ -54,6 +54,11 @@ def model_facts(vllm_config: Any, cache_dir: Path) -> dict[str, object]:
     Raises:
         UnknownError: what the engine computes with cannot be told for certain.
     """
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise UnknownError(
+            "a trainer may exchange the weights of a running engine, and vLLM tells connectors of no such exchange; "
+            "leave out --weight-transfer-config"
+        )
     model = vllm_config.model_config
     load = vllm_config.load_config
     speculative = vllm_config.speculative_config

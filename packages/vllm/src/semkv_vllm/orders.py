@@ -36,7 +36,7 @@ class DocumentJob(TransferJob):
     @classmethod
     def of(cls, job: TransferJob, load: Load | None) -> DocumentJob:
         """The same transfer, with what must be done."""
-        return cls(**vars(job), load=load)
+        return cls(**(vars(job) | {"load": load}))
 
 
 @dataclass

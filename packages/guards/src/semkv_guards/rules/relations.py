@@ -125,6 +125,7 @@ def _is_contrary(exchange: Exchange, pair: Pair) -> bool:
         tells_time = not language.timing.isdisjoint(t.word for t in every)
         if not (is_inside and is_short and tells_time):
             return False
+        small -= language.relatives
     first = [t.word for t in exchange.first if t.word in small]
     second = [t.word for t in exchange.second if t.word in small]
     if not first or not second:
