@@ -162,7 +162,7 @@ def sets(files: Iterable[Path]) -> dict[str, list[Pair]]:
             if row["held_out"] and first in row:
                 strangers.append(Pair(row["a"], row["b"], same))
     found["held out, by strangers"] = strangers
-    for which in ("first", "second", "third", "fourth"):
+    for which in ("first", "second", "third", "fourth", "fifth"):
         rows = map(json.loads, (DATA / f"unseen_{which}.jsonl").read_text("utf-8").splitlines())
         for row in rows:
             kind = "long" if row["kind"] == "long trap" else "short"

@@ -104,7 +104,6 @@ class Plan:
         words: the most before a title; up to three times as many come behind a picture, at least as many.
         questions: the most that are asked after the documents.
         copies: of each glyph in a picture.
-        kinds: different glyphs in all pictures together, at most; where they are few a title decides more.
     """
 
     documents: int
@@ -113,7 +112,6 @@ class Plan:
     words: int
     questions: int
     copies: int = 1
-    kinds: int = len(_GLYPHS)
 
     @property
     def longest(self) -> int:
@@ -134,9 +132,8 @@ class Texts:
         self.colours: list[dict[int, int]] = []  # of each picture's glyphs
         self.scenes = np.zeros((count, cells, 3), np.int8)
         self.grounds = draws.integers(0, GROUNDS, count).astype(np.uint8)
-        kinds = draws.permutation(len(_GLYPHS))[: plan.kinds]
         for scene in self.scenes:
-            glyphs = draws.choice(kinds, plan.glyphs, replace=False)
+            glyphs = draws.choice(len(_GLYPHS), plan.glyphs, replace=False)
             colours = draws.choice(len(_COLOURS), plan.glyphs)
             places = draws.permutation(cells)[: plan.glyphs * plan.copies]
             scene[places, 0] = np.repeat(glyphs + 1, plan.copies)

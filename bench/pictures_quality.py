@@ -38,8 +38,8 @@ STAGES = (
     (Plan(documents=1, side=8, glyphs=1, words=2, questions=1, copies=32), 0.06),
     (Plan(documents=1, side=8, glyphs=4, words=2, questions=4, copies=8), 0.15),
     (Plan(documents=1, side=8, glyphs=8, words=2, questions=8), 0.25),
-    (Plan(documents=2, side=8, glyphs=8, words=4, questions=14, kinds=8), 0.3),
-    (Plan(documents=4, side=8, glyphs=8, words=8, questions=24, kinds=8), 0.45),
+    (Plan(documents=2, side=8, glyphs=8, words=4, questions=14), 0.45),
+    (Plan(documents=4, side=8, glyphs=8, words=8, questions=24), 0.6),
     (Plan(documents=6, side=8, glyphs=8, words=8, questions=36), 1.0),
 )
 """Plans, each with the share of the time at which it ends at the latest. Early steps are small."""

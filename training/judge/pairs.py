@@ -23,6 +23,7 @@ _UNSEEN = (
     "unseen_second",
     "unseen_third",
     "unseen_fourth",
+    "unseen_fifth",
     "last_turns",
     "classes",
 )
