@@ -177,14 +177,11 @@ class SemanticCache:
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
         self._decider = _decider_of(config, decider, plain)
-        own_judge = None
-        if is_semantic and config.judges_itself:
-            own_judge = PairClassifier()
-            judge = f"{BUNDLED} {own_judge.fingerprint}"
+        own_judge = PairClassifier() if is_semantic and config.judges_itself else None
         self._checking = self._new_checking(
             same_answer,
             plain.fingerprint if is_semantic else hook.fingerprint,
-            judge,
+            _named(own_judge) or judge,
         )
         fills_prompts = config.embedding_hook.startswith("prompt")
         self._planner = self.planner(
@@ -561,6 +558,11 @@ class SemanticCache:
             "faults": faults,
         }
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})
+
+
+def _named(judge: PairClassifier | None) -> str:
+    """What verdicts of the bundled judge are kept under; empty without it."""
+    return "" if judge is None else f"{BUNDLED} {judge.fingerprint}"
 
 
 def _decider_of(config: CacheConfig, decider: Decider | None, encoder: TextEncoder) -> Decider:

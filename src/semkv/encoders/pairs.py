@@ -58,7 +58,7 @@ class PairClassifier:
         encoder = Path(resolve_model(DEFAULT_MODEL))
         try:
             learned = {name: value.astype(np.float32) for name, value in load_file(file).items()}
-            self._head = [learned.pop(name) for name in _HEAD]
+            self._head = {name: learned.pop(name) for name in _HEAD}
             self._run = onnx_run(_merged(read_weights(encoder), learned), read_config(encoder))
             self._tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
         except Exception as error:  # those of ONNX Runtime and of the tokenizer have no common base
@@ -91,7 +91,9 @@ class PairClassifier:
         first = states[kinds == 0].mean(axis=0)
         second = states[kinds == 1].mean(axis=0)
         features = np.concatenate([states[0], np.abs(first - second), first * second])
-        odds = self._head(features)
+        head = self._head
+        hidden = np.tanh(head["hidden.weight"] @ features + head["hidden.bias"])
+        odds = head["last.weight"] @ hidden + head["last.bias"]
         return float(1.0 / (1.0 + np.exp(-odds[0])))
 
 

@@ -137,10 +137,9 @@ def _are_small(exchange: Exchange, language: Language, kindred: Collection[str])
 def _counting(exchange: Exchange, language: Language, kindred: Collection[str]) -> Set[str]:
     """The words that say something else of the same in a place."""
     is_inside = END.stem not in (exchange.before, exchange.after)
+    small = frozenset(kindred) - language.questions.keys()
     if is_inside:
         small = language.small_words.union(kindred)
-    else:
-        small = frozenset(kindred) - language.questions.keys()
     if len(exchange.first) + len(exchange.second) <= _SMALL:
         return small
     is_short = all(_is_short(words, language) for words in (exchange.first, exchange.second))
