@@ -56,8 +56,8 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 _OTHER_FLAGS = set(  # of vLLM, uv, docker, curl and scripts of bench
     "--api-key --api-server-count --gpu-memory-utilization --max-model-len --middleware --model --served-model-name "
     "--enable-prompt-tokens-details --max-num-batched-tokens --mm-processor-cache-type --worker-cls "
-    "--kv-transfer-config --ec-transfer-config --weight-transfer-config --extra --ipc "
-    "--retry --retry-connrefused --retry-delay --shm-size --places --write --check --large --trace --minutes --seed".split()
+    "--kv-transfer-config --ec-transfer-config --weight-transfer-config --extra --ipc --retry "
+    "--retry-connrefused --retry-delay --shm-size --places --write --check --large --trace --minutes --seed".split()
 )
 _OTHER_CLASSES = set(
     "OffloadingConnector MultiConnector ExampleConnector OpenAI Anthropic ChatOpenAI Agent".split()
