@@ -89,12 +89,13 @@ def test_a_yes_is_a_hit_at_once_and_remembered(cache: SemanticCache) -> None:
     assert cache.stats().judged["yes"] == before + 1
 
 
-def test_a_no_another_tenant_and_another_history_are_misses(cache: SemanticCache) -> None:
-    cache.add_observation(look(cache, "b", "I have a gas oven.", ONE), "At 230 degrees.")
-    assert look(cache, "b", "I have a gas oven.", OTHER).hit
-    assert not look(cache, "b", "I have a gas oven.", TRAP).plan.full
-    assert not look(cache, "b", "I have an electric oven.", OTHER).plan.full
-    assert not look(cache, "c", "I have a gas oven.", OTHER).plan.full
+def test_a_no_another_tenant_and_a_text_before_are_misses(cache: SemanticCache) -> None:
+    cache.add_observation(look(cache, "b", ONE), "At 230 degrees.")
+    assert not look(cache, "b", TRAP).plan.full
+    assert not look(cache, "c", OTHER).plan.full
+    translating = "Translate the question into German."
+    cache.add_observation(look(cache, "d", translating, ONE), "Wie backe ich Brot?")
+    assert not look(cache, "d", translating, OTHER).plan.full
 
 
 def test_settings_that_do_not_fit() -> None:

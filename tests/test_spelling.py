@@ -31,9 +31,6 @@ STORED = "What are the advantages of eating breakfast early?"
         ("Wha is compound interest?", "What is compound interest?", "What"),  # hardly a word
         ("I want to larn Spanish", "I want to learn Spanish", "learn"),
         ("Is it saf to drink?", "Is it safe to drink?", "safe"),
-        ("What is the baggage allowence?", "How big is the baggage allowance?", "allowance?"),
-        ("How do I track my parcel?", "How can I track my package?", "package?"),  # one thing
-        ("Where are parcels kept?", "Where are my packages kept?", "packages"),
     ],
 )
 def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) -> None:
@@ -68,8 +65,6 @@ def test_a_slip_is_put_right_in_either_text(typed: str, other: str, right: str) 
         ("Is the wok new?", "Is the work new?"),  # short, and a word of some list
         ("soem rain", "some rain"),  # too few words
         ("Is nitrite toxic?", "Is nitrate toxic?"),
-        ("What does parcel mean?", "What does package mean?"),  # asks about the word
-        ("Is a Package a parcel?", "Is a Package a box?"),
     ],
 )
 def test_what_may_be_another_word_stays(a: str, b: str) -> None:

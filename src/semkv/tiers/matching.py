@@ -214,13 +214,14 @@ class Planner:
     def settle(self, found: Lookup) -> None:
         """Have the judge in this process read what is in doubt, and take the hit that a yes makes.
 
-        It reads no conversation: both texts come last, after the same one."""
+        It reads both texts and nothing else, so it is asked where nothing else is sent: behind "Translate this." texts
+        that one answer serves elsewhere need two."""
         if self._judge is None or found.doubt is None:
             return
         match, donor = found.doubt
         request = found.request
-        is_last = texts_of(request)[-1:] == [request.question]
-        if not is_last or match.tier != SEMANTIC:
+        is_alone = texts_of(request) == [request.question]
+        if not is_alone or match.tier != SEMANTIC:
             return
         same = None
         start = time.perf_counter()

@@ -61,9 +61,9 @@ URL (``X-Forwarded-Host``, ``X-Original-URI``, ``Forwarded`` with more than a wa
 
 _TRACERS = rb"[0-9a-f-]+@(nr|dt)|az|dd|es|gorouter|in|lightstep|nr|ot|sentry|sw|xray"
 _MAY_SAY: dict[bytes, tuple[re.Pattern[bytes], re.Pattern[bytes]]] = {
-    b"forwarded": (re.compile(rb"[;,]"), re.compile(rb"by|for|proto")),
-    b"baggage": (re.compile(rb","), re.compile(rb"sentry-[\w.-]+")),
-    b"ot-baggage": (re.compile(rb","), re.compile(rb"sentry-[\w.-]+")),
+    b"forwarded": (re.compile(rb"[;,\s]"), re.compile(rb"by|for|proto")),
+    b"baggage": (re.compile(rb"[;,\s]"), re.compile(rb"sentry-[\w.-]+")),
+    b"ot-baggage": (re.compile(rb"[;,\s]"), re.compile(rb"sentry-[\w.-]+")),
     b"tracestate": (re.compile(rb","), re.compile(_TRACERS)),
 }
 """Harmless headers of several fields, what stands between these, and the names of those that say from where a request

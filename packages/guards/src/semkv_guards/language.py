@@ -149,7 +149,6 @@ class Language:
     manner: Endings
     adverbs: Words
     synonyms: Entries
-    same_things: Entries
     phrases: Phrases
     contraries: Words
     particles: Pairs

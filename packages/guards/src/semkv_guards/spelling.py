@@ -3,9 +3,6 @@
 Only what is certain is put right. A word that stands in no list may be a drug, a product or a name, so the one that was
 meant has to be common, one slip away, and in the other text; no other common word is one slip away.
 
-An encoder puts "parcel" as far from "package" as from other things. Where each text has one of two words for one thing
-(``same_things`` of the language), both are read as the first of them.
-
 Where two texts are the same but for one word, more is certain: short words, and first and last letters, are put right
 as well. Of several words that may have been meant, that of the other text then has to be much more common than all
 others.
@@ -30,8 +27,6 @@ SHORTEST_ALONE = 4
 """The same where nothing else differs."""
 LONGEST = 24
 """Letters of a word that may be a slip: what is made of one by slips grows with the square of its length."""
-_VOWELS = "aeiou"
-_MANY = 8  # letters of a word in which a vowel may be another
 _LONG = 8  # of one that lost its first letter
 _EDGES = ".,;:?!()\"'"
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -65,16 +60,13 @@ class Spelling(NamedTuple):
 
 
 def alike(a: str, b: str) -> tuple[str, str]:
-    """Two texts with each slip in one of them put right where the other has the word, and one word for each thing; as
-    they are where nothing is to be done.
+    """Two texts with each slip in one of them put right where the other has the word; as they are where none is.
 
     >>> alike("What is the captial of France?", "Which city is the capital of France?")
     ('What is the capital of France?', 'Which city is the capital of France?')
-    >>> alike("How do I track my parcel?", "How can I track my package?")
-    ('How do I track my package?', 'How can I track my package?')
     """
     alone = _apart(a, b)
-    if not alone and not _has_things(a, b) and not any(map(_meant, _differing(a, b))):
+    if not alone and not any(map(_meant, _differing(a, b))):
         return a, b
     first = _plain_words(a)
     second = _plain_words(b)
@@ -88,18 +80,16 @@ def alike(a: str, b: str) -> tuple[str, str]:
     only_second = second - first
     meant |= dict(_slips(only_first, only_second))
     meant |= dict(_slips(only_second, only_first))
-    meant |= _one_for_each(only_first, only_second)
     if not meant or len(meant) > _MOST:
         return a, b
-    if asks_of_typing(a) or asks_of_typing(b) or not _asks_of_words().isdisjoint(plain):
+    if asks_of_typing(a) or asks_of_typing(b):
         return a, b
     return _put_right(a, meant), _put_right(b, meant)
 
 
 def slips(word: str) -> Iterator[str]:
-    """What one slip makes of a word: a letter dropped, doubled, or two exchanged, or in a long word another vowel
-    ("allowence"). The last letter is never dropped, and of shorter words neither is the first, since what is left is
-    too often a name or another word."""
+    """What one slip makes of a word: a letter dropped, doubled, or two exchanged. The last letter is never dropped, and
+    of shorter words neither is the first, since what is left is too often a name or another word."""
     last = len(word) - 1
     for at, letter in enumerate(word):
         before = word[:at]
@@ -112,8 +102,6 @@ def slips(word: str) -> Iterator[str]:
             yield before + 2 * letter + after
         if at < last:
             yield before + after[0] + letter + after[1:]
-        if is_inside and letter in _VOWELS and len(word) >= _MANY:
-            yield from (before + vowel + after for vowel in _VOWELS)
 
 
 def slips_alone(word: str) -> Iterator[str]:
@@ -226,23 +214,6 @@ def _differing(a: str, b: str) -> Iterator[str]:
             yield word
 
 
-def _has_things(a: str, b: str) -> bool:
-    """Whether each text may have its own word for the same thing."""
-    apart = set(a.split()).symmetric_difference(b.split())
-    return sum(_core(chunk) in _same_things() for chunk in apart) > 1
-
-
-def _one_for_each(own: frozenset[str], other: frozenset[str]) -> dict[str, str]:
-    """Words for the same thing, of which each text has one, with the word that is read for both."""
-    things = _same_things()
-    mine = {things[word]: word for word in own if word in things}
-    theirs = {things[word]: word for word in other if word in things}
-    common = mine.keys() & theirs.keys()
-    return {
-        word: thing for thing in common for word in (mine[thing], theirs[thing]) if word != thing
-    }
-
-
 def _slips(own: frozenset[str], other: frozenset[str]) -> Iterator[tuple[str, str]]:
     """The words of one text that are slips, with the words of the other that were meant."""
     for word in own:
@@ -266,7 +237,7 @@ def _meant(word: str) -> frozenset[str]:
 
 
 def _near(word: str) -> frozenset[str]:
-    """The words of which a slip may make this: one letter more or less, two exchanged, or another vowel."""
+    """The words of which a slip may make this: one letter more or less, or two exchanged."""
     found = set()
     for at in range(len(word) + 1):
         before = word[:at]
@@ -274,8 +245,6 @@ def _near(word: str) -> frozenset[str]:
         exchanged = after[1::-1] + after[2:]
         found |= {before + letter + after for letter in _ALPHABET}
         found |= {before + after[1:], before + exchanged}
-        if after and after[0] in _VOWELS and len(word) >= _MANY:
-            found |= {before + vowel + after[1:] for vowel in _VOWELS}
     return frozenset(found)
 
 
@@ -317,24 +286,6 @@ def _spelling() -> Spelling:
         rare=frozenset(tables["rare"].split()),
         ranks={word: rank for rank, word in enumerate(frequent, 1)},
     )
-
-
-@cache
-def _same_things() -> dict[str, str]:
-    """By word, the first that says the same; with their plurals."""
-    found: dict[str, str] = {}
-    for language in languages():
-        for entry in language.same_things:
-            words = entry.split()
-            found |= dict.fromkeys(words, words[0])
-            found |= {f"{word}s": f"{words[0]}s" for word in words}
-    return found
-
-
-@cache
-def _asks_of_words() -> frozenset[str]:
-    """Words of questions about words themselves."""
-    return _OF_A_WORD.union(*(language.mentions for language in languages()))
 
 
 @cache

@@ -295,7 +295,7 @@ class SemanticFlags:
     """
 
     parts: Annotated[tuple[str, ...], _each(SEMANTIC_PARTS), PARTS, MANY] = SEMANTIC_PARTS
-    caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-3]
+    caches: Annotated[tuple[str, ...], _each(CACHES), MANY] = CACHES[:-4]
     pairs: Path | None = None
     stream: Path | None = None
     requests: Annotated[int, POSITIVE] = 2000
