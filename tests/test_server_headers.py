@@ -136,9 +136,9 @@ class TestTenants:
         ("name", "harmless", "other"),
         [
             ("Forwarded", "for={};proto=https", "host={};proto=https"),
-            ("Forwarded", "for={};proto=https", "for=192.0.2.1 host={}"),
+            ("Forwarded", "for={};proto=http", "for=192.0.2.1 host={}"),
             ("baggage", "sentry-trace_id={}, sentry-release=1", "sentry-release=1,tenant={}"),
-            ("baggage", "sentry-trace_id={}", "sentry-release=1;tenant={}"),
+            ("baggage", "sentry-release={}", "sentry-release=1;tenant={}"),
             ("tracestate", "dd=s:2;p:{},33@nr=0-0", "dd=s:2,routing-key={}"),
             ("ot-baggage", "sentry-trace_id={}", "{}"),
         ],
