@@ -669,8 +669,8 @@ ALL_AGAIN = "all again"
 def broken_rank(sign: Path) -> Iterator[None]:
     """One of two ranks fails while a file is there, which says where. For engines that are made inside.
 
-    A file beside it, ``failed``, gets a byte each time. Where it says `ALL_AGAIN`, none fails, and all ranks compute
-    again all of what they have moved.
+    Each failure adds a byte to the file ``failed`` in the same folder. If the file says `ALL_AGAIN`, nothing fails, and
+    every rank computes again all that it has moved.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -227,7 +227,7 @@ def identity(model: str, cache: str, layers: int, ahead: bool) -> dict[str, Any]
 
 
 def several_layers(model: str, cache: str) -> dict[str, Any]:
-    """What is off when all is computed again, and when nothing is, with two and three pictures."""
+    """How far answers are off, with two and with three pictures: all computed again, then nothing."""
     reuse = PictureReuse(model, cache, layers=4)
     found: dict[str, Any] = {"refused": reuse.half.refused, "again": [], "moved": [], "after": []}
     for ids, places in list(reuse.layouts())[-2:]:

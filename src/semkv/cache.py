@@ -177,11 +177,11 @@ class SemanticCache:
         self.media = MediaStore(config.cache_dir / "media", max_bytes=config.media_mib << 20)
         self._roots = image_roots(config)
         self._decider = _decider_of(config, decider, plain)
-        own_judge = PairClassifier() if is_semantic and config.judges_itself else None
+        own_judge = _own_judge(config, is_semantic=is_semantic)
         self._checking = self._new_checking(
             same_answer,
             plain.fingerprint if is_semantic else hook.fingerprint,
-            _named(own_judge) or judge,
+            _judge_name(own_judge, served=judge),
         )
         fills_prompts = config.embedding_hook.startswith("prompt")
         self._planner = self.planner(
@@ -560,9 +560,14 @@ class SemanticCache:
         return CacheStats(**counted | {"entries": entries, "media_bytes": self.media.nbytes})
 
 
-def _named(judge: PairClassifier | None) -> str:
-    """What verdicts of the bundled judge are kept under; empty without it."""
-    return "" if judge is None else f"{BUNDLED} {judge.fingerprint}"
+def _own_judge(config: CacheConfig, *, is_semantic: bool) -> PairClassifier | None:
+    """The bundled judge, where the configuration asks for it."""
+    return PairClassifier() if is_semantic and config.judges_itself else None
+
+
+def _judge_name(own: PairClassifier | None, *, served: str) -> str:
+    """What verdicts are kept under: the bundled judge with its fingerprint, or the served one."""
+    return served if own is None else f"{BUNDLED} {own.fingerprint}"
 
 
 def _decider_of(config: CacheConfig, decider: Decider | None, encoder: TextEncoder) -> Decider:

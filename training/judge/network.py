@@ -1,7 +1,7 @@
 """The judge's network: a sentence encoder's layers that read two requests at once, and a head over their states.
 
-The encoder's own weights do not change. What is learned is a product of two thin matrices for each of its linear
-layers (LoRA, https://arxiv.org/abs/2106.09685), its biases and norms, and the head.
+The encoder's matrices stay as they are. To each linear layer the product of two thin matrices is added (LoRA,
+https://arxiv.org/abs/2106.09685). These are learned, and so are biases, norms and the head.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Thin(nn.Module):
 
 
 class Network(nn.Module):
-    """A BERT with thin matrices beside its linear layers, and a head of two layers.
+    """A BERT whose linear layers each have a pair of thin matrices added, and a head of two layers.
 
     The head reads the state of the first token, and how the mean states of both texts differ and agree.
     """

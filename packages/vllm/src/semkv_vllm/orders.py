@@ -41,7 +41,7 @@ class DocumentJob(TransferJob):
 
 @dataclass
 class DocumentStep(OffloadingConnectorMetadata):
-    """What the scheduler tells the workers of a step beside its jobs.
+    """What the scheduler tells the workers in a step, in addition to its transfers.
 
     Attributes:
         dropped: requests whose loads are of no use any more, where they are not put right already.
