@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +18,25 @@ from unittest import mock
 import pytest
 
 import vllm_defaults
-from kv_engines import BLOCK, NOTHING, SKIP, Engine, connector, in_child, prompt, report, token_ids
+from document_engines import (
+    ALL_AGAIN,
+    BROKEN_RANK,
+    CLOSE,
+    HOOKS,
+    LAYERS,
+    SIGN,
+    SIZES,
+    Reuse,
+    approximate,
+    off,
+    sampling,
+)
+from kv_engines import NOTHING, SKIP, in_child, prompt, report
 from maintenance_helpers import purge
 from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import spans
 from semkv_vllm.spans import Load, Piece, Span
 from tiny_models import Checkpoint
-
-WORKER = "semkv_vllm.worker.DocumentWorker"
-CLOSE = 1e-4  # of log-probabilities
-SIZES = (131, 77, 190, 50, 128)
-LAYERS = {"llama3": 1, "yarn": 1}
-LAYER_BYTES = 2 * 2 * 32 * BLOCK * 4  # of a block
-BLOCKS = 40  # a few requests at once, and the others wait or are preempted
 
 # ---------------------------------------------------------------------- plans
 
@@ -204,129 +208,6 @@ def test_a_load_that_could_not_be_asked_for_has_failed(is_under_way: bool) -> No
 # ---------------------------------------------------------------------- engines
 
 
-class Reuse:
-    """An engine that may reuse documents, some of which it has stored."""
-
-    def __init__(self, model: str, cache: str, **args: Any) -> None:
-        settings = {
-            "document_tokens": 0,
-            "document_rows": 1000,
-            "capture_decode": True,
-            "document_separator": [11, 12, 11],
-        }
-        usual: dict[str, Any] = {
-            "worker_cls": WORKER,
-            "max_logprobs": -1,
-            "max_num_batched_tokens": 160,
-            "max_num_seqs": 4,
-            "kv_cache_memory_bytes": BLOCKS * LAYERS.get(Path(model).name, 2) * LAYER_BYTES,
-        }
-        self.engine = Engine(model, connector(cache, **settings), **(usual | args))
-        self.rng = random.Random(1)
-        self.documents = [token_ids(self.rng, size) for size in SIZES]
-        self.store()
-
-    @property
-    def half(self) -> Any:
-        """The scheduler's half of ours."""
-        return self.engine.scheduler.connector._documents
-
-    @property
-    def counters(self) -> Any:
-        return self.engine.scheduler.connector.shared.counters
-
-    def store(self) -> None:
-        asked = [self.as_prompt(ids) for ids in self.documents]
-        self.engine.outputs(asked, tokens=1, logprobs=None)
-        self.engine.forget(keep_host=True)
-
-    def text(self, count: int) -> list[int]:
-        return token_ids(self.rng, count)
-
-    def compose(self, *parts: list[int] | int) -> tuple[list[int], list[list[int]]]:
-        """A prompt of texts and documents, and where the documents are."""
-        ids: list[int] = []
-        places = []
-        for part in parts:
-            given = self.documents[part] if isinstance(part, int) else part
-            if isinstance(part, int):
-                places.append([len(ids), len(ids) + len(given)])
-            ids += given
-        return ids, places
-
-    def layouts(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        yield self.compose(self.text(45), 2, 0, 3, 4, 1, self.text(20))
-        yield self.compose(self.text(64), 4, self.text(7), 2)  # the prompt ends with a document
-        yield self.compose(self.text(3), 1, self.text(88), 0, 0, self.text(1))  # one comes twice
-
-    def submit(
-        self,
-        number: int,
-        ids: list[int],
-        places: list[list[int]] | None,
-        repair: int,
-        tokens: int = 48,
-    ) -> None:
-        """Let a request wait whose name is a number, with documents at some places, or with none."""
-        said = {"spans": places, "repair": repair} if places else {"skip": True}
-        params = sampling({"kv_transfer_params": {"semkv": said}}, tokens)
-        self.engine.llm.llm_engine.add_request(str(number), self.as_prompt(ids), params)
-
-    def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
-        return prompt(ids, salt)
-
-    def output(self, ids: list[int], extra: Any, tokens: int = 8, **fields: Any) -> Any:
-        fields = {"logprobs": -1} | fields
-        salt = fields.pop("salt", None)
-        asked = self.as_prompt(ids, salt)
-        (found,) = self.engine.outputs([asked], tokens, extra_args=extra, **fields)
-        return found
-
-    def exact(self, ids: list[int]) -> Any:
-        """Without the connector; vLLM's own cache counts."""
-        return self.output(ids, SKIP)
-
-    def together(
-        self, prompts: list[list[int]], *, load: bool = False, tokens: int = 48
-    ) -> list[Any]:
-        """Exact answers to many at once; with ``load`` from what is stored."""
-        asked = [self.as_prompt(ids) for ids in prompts]
-        extra = {"kv_transfer_params": {"max_offload_tokens": 0}} if load else SKIP
-        return self.engine.outputs(asked, tokens, extra_args=extra, logprobs=1)
-
-    def cold(self, ids: list[int]) -> Any:
-        """All of it computed."""
-        self.forget()
-        found = self.exact(ids)
-        self.forget()
-        return found
-
-    def reused(self, ids: list[int], places: Any, repair: int | None = None, **fields: Any) -> Any:
-        said = {"spans": places} | ({} if repair is None else {"repair": repair})
-        limit = {"max_offload_tokens": 0}  # what is stored exactly would be found first
-        return self.output(ids, {"kv_transfer_params": {"semkv": said, **limit}}, **fields)
-
-    def forget(self) -> None:
-        self.engine.settle()
-        assert self.engine.llm.reset_prefix_cache()
-
-
-def off(output: Any, wanted: Any) -> float:
-    """The largest difference of two answers' log-probabilities; infinite where their tokens differ."""
-    one, other = output.outputs[0], wanted.outputs[0]
-    if one.token_ids != other.token_ids:
-        return float("inf")
-    return max(
-        abs(row[token].logprob - own[token].logprob)
-        for row, own in zip(one.logprobs, other.logprobs, strict=True)
-        for token in row.keys() & own.keys()
-    )
-
-
-def approximate(output: Any) -> int:
-    return int(report(output).get("approximate_tokens", 0))
-
-
 def identity(model: str, cache: str, ahead: bool) -> dict[str, Any]:
     """What is off when all is computed again; when nothing is; of exact requests after each of these."""
     if ahead:
@@ -367,19 +248,6 @@ def check_identity(found: dict[str, Any], *, layers: int) -> None:
 
 
 # -- what is only asked of one of the models: engines are dear ------------------
-
-
-def sampling(extra: Any, tokens: int = 48) -> Any:
-    """What each request of a crowd asks for."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=tokens,
-        temperature=0,
-        ignore_eos=True,
-        logprobs=1,
-        extra_args=extra,
-    )
 
 
 def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
@@ -469,16 +337,6 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
     ids, _ = reuse.compose(*parts)
     found["separated"] = approximate(reuse.reused(ids, "separated", 0))
     return found
-
-
-HOOKS = (
-    "documents.Documents.on_new_request", "documents.Documents.matched", "documents.Documents._is_worth_it",
-    "documents.Documents.allocated", "documents.Documents.take_orders", "documents.Documents.arrived",
-    "documents.Documents.give_pictures", "documents.Documents.ended", "documents.replace", "private.load_blocks",
-    "placement.Placement._moved",
-    "placement.Placement._is_right", "placement.Placement._passes", "placement.Placement.take_news",
-    "repair.Repair.run", "gate.Layers.move",
-)  # fmt: skip
 
 
 def faulty_hooks(reuse: Reuse) -> dict[str, Any]:
@@ -662,82 +520,11 @@ def check_crowd(crowd: dict[str, Any]) -> None:
     assert crowd["loaded"] > 0
 
 
-ALL_AGAIN = "all again"
-
-
-@contextmanager
-def broken_rank(sign: Path) -> Iterator[None]:
-    """One of two ranks fails while a file is there, which says where. For engines that are made inside.
-
-    Each failure adds a byte to the file ``failed`` in the same folder. If the file says `ALL_AGAIN`, nothing fails, and
-    every rank computes again all that it has moved.
-    """
-    from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.model_executor.models.llama import LlamaMLP
-
-    from semkv_vllm.placement import Placement
-    from semkv_vllm.repair import Repair
-    from semkv_vllm.worker import DocumentWorker
-
-    now = list[str]()  # what of ours runs
-
-    def fails(where: str) -> None:
-        if get_tensor_model_parallel_rank() == 1 and sign.exists() and sign.read_text() == where:
-            with sign.with_name("failed").open("a") as failed:
-                failed.write(".")
-            raise ValueError(where)
-
-    def during(kind: Any, name: str, where: str, *, fail: bool = True) -> Any:
-        method = getattr(kind, name)
-
-        def runs(self: Any, *args: Any) -> Any:
-            now.append(where)
-            try:
-                if fail:
-                    fails(where)
-                return method(self, *args)
-            finally:
-                now.pop()
-
-        return mock.patch.object(kind, name, runs)
-
-    passes = Placement._passes
-
-    def chosen(self: Any, loads: Any, prompts: Any) -> Any:
-        if sign.exists() and sign.read_text() == ALL_AGAIN:
-            loads = [replace(load, pieces=()) for load in loads]
-        return passes(self, loads, prompts)
-
-    forward = LlamaMLP.forward
-
-    def layer(self: Any, *args: Any, **fields: Any) -> Any:
-        for where in now:
-            fails(where)
-        return forward(self, *args, **fields)
-
-    def look_again(self: Any) -> str:
-        """As at the start."""
-        connector = get_kv_transfer_group()
-        return str(connector._placement._looked_at(self.model_runner, connector._kv_caches))
-
-    with (
-        mock.patch.object(Placement, "_passes", chosen),
-        during(Placement, "_moved", "moving"),
-        during(Placement, "_trial", "before the check"),
-        during(Repair, "rehearse", "in the rehearsal", fail=False),
-        during(Repair, "run", "in the pass", fail=False),
-        mock.patch.object(LlamaMLP, "forward", layer),
-        mock.patch.object(DocumentWorker, "look_again", look_again, create=True),
-    ):
-        yield
-
-
 def two_ranks(model: str, cache: str) -> dict[str, Any]:
     """Two layers on two ranks: what the pass exchanges counts, and a fault of one rank must not leave the other."""
     sign = Path(cache) / "broken"
-    with broken_rank(sign):
-        reuse = Reuse(model, cache, tensor_parallel_size=2)
+    os.environ[SIGN] = str(sign)
+    reuse = Reuse(model, cache, tensor_parallel_size=2, worker_extension_cls=BROKEN_RANK)
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
     wanted = reuse.output(ids, SKIP, tokens=2)
     found: dict[str, Any] = {"refused": reuse.half.refused, "off": [], "errors": [], "starts": []}
