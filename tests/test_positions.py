@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,52 +158,130 @@ def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
 
     exact = [bytes([number]) * 32 for number in range(6)]
     own = spans.renamed(exact, 2, b"nonce")
-    faults = list[str]()
-    half = planner(fault=faults.append)
-    state = SimpleNamespace(group_states=[SimpleNamespace(offload_keys=[])], max_offload_tokens=32)
-    broken = mock.Mock(side_effect=ValueError)
-    half._half = SimpleNamespace(_req_status={"name": state}, get_num_new_matched_tokens=broken)
+    half = planner()
     plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
     wish = _Wish(asked=mock.Mock(), keys=[], limit=None, exact=exact, load=plan)
     half._wishes = {"name": wish}
     request = mock.Mock(request_id="name", block_hashes=list(own))
-    assert half.matched(request, computed) == found
-    assert request.block_hashes == exact
-    assert not half._wishes
-    assert len(faults) == 1
+    assert half.unmatched(request, computed) == found
+    assert request.block_hashes == own, "nobody else finds them"
     assert half.matched(request, 0) is None, "an exact one from then on"
 
 
-@pytest.mark.parametrize("is_under_way", [True, False])
-def test_a_load_that_could_not_be_asked_for_has_failed(is_under_way: bool) -> None:
-    """vLLM waits for it: the workers say so when it is there, or at once where nothing is under way."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-
+def test_a_load_that_could_not_be_asked_for_has_failed() -> None:
+    """vLLM waits for it: the workers say so."""
     from semkv_vllm.documents import Orders, _Wish
-    from semkv_vllm.orders import DocumentJob
 
     half = planner()
-    half._orders = Orders()
-    half._used = {"name": 40}
-    job = TransferJob("name", src_spec=mock.Mock(), dst_spec=mock.Mock())
-    others = TransferJob("other", src_spec=mock.Mock(), dst_spec=mock.Mock())
-    jobs = {1: others, 2: job} if is_under_way else {1: others}
-    half._half = SimpleNamespace(_current_batch_load_jobs=jobs)
+    half.orders = Orders()
+    half._used = {}
     plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
     wish = _Wish(asked=mock.Mock(), keys=[], limit=None, load=plan)
     half._wishes = {"name": wish}
     assert half.not_loaded(mock.Mock(request_id="name"), 72 - 16) == 0
     assert wish.tried
     assert half.used("name") == 0
-    assert jobs[1] is others
-    if is_under_way:
-        assert (
-            jobs[2] == DocumentJob.of(job, None) == DocumentJob.of(DocumentJob.of(job, plan), None)
-        )
-        assert half.take_orders() == Orders()
-    else:
-        assert half.take_orders() == Orders(unloaded=["name"], dropped=[])
-        assert half.take_orders() == Orders()
+    assert half.take_orders() == Orders(unloaded=["name"], dropped=[])
+    assert half.take_orders() == Orders()
+
+
+@pytest.mark.parametrize("end", ["failed", "not loaded", "not heard of"])
+def test_what_was_approximate_once_is_said_whatever_comes_later(end: str) -> None:
+    """Some of the answer may have been computed from it, before the request was preempted."""
+    from semkv_vllm.documents import Orders
+
+    half = planner(counters=Counter())
+    half.orders = Orders()
+    half._used = {}
+    half._wishes = {}
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
+    less = replace(plan, end=60)
+    assert plan.reused == 30 > less.reused > 0
+    half._arriving["name"] = plan
+    assert half.used("name") == 30, "as long as nobody says that it has failed"
+    half.arrived(["name", "of another kind"], failed=[])
+    assert half._arriving == {}
+    half._arriving["name"] = less
+    if end == "failed":
+        half.arrived(["name"], failed=["name"])
+    elif end == "not loaded":
+        half._wishes["name"] = mock.Mock()
+        half.not_loaded(mock.Mock(request_id="name"), 40)
+    assert half.used("name") == 30
+    half.ended("name")
+    assert half.used("name") == 0
+    assert half._used == half._arriving == {}
+
+
+def step_of(*jobs: Any, **orders: Any) -> Any:
+    from semkv_vllm.orders import DocumentStep
+
+    loads = dict(enumerate(jobs))
+    return DocumentStep(load_jobs=loads, store_jobs={}, jobs_to_flush=set(), **orders)
+
+
+def a_job(name: str, plan: Any = None) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+
+    from semkv_vllm.orders import DocumentJob
+
+    job = TransferJob(name, src_spec=mock.Mock(), dst_spec=mock.Mock())
+    return job if plan is None else DocumentJob.of(job, plan)
+
+
+def a_placement(ranks: int) -> Any:
+    """A worker's half without a model."""
+    import torch
+
+    from semkv_vllm.placement import Placement
+
+    half = Placement.__new__(Placement)
+    half.shared = mock.Mock()
+    half._ranks = ranks
+    half._trusted = True
+    half._device = torch.device("cpu")
+    half._coming = {}
+    half._here = set()
+    half._unloaded = set()
+    return half
+
+
+def heard(half: Any, *came: str) -> list[set[str]]:
+    """What vLLM hears of loads when some have come: all that have ended, and those that failed."""
+    results = SimpleNamespace(finished_recving=set(came), failed_recving=set())
+    half.finish(results)
+    return [results.finished_recving, results.failed_recving]
+
+
+def test_what_a_worker_says_of_loads() -> None:
+    """One that has failed is not waited for, and is not taken for an exact one. Nor are others after a fault."""
+    half = a_placement(ranks=1)
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
+    half.begin(step_of(a_job("plain"), a_job("marked"), unloaded=["marked", "never asked"]))
+    assert heard(half, "plain") == [{"plain", "never asked"}, {"never asked"}]
+    assert heard(half, "marked") == [{"marked"}, {"marked"}]
+    half.begin(step_of(a_job("plain"), a_job("one", plan), a_job("two", plan)))
+    with mock.patch.object(type(half), "_reuse", side_effect=ValueError):
+        assert heard(half, "one") == [{"one"}, {"one"}]
+    with mock.patch.object(type(half), "_on_all_ranks", side_effect=ValueError):
+        assert heard(half, "two", "plain") == [{"two", "plain"}, {"two"}]
+    assert half.shared.fault.call_count == 2
+    step = step_of(a_job("plain"), a_job("one", plan))
+    step.unloaded = None  # is not to be gone through
+    half.begin(step)
+    assert heard(half, "one", "plain") == [{"one", "plain"}] * 2
+    assert not [left for left in (half._coming, half._here, half._unloaded) if left]
+
+
+def test_a_rank_that_others_wait_for_ends_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    half = a_placement(ranks=2)
+    half.begin(step_of(a_job("one", load([], begin=32, end=72))))
+    with (
+        mock.patch.object(type(half), "_all", side_effect=ValueError("planted")),
+        pytest.raises(ValueError, match="planted"),
+    ):
+        heard(half, "one")
+    assert "the engine ends" in caplog.text
 
 
 # ---------------------------------------------------------------------- engines

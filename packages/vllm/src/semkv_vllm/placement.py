@@ -26,7 +26,7 @@ from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
 from semkv_vllm.orders import DocumentJob, DocumentStep, WorkerNews
 from semkv_vllm.pictures import Prompt, prompt_of, source_of, within
 from semkv_vllm.repair import Gap, Pass, Repair
-from semkv_vllm.shared import KVShared
+from semkv_vllm.shared import KVShared, ours
 from semkv_vllm.spans import Load, Span, staged
 
 log = logging.getLogger("semkv.connectors")
@@ -64,7 +64,7 @@ class Placement:
         shared: KVShared,
     ) -> None:
         self.refused = refusal(vllm_config, kv_cache_config) or "the model is not bound"
-        self._shared = shared
+        self.shared = shared
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         self._allowed = not refusal(vllm_config, kv_cache_config)
         self._block = block
@@ -140,7 +140,7 @@ class Placement:
 
         Also where vLLM's words are all: one rank's words add up those of the others, and vLLM's leave ours out.
         """
-        faults = self._shared.counters.pop("errors", 0)
+        faults = self.shared.counters.pop("errors", 0)
         if meta is None and not faults and not self._mismatched:
             return None
         news = WorkerNews(
@@ -162,52 +162,89 @@ class Placement:
 
     # ------------------------------------------------------------------ a step
 
+    def _nothing_loaded(self, step: Any) -> None:
+        """After a fault of `begin`: no load of this step is of use, not even an exact one."""
+        self._end_if_others_wait()
+        for job in step.load_jobs.values():
+            self._coming[job.req_id] = None
+
+    @ours("the documents of a step", instead=_nothing_loaded)
     def begin(self, step: Any) -> None:
         """Note what the scheduler says of a step (``OffloadingConnectorMetadata``)."""
         for job in step.load_jobs.values():
             if isinstance(job, DocumentJob):
                 self._coming[job.req_id] = job.load
-        if isinstance(step, DocumentStep):
-            self._unloaded.update(step.unloaded)
-            for name in self._coming.keys() & step.dropped:
+        if not isinstance(step, DocumentStep):
+            return
+        coming = {job.req_id for job in step.load_jobs.values()}
+        for name in step.unloaded:
+            if name in coming:
                 self._coming[name] = None
+            else:
+                self._unloaded.add(name)
+        for name in self._coming.keys() & step.dropped:
+            self._coming[name] = None
 
+    def _nothing_right(self, results: Any) -> None:
+        """After a fault of `finish`: what has come has failed."""
+        self._end_if_others_wait()
+        here = set(self._here)
+        self._tell(results, here, here | self._unloaded)
+
+    @ours("the documents of a step", instead=_nothing_right)
     def finish(self, results: Any) -> None:
         """Put right what has come, before vLLM hears that it is there (``KVConnectorTransferResults``).
 
         It hears of a load when all ranks have it, and that it failed where it could not be put right.
         """
         self._here |= results.finished_recving & self._coming.keys()
-        results.finished_recving -= self._coming.keys()
-        ended = self._take_here()
+        results.finished_recving -= self._here
+        ended = self._on_all_ranks()
         loads = [load for load in ended.values() if load is not None]
         failed = {name for name, load in ended.items() if load is None} | self._unloaded
-        self._unloaded = set()
         if loads and not self._put_right(loads):
             failed |= ended.keys()
-        results.finished_recving |= ended.keys() | failed
+        self._tell(results, ended, failed)
+
+    def _tell(self, results: Any, ended: Iterable[str], failed: set[str]) -> None:
+        """Let vLLM hear of loads that have ended, and which of them failed."""
+        names = set(ended)
+        for name in names:
+            self._coming.pop(name, None)
+        self._here -= names
+        self._unloaded = set()
+        results.finished_recving |= names | failed
         results.failed_recving |= failed
 
-    def _take_here(self) -> dict[str, Load | None]:
+    def _on_all_ranks(self) -> dict[str, Load | None]:
         """What all ranks have got."""
         names = list(self._coming)  # in the same order on all ranks
         here = self._all([name in self._here for name in names]) if names else []
         ended = [name for name, is_here in zip(names, here, strict=True) if is_here]
-        self._here.difference_update(ended)
-        return {name: self._coming.pop(name) for name in ended}
+        return {name: self._coming[name] for name in ended}
 
     def _put_right(self, loads: Sequence[Load]) -> bool:
         """Make the KV of some requests what their plans say; whether that went well."""
-        right = False
-        try:
-            right = self._trusted and self._reuse(loads)
-        except Exception:
-            if self._ranks > 1:  # others wait for this one
-                raise
-            self._shared.fault("the documents of a step")
-        if not right and self._device.type != "cpu":
-            torch.accelerator.synchronize()  # the blocks may be others' soon
+        right = self._trusted and self._reuse(loads)
+        if not right:
+            self._wait()
         return right
+
+    def _wait(self) -> None:
+        """Until nothing of ours runs on the device: the blocks of what has failed may be others' soon."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _end_if_others_wait(self) -> None:
+        """Called for a fault that is being handled: with several ranks nothing but the engine's end helps."""
+        if self._ranks == 1:
+            self._wait()
+            return
+        log.critical(
+            "semkv: the engine ends: this rank failed where the %d others wait for it (the error is below)",
+            self._ranks - 1,
+        )
+        raise
 
     def _reuse(self, loads: Sequence[Load]) -> bool:
         """Move what is reused and compute the rest; whether that went well."""
@@ -228,7 +265,7 @@ class Placement:
         try:
             made = make()
         except Exception:
-            self._shared.fault("the documents of a step")
+            self.shared.fault("the documents of a step")
         return made if self._agree(made is not None) else None
 
     def _agree(self, mine: bool) -> bool:
@@ -256,7 +293,7 @@ class Placement:
         except LeftWaitingError:
             raise
         except Exception:
-            self._shared.fault("the documents of a step")
+            self.shared.fault("the documents of a step")
             went_well = False
         return self._agree(went_well)
 
