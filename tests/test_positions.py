@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import vllm_defaults
@@ -38,7 +39,9 @@ BLOCKS = 40  # a few requests at once, and the others wait or are preempted
 
 
 def load(pieces: list[Piece], begin: int, end: int) -> Load:
-    return Load("name", tokens=[], blocks=[], pieces=tuple(pieces), begin=begin, end=end)
+    return Load(
+        "name", tokens=[], blocks=np.empty(0, int), pieces=tuple(pieces), begin=begin, end=end
+    )
 
 
 def test_what_is_computed_again() -> None:
@@ -77,7 +80,7 @@ def test_documents_never_share_a_block() -> None:
 
 def test_renamed_blocks_keep_the_beginning_only() -> None:
     hashes = [bytes([number]) * 32 for number in range(6)]
-    one, other = (spans.renamed(hashes, 2, nonce) for nonce in (b"one", b"other"))
+    one, other = (spans.renamed(hashes, 2) for _ in range(2))
     assert one[:2] == other[:2] == hashes[:2]
     assert len({*hashes, *one, *other}) == 2 + 4 * 3
     assert {len(name) for name in one} == {32}
@@ -152,7 +155,7 @@ def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
     from semkv_vllm.documents import _Wish
 
     exact = [bytes([number]) * 32 for number in range(6)]
-    own = spans.renamed(exact, 2, b"nonce")
+    own = spans.renamed(exact, 2)
     faults = list[str]()
     half = planner(fault=faults.append)
     state = SimpleNamespace(group_states=[SimpleNamespace(offload_keys=[])], max_offload_tokens=32)
@@ -643,6 +646,73 @@ def gates(reuse: Reuse) -> dict[str, Any]:
     return found
 
 
+def larger_inputs(runner: Any, rows: int, tokens: int) -> Any:
+    """Where CUDA graphs would read a pass, with some tokens more than it has; on a CPU there are no graphs."""
+    import torch
+
+    size = tokens + 8 - tokens % 8
+    buffers = getattr(runner, "input_buffers", None)
+    if buffers is None:
+        return torch.full((size,), 7, dtype=torch.int32), torch.arange(size)
+    return buffers.input_ids[:size], buffers.positions[:size]
+
+
+def as_by_graphs(reuse: Reuse) -> dict[str, Any]:
+    """The extra pass as CUDA graphs are given it: right, beside another request, wrong, broken, and not to be found."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from semkv_vllm import private, repair
+
+    ours = get_kv_transfer_group()._placement._repair
+    runner = reuse.engine.core.model_executor.driver_worker.worker.model_runner
+    none_here = private.graph_inputs(runner, 1, 8)
+    padded = repair._padded
+
+    def others(one: Any, ids: Any, positions: Any) -> Any:
+        made = padded(one, ids, positions)
+        return replace(made, ids=made.ids - 1)
+
+    found: dict[str, Any] = {"none": none_here, "off": [], "used": [], "sizes": []}
+    ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
+    wanted = reuse.cold(ids)
+    other = reuse.text(90)
+    wanted_other = reuse.output(other, SKIP, tokens=8)
+    core = reuse.engine.llm.llm_engine
+    for plant in (
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", others),
+        mock.patch.object(repair, "_padded", side_effect=ValueError("planted")),
+        mock.patch.object(private, "graph_inputs", side_effect=ValueError("planted")),
+    ):
+        ours._may_use_graphs = True
+        reuse.forget()
+        done = {}
+        with mock.patch.object(private, "graph_inputs", larger_inputs), plant, all_computed_again():
+            core.add_request("1", prompt(other), sampling(SKIP, tokens=8))
+            reuse.submit(0, ids, places, 0, tokens=8)
+            while core.has_unfinished_requests():
+                done |= {int(out.request_id): out for out in core.step() if out.finished}
+        found["off"] += [off(done[0], wanted), off(done[1], wanted_other)]
+        found["used"].append(ours._may_use_graphs)
+        found["sizes"].append(len(ours._proven))
+        if len(found["sizes"]) > 1:
+            ours._proven.clear()
+    found["errors"] = reuse.counters["errors"]
+    reuse.forget()
+    return found
+
+
+def check_graphs(found: dict[str, Any]) -> None:
+    assert found["none"] is None
+    assert max(found["off"]) <= CLOSE
+    assert found["used"] == [True, True, False, False, False]
+    first, second, *rest = found["sizes"]
+    assert first == second > 0
+    assert rest == [0, 0, 0]
+    assert found["errors"] == 0
+
+
 EXTRA: dict[str, Any] = {
     "llama-shallow": lambda reuse: {
         "rules": plain_rules(reuse),
@@ -650,9 +720,9 @@ EXTRA: dict[str, Any] = {
         "gates": gates(reuse),
     },
     "llama3": lambda reuse: {"crowd": crowd(reuse, one_layer=True)},
-    "yarn": lambda reuse: {"failed": failed_load(reuse)},
+    "yarn": lambda reuse: {"graphs": as_by_graphs(reuse), "failed": failed_load(reuse)},
     "qwen2": lambda reuse: {"hooks": faulty_hooks(reuse), "faults": faults(reuse)},
-    "qwen3": lambda reuse: {"theta": other_theta(reuse)},
+    "qwen3": lambda reuse: {"graphs": as_by_graphs(reuse), "theta": other_theta(reuse)},
 }
 
 
@@ -826,6 +896,7 @@ def test_llama3(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_yarn_and_what_vllm_does_by_default(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint, "yarn", tmp_path, ahead=True, second_runner=True)
+    check_graphs(found["graphs"])
     assert max(found["failed"]["off"]) <= CLOSE
     assert found["failed"]["approximate"] == 0
     assert found["failed"]["errors"] == 1
@@ -847,7 +918,9 @@ def test_qwen2(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_qwen3_and_another_theta(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It is noticed within the first request, which is answered exactly all the same."""
-    theta = run(checkpoint, "qwen3", tmp_path)["theta"]
+    found = run(checkpoint, "qwen3", tmp_path)
+    check_graphs(found["graphs"])
+    theta = found["theta"]
     assert theta["first"][0] <= CLOSE
     assert theta["second"][0] <= CLOSE
     assert theta["second"][1] == 0

@@ -123,7 +123,12 @@ class Placement:
 
     def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
         self._layers = Layers(runner, caches)
-        self._repair = Repair(runner, self._block, self._shared.settings.document_rows)
+        self._repair = Repair(
+            runner,
+            self._block,
+            cells=self._layers.cells,
+            most=self._shared.settings.document_rows,
+        )
         self._runner = runner
         self._device = runner.device
         trial = trial_of(self._layers, self._repair, runner, self._block)
@@ -335,8 +340,9 @@ class Placement:
 def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     """vLLM's numbers of the slots of some tokens."""
     places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
-    blocks: np.ndarray = np.asarray(load.blocks)
-    numbers: np.ndarray = blocks[places // block] * block + places % block
+    # From a token's place to its slot it is as far as for all tokens of its block.
+    shifts = (load.blocks - np.arange(len(load.blocks))) * block
+    numbers: np.ndarray = shifts[places // block] + places
     return numbers
 
 
@@ -367,7 +373,8 @@ def moves_of(
             alone = source_of(model, load, piece, prompt)
             source = alone[:, piece.skip : piece.skip + count]
             target = prompt.positions[:, piece.first : piece.first + count]
-            if len(np.unique(target - source)) != 1:
+            shift = target - source
+            if (shift != shift[0, 0]).any():
                 raise ValueError("a document does not move by one number of positions")
             sources.append(source)
             targets.append(target)
