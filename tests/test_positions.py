@@ -10,12 +10,15 @@ import copy
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import vllm_defaults
@@ -43,7 +46,9 @@ from tiny_models import Checkpoint
 
 
 def load(pieces: list[Piece], begin: int, end: int) -> Load:
-    return Load("name", tokens=[], blocks=[], pieces=tuple(pieces), begin=begin, end=end)
+    return Load(
+        "name", tokens=[], blocks=np.empty(0, int), pieces=tuple(pieces), begin=begin, end=end
+    )
 
 
 def test_what_is_computed_again() -> None:
@@ -82,7 +87,7 @@ def test_documents_never_share_a_block() -> None:
 
 def test_renamed_blocks_keep_the_beginning_only() -> None:
     hashes = [bytes([number]) * 32 for number in range(6)]
-    one, other = (spans.renamed(hashes, 2, nonce) for nonce in (b"one", b"other"))
+    one, other = (spans.renamed(hashes, 2) for _ in range(2))
     assert one[:2] == other[:2] == hashes[:2]
     assert len({*hashes, *one, *other}) == 2 + 4 * 3
     assert {len(name) for name in one} == {32}
@@ -157,7 +162,7 @@ def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
     from semkv_vllm.documents import _Wish
 
     exact = [bytes([number]) * 32 for number in range(6)]
-    own = spans.renamed(exact, 2, b"nonce")
+    own = spans.renamed(exact, 2)
     half = planner()
     plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
     wish = _Wish(asked=mock.Mock(), keys=[], limit=None, exact=exact, load=plan)
@@ -241,6 +246,8 @@ def a_placement(ranks: int) -> Any:
     half._trusted = True
     half._device = torch.device("cpu")
     half._coming = {}
+    half._turn = []
+    half._plan = None
     half._here = set()
     half._unloaded = set()
     return half
@@ -270,7 +277,8 @@ def test_what_a_worker_says_of_loads() -> None:
     step.unloaded = None  # is not to be gone through
     half.begin(step)
     assert heard(half, "one", "plain") == [{"one", "plain"}] * 2
-    assert not [left for left in (half._coming, half._here, half._unloaded) if left]
+    kept = (half._coming, half._here, half._turn, half._unloaded)
+    assert not [left for left in kept if left]
 
 
 def test_a_rank_that_others_wait_for_ends_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -394,10 +402,9 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
     found["exact"].append(approximate(reuse.reused(**same)))
     reuse.half._settings = replace(reuse.half._settings, document_tokens=0)
     reuse.forget()
-    rows = reuse.half._most_rows
-    reuse.half._most_rows = 10
-    found["exact"].append(approximate(reuse.reused(**same)))
-    reuse.half._most_rows = rows
+    with all_computed_again(), small_passes(10) as found["passes"]:
+        out = reuse.reused(**same)
+    found["in small passes"] = [off(out, wanted), approximate(out)]
     reuse.forget()
     # A document in its own place is an exact beginning.
     first, place = reuse.compose(2, reuse.text(30))
@@ -416,6 +423,23 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
     ids, _ = reuse.compose(*parts)
     found["separated"] = approximate(reuse.reused(ids, "separated", 0))
     return found
+
+
+@contextmanager
+def small_passes(rows: int) -> Iterator[list[list[int]]]:
+    """With so many ``document_rows``; gives the tokens of the passes of each step."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    repair = get_kv_transfer_group()._placement._repair
+    run = repair.run
+    steps: list[list[int]] = []
+
+    def noted(passes: Any) -> None:
+        steps.append([len(each.ids) for each in passes])
+        run(passes)
+
+    with mock.patch.multiple(repair, run=noted, _most_tokens=rows):
+        yield steps
 
 
 def faulty_hooks(reuse: Reuse) -> dict[str, Any]:
@@ -564,6 +588,73 @@ def gates(reuse: Reuse) -> dict[str, Any]:
     return found
 
 
+def larger_inputs(runner: Any, rows: int, tokens: int) -> Any:
+    """Where CUDA graphs would read a pass, with some tokens more than it has; on a CPU there are no graphs."""
+    import torch
+
+    size = tokens + 8 - tokens % 8
+    buffers = getattr(runner, "input_buffers", None)
+    if buffers is None:
+        return torch.full((size,), 7, dtype=torch.int32), torch.arange(size)
+    return buffers.input_ids[:size], buffers.positions[:size]
+
+
+def as_by_graphs(reuse: Reuse) -> dict[str, Any]:
+    """The extra pass as CUDA graphs are given it: right, beside another request, wrong, broken, and not to be found."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from semkv_vllm import private, repair
+
+    ours = get_kv_transfer_group()._placement._repair
+    runner = reuse.engine.core.model_executor.driver_worker.worker.model_runner
+    none_here = private.graph_inputs(runner, 1, 8)
+    padded = repair._padded
+
+    def others(one: Any, ids: Any, positions: Any) -> Any:
+        made = padded(one, ids, positions)
+        return replace(made, ids=made.ids - 1)
+
+    found: dict[str, Any] = {"none": none_here, "off": [], "used": [], "sizes": []}
+    ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
+    wanted = reuse.cold(ids)
+    other = reuse.text(90)
+    wanted_other = reuse.output(other, SKIP, tokens=8)
+    core = reuse.engine.llm.llm_engine
+    for plant in (
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", others),
+        mock.patch.object(repair, "_padded", side_effect=ValueError("planted")),
+        mock.patch.object(private, "graph_inputs", side_effect=ValueError("planted")),
+    ):
+        ours._may_use_graphs = True
+        reuse.forget()
+        done = {}
+        with mock.patch.object(private, "graph_inputs", larger_inputs), plant, all_computed_again():
+            core.add_request("1", prompt(other), sampling(SKIP, tokens=8))
+            reuse.submit(0, ids, places, 0, tokens=8)
+            while core.has_unfinished_requests():
+                done |= {int(out.request_id): out for out in core.step() if out.finished}
+        found["off"] += [off(done[0], wanted), off(done[1], wanted_other)]
+        found["used"].append(ours._may_use_graphs)
+        found["sizes"].append(len(ours._proven))
+        if len(found["sizes"]) > 1:
+            ours._proven.clear()
+    found["errors"] = reuse.counters["errors"]
+    reuse.forget()
+    return found
+
+
+def check_graphs(found: dict[str, Any]) -> None:
+    assert found["none"] is None
+    assert max(found["off"]) <= CLOSE
+    assert found["used"] == [True, True, False, False, False]
+    first, second, *rest = found["sizes"]
+    assert first == second > 0
+    assert rest == [0, 0, 0]
+    assert found["errors"] == 0
+
+
 EXTRA: dict[str, Any] = {
     "llama-shallow": lambda reuse: {
         "rules": plain_rules(reuse),
@@ -571,9 +662,9 @@ EXTRA: dict[str, Any] = {
         "gates": gates(reuse),
     },
     "llama3": lambda reuse: {"crowd": crowd(reuse, one_layer=True)},
-    "yarn": lambda reuse: {"failed": failed_load(reuse)},
+    "yarn": lambda reuse: {"graphs": as_by_graphs(reuse), "failed": failed_load(reuse)},
     "qwen2": lambda reuse: {"hooks": faulty_hooks(reuse), "faults": faults(reuse)},
-    "qwen3": lambda reuse: {"theta": other_theta(reuse)},
+    "qwen3": lambda reuse: {"graphs": as_by_graphs(reuse), "theta": other_theta(reuse)},
 }
 
 
@@ -650,7 +741,11 @@ def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert found["mismatches"] == 0
     rules = found["rules"]
     assert [out for out in rules["hostile"] if out[0] > CLOSE or out[1]] == []
-    assert rules["exact"] == [0, 0, 0, 0]
+    assert rules["exact"] == [0, 0, 0]
+    assert max(rules["passes"]) == [10]
+    assert len(rules["passes"]) > 20
+    assert rules["in small passes"][0] <= CLOSE
+    assert rules["in small passes"][1] > 200
     assert rules["in place"][0] <= CLOSE
     assert rules["in place"][1:] == [0, 160]
     assert (rules["without"], rules["errors"]) == (0, 0)
@@ -672,6 +767,7 @@ def test_llama3(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_yarn_and_what_vllm_does_by_default(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint, "yarn", tmp_path, ahead=True, second_runner=True)
+    check_graphs(found["graphs"])
     assert max(found["failed"]["off"]) <= CLOSE
     assert found["failed"]["approximate"] == 0
     assert found["failed"]["errors"] == 1
@@ -693,7 +789,9 @@ def test_qwen2(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_qwen3_and_another_theta(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It is noticed within the first request, which is answered exactly all the same."""
-    theta = run(checkpoint, "qwen3", tmp_path)["theta"]
+    found = run(checkpoint, "qwen3", tmp_path)
+    check_graphs(found["graphs"])
+    theta = found["theta"]
     assert theta["first"][0] <= CLOSE
     assert theta["second"][0] <= CLOSE
     assert theta["second"][1] == 0

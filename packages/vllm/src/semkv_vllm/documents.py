@@ -12,13 +12,13 @@ no room, gets new names.
 
 from __future__ import annotations
 
-import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -135,9 +135,12 @@ class Documents:
         if state.max_load_tokens is not None:
             return
         keys = [self._keys(request, span) for span in wish.spans]
+        places = private.key_positions(state.req_context)
         for span, own in zip(wish.spans, keys, strict=True):
-            for number, key in enumerate(own, 1):  # so that the index is asked for many at once
-                state.req_context.set_offload_key_position(key, span.begin + number * self._block)
+            ends = range(span.begin + self._block, span.end + 1, self._block)
+            places.update(
+                zip(own, ends, strict=True)
+            )  # so that the index is asked for many at once
         self._wishes[request.request_id] = _Wish(
             asked=wish,
             keys=keys,
@@ -234,7 +237,8 @@ class Documents:
         if not self._is_worth_it(planned):
             self.forget(request)
             return None
-        if planned.rows + sum(load.rows for load in self._arriving.values()) > self._most_rows:
+        arriving = sum(load.rows for load in self._arriving.values())
+        if arriving and arriving + planned.rows > self._most_rows:
             return _LATER
         self._name_own(request, wish, planned)
         return planned.end - computed, True
@@ -280,7 +284,7 @@ class Documents:
         return Load(
             request=request.request_id,
             tokens=[],
-            blocks=[],
+            blocks=np.empty(0, np.int64),
             pieces=tuple(pieces),
             begin=exact_end,
             end=min(max((piece.last for piece in pieces), default=exact_end), most),
@@ -322,7 +326,7 @@ class Documents:
 
     def _is_worth_it(self, load: Load) -> bool:
         least = max(1, self._settings.document_tokens)
-        return bool(load.pieces) and load.reused >= least and load.rows <= self._most_rows
+        return bool(load.pieces) and load.reused >= least
 
     # ------------------------------------------------------------------ its names
 
@@ -337,8 +341,7 @@ class Documents:
         if wish.exact is None:
             wish.exact = list(request.block_hashes)
         wish.load = load
-        nonce = secrets.token_bytes(32)
-        self._rename(request, renamed(request.block_hashes, first, nonce))
+        self._rename(request, renamed(request.block_hashes, first))
         limit = load.begin if wish.limit is None else min(load.begin, wish.limit)
         private.names_changed(self._half, request.request_id, first, limit)
 
@@ -378,11 +381,11 @@ class Documents:
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.load is None or not tokens:
             return None
-        own = list(blocks.get_block_ids()[0])
+        own = blocks.blocks[0]
         load = replace(
             wish.load,
             tokens=_tokens(request, wish.load.end),
-            blocks=own,
+            blocks=np.array(blocks.get_block_ids()[0]),
             pictures=wish.pictures,
         )
         wish.tried = True

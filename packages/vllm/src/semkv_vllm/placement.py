@@ -39,7 +39,7 @@ class _Plan:
     """What is done for some loads, on the device.
 
     Attributes:
-        passes: what is computed.
+        passes: what is still computed, one pass a step.
         watched: tokens that are computed although they were loaded.
         before: their keys and values in the first layer, as they were moved.
     """
@@ -73,6 +73,8 @@ class Placement:
         self._coming: dict[str, Load | None] = {}  # by request what is being loaded
         self._here = set[str]()  # of these, what this rank has got
         self._unloaded = set[str]()
+        self._turn: list[str] = []  # what is being put right, in this step and maybe in later ones
+        self._plan: _Plan | None = None
         self._layers: Layers | None = None
         self._repair: Repair | None = None
         self._runner: Any = None
@@ -121,7 +123,12 @@ class Placement:
 
     def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
         self._layers = Layers(runner, caches)
-        self._repair = Repair(runner, self._block)
+        self._repair = Repair(
+            runner,
+            self._block,
+            cells=self._layers.cells,
+            most=self.shared.settings.document_rows,
+        )
         self._runner = runner
         self._device = runner.device
         trial = trial_of(self._layers, self._repair, runner, self._block)
@@ -189,6 +196,7 @@ class Placement:
         """After a fault of `finish`: what has come has failed."""
         self._end_if_others_wait()
         here = set(self._here)
+        self._plan = None
         self._tell(results, here, here | self._unloaded)
 
     @ours("the documents of a step", instead=_nothing_right)
@@ -198,13 +206,12 @@ class Placement:
         It hears of a load when all ranks have it, and that it failed where it could not be put right.
         """
         self._here |= results.finished_recving & self._coming.keys()
-        results.finished_recving -= self._here
-        ended = self._on_all_ranks()
-        loads = [load for load in ended.values() if load is not None]
-        failed = {name for name, load in ended.items() if load is None} | self._unloaded
-        if loads and not self._put_right(loads):
-            failed |= ended.keys()
-        self._tell(results, ended, failed)
+        results.finished_recving -= self._coming.keys()
+        self._turn = self._turn or self._on_all_ranks()
+        right = self._put_right()
+        ended = [] if right is None else self._turn
+        failed = {name for name in ended if not right or self._coming[name] is None}
+        self._tell(results, ended, failed | self._unloaded)
 
     def _tell(self, results: Any, ended: Iterable[str], failed: set[str]) -> None:
         """Let vLLM hear of loads that have ended, and which of them failed."""
@@ -212,21 +219,25 @@ class Placement:
         for name in names:
             self._coming.pop(name, None)
         self._here -= names
+        self._turn = [name for name in self._turn if name not in names]
         self._unloaded = set()
         results.finished_recving |= names | failed
         results.failed_recving |= failed
 
-    def _on_all_ranks(self) -> dict[str, Load | None]:
+    def _on_all_ranks(self) -> list[str]:
         """What all ranks have got."""
         names = list(self._coming)  # in the same order on all ranks
         here = self._all([name in self._here for name in names]) if names else []
-        ended = [name for name, is_here in zip(names, here, strict=True) if is_here]
-        return {name: self._coming[name] for name in ended}
+        return [name for name, is_here in zip(names, here, strict=True) if is_here]
 
-    def _put_right(self, loads: Sequence[Load]) -> bool:
-        """Make the KV of some requests what their plans say; whether that went well."""
-        right = self._trusted and self._reuse(loads)
-        if not right:
+    def _put_right(self) -> bool | None:
+        """Make the KV of some requests what their plans say; whether that went well, None while it goes on."""
+        if not self._turn:
+            return True
+        right = self._reuse() if self._trusted else False
+        if right is not None:
+            self._plan = None
+        if right is False:
             self._wait()
         return right
 
@@ -246,11 +257,17 @@ class Placement:
         )
         raise
 
-    def _reuse(self, loads: Sequence[Load]) -> bool:
-        """Move what is reused and compute the rest; whether that went well."""
-        plan = self._agreed(lambda: self._moved(loads))
-        if plan is None or not self._run(plan.passes):
+    def _reuse(self) -> bool | None:
+        """Move what is reused and compute the rest, one pass in each step; whether that went well."""
+        loads = [load for name in self._turn if (load := self._coming[name]) is not None]
+        if self._plan is None and loads:
+            self._plan = self._agreed(lambda: self._moved(loads))
+        plan = self._plan
+        if plan is None or not self._run(plan.passes[:1]):
             return False
+        plan.passes = plan.passes[1:]
+        if plan.passes:
+            return None
         right = self._agreed(lambda: self._is_right(plan))
         if right is None:
             return False
@@ -357,8 +374,9 @@ class Placement:
 def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     """vLLM's numbers of the slots of some tokens."""
     places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
-    blocks: np.ndarray = np.asarray(load.blocks)
-    numbers: np.ndarray = blocks[places // block] * block + places % block
+    # From a token's place to its slot it is as far as for all tokens of its block.
+    shifts = (load.blocks - np.arange(len(load.blocks))) * block
+    numbers: np.ndarray = shifts[places // block] + places
     return numbers
 
 
@@ -389,7 +407,8 @@ def moves_of(
             alone = source_of(model, load, piece, prompt)
             source = alone[:, piece.skip : piece.skip + count]
             target = prompt.positions[:, piece.first : piece.first + count]
-            if len(np.unique(target - source)) != 1:
+            shift = target - source
+            if (shift != shift[0, 0]).any():
                 raise ValueError("a document does not move by one number of positions")
             sources.append(source)
             targets.append(target)
