@@ -68,17 +68,22 @@ class Repair:
     operations, where nobody sees it (`semkv_vllm.exchanges`). Neither are models with several axes of positions: they
     were compiled for positions that lie in memory as the runner's do.
 
+    Args:
+        runner: vLLM's model runner.
+        block: tokens of a block.
+        most: tokens of a pass; 0 for as many as a step may have.
+
     Attributes:
         axes: on how many the model gives a token a position.
     """
 
-    def __init__(self, runner: Any, block: int) -> None:
+    def __init__(self, runner: Any, block: int, most: int = 0) -> None:
         self._runner = runner
         self._config = runner.vllm_config
         self._device = runner.device
         self._block = block
-        scheduler = self._config.scheduler_config
-        self._most_tokens = int(scheduler.max_num_batched_tokens)
+        budget = int(self._config.scheduler_config.max_num_batched_tokens)
+        self._most_tokens = min(most or budget, budget)
         self._groups = [group for groups in runner.attn_groups for group in groups]
         config = _without_graphs(self._config)
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
