@@ -165,6 +165,10 @@ def test_a_wrong_variable_is_named(name: str, value: str) -> None:
         ("--judge-threshold=0.2", "judge-threshold: .*--judge or --policy judge"),
         ("--judge-url=http://host", "judge-url: .*--judge or --policy judge"),
         ("--judge --policy=bounded --judge-model=m --no-semantic", "policy: .*near-repeats"),
+        ("--judge --policy=judge", "judge: .*--policy bounded"),
+        ("--policy=judge --judge-threshold=0.93", "judge-threshold: 0.93.*which is 0.92"),
+        ("--policy=judge --similarity-threshold=0.7", "judge-threshold: 0.75.*which is 0.7"),
+        ("--policy=judge --judge-model=Bundled", "judge-model: 'Bundled'.*in small letters"),
         (
             "--peer=host:1",
             "peer: .*left out, or given together with --kv-hints and as many --upstream",

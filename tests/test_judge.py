@@ -405,7 +405,7 @@ def test_no_tenant_takes_all_of_the_judge(pair: Pair, monkeypatch: pytest.Monkey
     assert not judge._tenants
 
 
-def test_a_judge_that_fails_is_left_alone(pair: Pair) -> None:
+def test_a_judge_that_fails_is_left_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     me = a_tenant()
     pair.upstream.answers = lambda _: "500"
     stored(pair, me)
@@ -414,6 +414,8 @@ def test_a_judge_that_fails_is_left_alone(pair: Pair) -> None:
         assert kind(pair.post(text, headers=me)) == "miss"
     assert len(pair.upstream.asked) == 3
     assert counted(pair, "left alone") > alone
+    (said,) = [record.getMessage() for record in caplog.records if "judge" in record.getMessage()]
+    assert "status 500" in said
 
 
 def test_a_judge_of_its_own_gets_a_key_of_its_own(tmp_path: Path) -> None:

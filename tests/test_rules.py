@@ -69,6 +69,10 @@ class TestSkipped:
                 {"role": "user", "content": "What is it?"},
             ]}),
             ("a parameter", {"tools": [tool("x") | {"properties": {"passport": {}}}]}),
+            ("a file", {"messages": [{"role": "user", "content": [
+                {"type": "file", "file": {"file_data": "bXkgcGFzc3BvcnQ="}},
+                {"type": "text", "text": "Sum it up"},
+            ]}]}),
             ("a tool's text", {"tools": [tool("x") | {"about": "reads a passport"}]}),
         ],
         ids=str,
@@ -130,6 +134,28 @@ def test_a_label_by_a_rule_and_a_deep_body() -> None:
     for _ in range(20_000):
         deep = [deep]
     assert list(texts_in([deep, "last"])) == ["last"]
+
+
+AFTER_A_TOOL = {"messages": [
+    {"role": "user", "content": [{"type": "text", "text": "a horoscope"}]},
+    {"role": "assistant", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "the stars"},
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", AFTER_A_TOOL),
+        ("/v1/completions", {"prompt": ["one", "a horoscope"]}),
+        ("/v1/completions", {"prompt": [1, 2]}),
+    ],
+)
+def test_rules_of_lifetimes_and_labels_read_what_a_user_said_last(
+    endpoint: str, body: dict[str, Any]
+) -> None:
+    rules = Rules.of(ServerSettings(tag_rules=("prompt:*horoscope*=stars",)))
+    assert rules.tags(asked({"model": "m", **body}, endpoint)) == ["stars"]
 
 
 class TestNearRepeats:

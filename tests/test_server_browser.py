@@ -387,7 +387,8 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
         account = pair.app.gateway.cache.account
         account.auto = True
         account.pays("semantic_text")
-        account.spent("semantic_text", 3600.0)
+        for _ in range(8):
+            account.spent("semantic_text", 3600.0)
         pair.app.gateway.upstreams.members[0].salts.refused = True
         page = opened_dashboard(browser, pair)
         go(page, "worth")

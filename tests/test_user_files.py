@@ -5,7 +5,9 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command_line import invoke
+from semkv import user_files
 from semkv.config import PolicyConfig
 from semkv.errors import ConfigError, DatasetError
 from semkv.tiers.policies import Calibration
@@ -156,3 +159,17 @@ def test_every_reader_takes_a_byte_order_mark(tmp_path: Path) -> None:
         Calibration.load(tmp_path / "c.json")
     (tmp_path / "gateway.toml").write_text(marked + "nonsense = 1", encoding="utf-8")
     assert "nonsense" in invoke(["serve", "--config", str(tmp_path / "gateway.toml")]).stderr
+
+
+def test_a_pipe_into_which_nobody_writes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "a.toml"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("a = 1",))
+    writer.start()
+    assert read_toml(pipe) == {"a": 1}
+    writer.join()
+    monkeypatch.setattr(user_files, "_PIPE_S", 0.01)
+    with pytest.raises(DatasetError, match="nobody wrote into it"):
+        read_toml(pipe)

@@ -94,6 +94,14 @@ def test_a_tier_that_does_not_pay_is_asked_for_a_sample_until_it_pays(
     ]
 
 
+def test_one_slow_lookup_turns_no_tier_off() -> None:
+    account = Account(auto=True)
+    account.missed(0.002)
+    assert lookups(account, 1, costs=2.0) == 1, "the first one was cold"
+    assert lookups(account, 200, costs=0.001, saves=0.002) == 200
+    assert account.asked_share() == {"meaning": 1.0}
+
+
 def test_where_every_tier_is_asked_the_account_says_what_auto_would_leave_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,7 +140,8 @@ def test_the_cache_leaves_out_a_tier_and_still_records(tmp_path: Path) -> None:
         assert not report.left_out
         cache.add_observation(report, "a cat")
         assert cache.account.pays("exact_text")
-        cache.account.spent("exact_text", 100.0)
+        for _ in range(8):
+            cache.account.spent("exact_text", 100.0)
         hits = 0
         for n in range(2 * SAMPLE):
             report = cache.try_reuse(asked(f"what is  it?{n * ' '}"))
@@ -429,7 +438,8 @@ def test_the_gateway_leaves_out_a_tier_until_it_pays(
         share = 'semkv_tier_asked_share{tier="semantic_text"}'
         pair.post(ONE)
         pair.settle()
-        account.spent("semantic_text", 3600.0)
+        for _ in range(8):
+            account.spent("semantic_text", 3600.0)
         assert pair.metric(share) == 1 / SAMPLE
         assert pair.post(OTHER).headers["x-semkv"] == "miss"
         assert pair.metric('semkv_tier_left_out_total{tier="semantic_text"}') == 1

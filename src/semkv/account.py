@@ -27,6 +27,8 @@ SAMPLE = 32  # one in so many requests asks a tier that does not pay
 # A tier is left out once it has lost what so many hits would save, and so many seconds in sum.
 _ALLOWED_HITS = 3
 _ALLOWED_S = 1.0
+# No fewer lookups than these lose all of that: one that was cold, or waited for a processor, says nothing of the next.
+_LEAST_LOOKUPS = 8
 _LATEST = 32  # misses of one size of which the median counts
 
 
@@ -73,7 +75,7 @@ class Gate:
 
     At the lower end the tier is left out. It is asked again once what it saves has brought it back to zero. So one
     hit more or less changes nothing, good times of long ago do not count, and nothing is assumed of how dear lookups
-    or how frequent hits are.
+    or how frequent hits are. No single measurement decides: a lookup counts for an eighth of the allowance at most.
     """
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class Account:
             figures.asked += 1
             figures.spent_s += seconds
             if counts:
-                self._move(tier, -seconds)
+                self._move(tier, -min(seconds, self._allowance / _LEAST_LOOKUPS))
 
     def saved(
         self,

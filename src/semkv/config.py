@@ -45,8 +45,8 @@ BOUNDED = Needs(
     lambda given: given.policy == PolicyName.BOUNDED or plug.is_path(given.policy),
 )
 JUDGED = Needs(
-    "--policy bounded or judge",
-    lambda given: given.policy in (PolicyName.BOUNDED, PolicyName.JUDGE),
+    "--policy bounded (--policy judge has a judge anyway)",
+    lambda given: given.policy == PolicyName.BOUNDED,
 )
 JUDGING = Needs(
     "--judge or --policy judge",
@@ -63,6 +63,16 @@ SERVED = Needs(
 
 BUNDLED = "bundled"
 """The judge that comes with semkv, by the name of ``--judge-model``."""
+
+JUDGE_NAME = Allowed(
+    "bundled, in small letters, or the name of a served model that does not read like it",
+    lambda name: name == BUNDLED or _letters(name) not in (BUNDLED, "bundle"),
+)
+
+
+def _letters(name: str) -> str:
+    """A name as its small letters alone."""
+    return "".join(filter(str.isalpha, name.casefold()))
 
 
 # ---------------------------------------------------------------------- the cache's settings
@@ -116,7 +126,7 @@ class PolicyConfig:
     calibration: Annotated[Path | None, CALIBRATED, FOUND, NEAR] = None
     verify_rate: Annotated[float | None, COSINE, SERVED, NEAR] = None
     judge: Annotated[bool, Parameter(negative=""), JUDGED, SERVED, NEAR] = False
-    judge_model: Annotated[str, JUDGING, SERVED, NEAR] = ""
+    judge_model: Annotated[str, JUDGE_NAME, JUDGING, SERVED, NEAR] = ""
     judge_threshold: Annotated[float, COSINE, JUDGING, SERVED, NEAR] = 0.75
     guards: Annotated[bool, switch("guards", "no-guards", "disable-guards"), FOUND, NEAR] = True
 
@@ -129,6 +139,12 @@ class PolicyConfig:
                 "--calibration",
                 None,
                 "a file that `semkv calibrate` wrote, for --policy calibrated",
+            )
+        if self.policy is PolicyName.JUDGE and self.judge_threshold >= self.similarity_threshold:
+            raise ConfigError(
+                "--judge-threshold",
+                self.judge_threshold,
+                f"less than --similarity-threshold, which is {self.similarity_threshold:g}",
             )
 
     @property

@@ -10,17 +10,20 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import re
+import select
 import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
 from semkv.errors import DatasetError
 
+_PIPE_S = 5.0  # how long a pipe may be silent at first
 _MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 # Escapes; most are halves of one whole character.
@@ -169,12 +172,21 @@ def _read_text(path: Path) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file for reading; one that ends in ``.gz`` is unpacked on the way."""
+    """A file for reading; one that ends in ``.gz`` is unpacked on the way. A pipe may be one, if somebody writes."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            yield cast("IO[bytes]", file)
+        with open(path, "rb", opener=_open_at_once) as plain:
+            if not select.select([plain], [], [], _PIPE_S)[0]:
+                raise DatasetError(f"{path}: nobody wrote into it within {_PIPE_S:g} s")
+            os.set_blocking(plain.fileno(), True)
+            with gzip.open(plain) if path.suffix == ".gz" else nullcontext(plain) as file:
+                yield cast("IO[bytes]", file)
     except (OSError, EOFError, zlib.error) as error:
         raise DatasetError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; of a pipe nobody waits for the other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from semkv.account import JUDGE
+from semkv.latest import Latest
 from semkv.tenants import tenant_salt
 from semkv.tiers.judging import one_token, shown, verdict
 from semkv.types import ReuseReport
@@ -42,6 +43,7 @@ _LONGEST_S = 30.0  # for a verdict that nobody waits for
 _AT_ONCE = 16  # pairs that are judged at once, of all tenants: half of them of one
 _BYTES = 64 * 1024  # of an answer
 _BREAKERS = 1024
+_SHOWN = 100  # characters of a model's name
 _KEYS = frozenset((b"authorization", b"api-key", b"x-api-key"))
 _ONCE = frozenset((b"idempotency-key", b"x-idempotency-key"))  # of the request that asks
 
@@ -85,6 +87,7 @@ class Judge:
         self._account = cache.account
         self._running: dict[str, asyncio.Task[bool | None]] = {}
         self._tenants: Counter[str] = Counter()  # how many of each are running
+        self._said_failed: Latest[str, None] = Latest(_BREAKERS)  # models that were said to fail
         # The key of one tenant may be refused, or the model of another be slow.
         self._breaker = lru_cache(_BREAKERS)(_new_breaker)
         self._lateness = lru_cache(_BREAKERS)(_new_breaker)
@@ -162,7 +165,7 @@ class Judge:
     ) -> bool | None:
         """Ask, and keep the verdict; None where there is none."""
         start = time.perf_counter()
-        payload, found = await self._answer(asking)
+        payload, found, fault = await self._answer(asking)
         seconds = time.perf_counter() - start
         self._metrics.judge_seconds.observe(seconds)
         model = self._model or asked.model
@@ -170,30 +173,46 @@ class Judge:
         if found is None:
             breaker.failed()
             self._metrics.judged.labels(FAILED).inc()
+            if breaker.is_open:
+                self._say_failed(model, fault)
             return None
         breaker.succeeded()
+        self._said_failed.pop(model, None)
         self._metrics.judged.labels(YES if found else NO).inc()
         await self._cache.keep_verdict(report, same=found)
         return found
 
-    async def _answer(self, asking: Coroutine[Any, Any, bytes]) -> tuple[bytes, bool | None]:
-        """What the judge answers, and its verdict."""
+    def _say_failed(self, model: str, fault: str) -> None:
+        """Log that a judge is left alone: once, until it answers again."""
+        if model in self._said_failed:
+            return
+        self._said_failed[model] = None
+        log.warning(
+            "the judge %r failed several times in a row (%s) and is left alone for a while: its pairs are misses",
+            model[:_SHOWN],
+            fault,
+        )
+
+    async def _answer(self, asking: Coroutine[Any, Any, bytes]) -> tuple[bytes, bool | None, str]:
+        """What the judge answers, its verdict, and why there is none."""
         payload = b""
+        fault = "it says neither yes nor no"
         if self._own is None:
             self._worth.shares.begin()
         try:
             async with asyncio.timeout(_LONGEST_S):
                 payload = await asking
-            return payload, verdict(json.loads(payload))
+            return payload, verdict(json.loads(payload)), fault
         except (UpstreamError, TimeoutError, ValueError, RecursionError) as error:
-            log.debug("the judge failed: %s", error)
+            fault = str(error) or "no answer in time"
         except Exception:
+            fault = "a fault in the gateway"
             log.exception("asking the judge failed")
             self._metrics.fault("judge")
         finally:
             if self._own is None:
                 self._worth.shares.end()
-        return payload, None
+        return payload, None, fault
 
     async def _send(self, asked: CanonicalRequest, made: Callable[[bool], Call]) -> Reply:
         """Ask the judge's own server, or one of those that answer requests."""

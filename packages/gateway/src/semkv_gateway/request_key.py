@@ -25,9 +25,10 @@ from semkv_gateway.routes import (
     Route,
     Unkeyable,
     by_name,
-    holds_token_ids,
+    has_unread_texts,
     is_hint,
     last_turn,
+    last_words,
     texts_in,
     tool_names,
 )
@@ -184,7 +185,7 @@ class CanonicalRequest:
     )
     partition: str  # the tenant, `StoredResponse.partition`
     model: str  # as the client named it
-    prompt: str  # text of the last user turn; empty where there is none
+    prompt: str  # what a user said last; empty where nobody did
     stream: bool  # the client wants a stream; part of the key only where the route does not convert
     include_usage: bool  # the client wants the usage at the end of its stream
     # The answer is drawn at random (neither temperature 0 nor a seed), and none but this request may have it.
@@ -270,8 +271,8 @@ class CanonicalRequest:
 
     @property
     def has_unread_texts(self) -> bool:
-        """Whether texts in it are token ids."""
-        return holds_token_ids(self._body)
+        """Whether it has texts that nobody reads here."""
+        return has_unread_texts(self._body)
 
     @property
     def tools(self) -> tuple[str, ...]:
@@ -436,7 +437,7 @@ def _build(body: Mapping[str, Any], content: Content, deployment: Deployment) ->
         key=deployment.key(_encode(by_name(keyed))),
         partition=deployment.tenant,
         model=model or "",
-        prompt=content.prompt,
+        prompt=content.prompt or last_words(body),
         stream=bool(stream),
         include_usage=not route.converts or bool(asked.get("include_usage")),
         sampled=_is_sampled(body, route),

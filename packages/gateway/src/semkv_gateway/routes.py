@@ -608,8 +608,29 @@ def _read_within(text: str) -> Any:
         return None
 
 
-def holds_token_ids(body: Mapping[str, Any]) -> bool:
-    """Whether a request has texts as numbers, which nobody reads here."""
+def has_unread_texts(body: Mapping[str, Any]) -> bool:
+    """Whether a request has texts that nobody reads here: as numbers, or in a file."""
+    return _holds_token_ids(body) or any(map(_is_file, _objects_in(body)))
+
+
+def _objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Mapping):
+            yield item
+            left.extend(item.values())
+        elif isinstance(item, list):
+            left.extend(item)
+
+
+def _is_file(item: Mapping[str, Any]) -> bool:
+    """Whether an object has the bytes of a file that is no picture."""
+    is_picture = str(item.get("media_type")).startswith("image/")
+    return "file_data" in item or (item.get("type") == "base64" and not is_picture)
+
+
+def _holds_token_ids(body: Mapping[str, Any]) -> bool:
     listed = (body.get(name) for name in ("prompt", *_TEXTS))
     return any(
         isinstance(item, int | list)
@@ -621,11 +642,23 @@ def holds_token_ids(body: Mapping[str, Any]) -> bool:
 
 def last_turn(body: Mapping[str, Any]) -> Iterator[str]:
     """Texts of a user's last turn, also where a tool or the assistant has spoken since."""
+    yield from texts_in(_parts_of_last_turn(body))
+
+
+def last_words(body: Mapping[str, Any]) -> str:
+    """What a user said last, without what came beside it: files, results of tools."""
+    parts = _parts_of_last_turn(body) or ()
+    parts = parts if isinstance(parts, list) else [parts]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _parts_of_last_turn(body: Mapping[str, Any]) -> Any:
     said = next((body[name] for name in ("prompt", *_TEXTS) if body.get(name) is not None), None)
     turns = said if isinstance(said, list) else [said]
     of_users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
     with_text = [turn for turn in of_users if any(map(_is_text, _parts(turn)))]
-    yield from texts_in(_parts(with_text[-1]) if with_text else said if not of_users else None)
+    return _parts(with_text[-1]) if with_text else said if not of_users else None
 
 
 def _parts(turn: Mapping[str, Any]) -> list[Any]:

@@ -95,10 +95,12 @@ class Rules:
         return not any(pattern.matches(texts) for pattern in self._skip_answers)
 
     def tags(self, request: CanonicalRequest) -> list[str]:
-        """The labels of an answer: those that its request came with, and those that rules give."""
+        """The labels of an answer: those that its request came with, and those that rules give. A request with texts
+        that are not read may be about anything, so it gets every label."""
         found = set(request.tags)
         for pattern, tag in self._labels:
-            if pattern.fits(request.prompt, request.model):
+            unread = pattern.name == "prompt" and request.has_unread_texts
+            if unread or pattern.fits(request.prompt, request.model):
                 found.add(tag)
         return sorted(found)
 

@@ -237,7 +237,8 @@ class Documents:
         if not self._is_worth_it(planned):
             self.forget(request)
             return None
-        if planned.rows + sum(load.rows for load in self._arriving.values()) > self._most_rows:
+        arriving = sum(load.rows for load in self._arriving.values())
+        if arriving and arriving + planned.rows > self._most_rows:
             return _LATER
         self._name_own(request, wish, planned)
         return planned.end - computed, True
@@ -325,7 +326,7 @@ class Documents:
 
     def _is_worth_it(self, load: Load) -> bool:
         least = max(1, self._settings.document_tokens)
-        return bool(load.pieces) and load.reused >= least and load.rows <= self._most_rows
+        return bool(load.pieces) and load.reused >= least
 
     # ------------------------------------------------------------------ its names
 

@@ -39,7 +39,7 @@ class _Plan:
     """What is done for some loads, on the device.
 
     Attributes:
-        passes: what is computed.
+        passes: what is still computed, one pass a step.
         watched: tokens that are computed although they were loaded.
         before: their keys and values in the first layer, as they were moved.
     """
@@ -73,6 +73,8 @@ class Placement:
         self._coming: dict[str, Load | None] = {}  # by request what is being loaded
         self._here = set[str]()  # of these, what this rank has got
         self._unloaded = set[str]()
+        self._turn: list[str] = []  # what is being put right, in this step and maybe in later ones
+        self._plan: _Plan | None = None
         self._layers: Layers | None = None
         self._repair: Repair | None = None
         self._runner: Any = None
@@ -121,7 +123,12 @@ class Placement:
 
     def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
         self._layers = Layers(runner, caches)
-        self._repair = Repair(runner, self._block, self._layers.cells)
+        self._repair = Repair(
+            runner,
+            self._block,
+            cells=self._layers.cells,
+            most=self._shared.settings.document_rows,
+        )
         self._runner = runner
         self._device = runner.device
         trial = trial_of(self._layers, self._repair, runner, self._block)
@@ -179,41 +186,54 @@ class Placement:
         """
         self._here |= results.finished_recving & self._coming.keys()
         results.finished_recving -= self._coming.keys()
-        ended = self._take_here()
-        loads = [load for load in ended.values() if load is not None]
-        failed = {name for name, load in ended.items() if load is None} | self._unloaded
+        self._turn = self._turn or self._take_here()
+        right = self._put_right()
+        ended: dict[str, Load | None] = {}
+        if right is not None:
+            ended = {name: self._coming.pop(name) for name in self._turn}
+            self._turn = []
+        failed = {name for name, load in ended.items() if load is None or not right}
+        failed |= self._unloaded
         self._unloaded = set()
-        if loads and not self._put_right(loads):
-            failed |= ended.keys()
         results.finished_recving |= ended.keys() | failed
         results.failed_recving |= failed
 
-    def _take_here(self) -> dict[str, Load | None]:
+    def _take_here(self) -> list[str]:
         """What all ranks have got."""
         names = list(self._coming)  # in the same order on all ranks
         here = self._all([name in self._here for name in names]) if names else []
-        ended = [name for name, is_here in zip(names, here, strict=True) if is_here]
-        self._here.difference_update(ended)
-        return {name: self._coming.pop(name) for name in ended}
+        taken = [name for name, is_here in zip(names, here, strict=True) if is_here]
+        self._here.difference_update(taken)
+        return taken
 
-    def _put_right(self, loads: Sequence[Load]) -> bool:
-        """Make the KV of some requests what their plans say; whether that went well."""
-        right = False
+    def _put_right(self) -> bool | None:
+        """Make the KV of some requests what their plans say; whether that went well, None while it goes on."""
+        if not self._turn:
+            return True
+        right: bool | None = False
         try:
-            right = self._trusted and self._reuse(loads)
+            right = self._reuse() if self._trusted else False
         except Exception:
             if self._ranks > 1:  # others wait for this one
                 raise
             self._shared.fault("the documents of a step")
-        if not right and self._device.type != "cpu":
+        if right is not None:
+            self._plan = None
+        if right is False and self._device.type != "cpu":
             torch.accelerator.synchronize()  # the blocks may be others' soon
         return right
 
-    def _reuse(self, loads: Sequence[Load]) -> bool:
-        """Move what is reused and compute the rest; whether that went well."""
-        plan = self._agreed(lambda: self._moved(loads))
-        if plan is None or not self._run(plan.passes):
+    def _reuse(self) -> bool | None:
+        """Move what is reused and compute the rest, one pass in each step; whether that went well."""
+        loads = [load for name in self._turn if (load := self._coming[name]) is not None]
+        if self._plan is None and loads:
+            self._plan = self._agreed(lambda: self._moved(loads))
+        plan = self._plan
+        if plan is None or not self._run(plan.passes[:1]):
             return False
+        plan.passes = plan.passes[1:]
+        if plan.passes:
+            return None
         right = self._agreed(lambda: self._is_right(plan))
         if right is None:
             return False

@@ -77,7 +77,10 @@ class Repair:
     has captured for steps of as many tokens or some more, where they were seen to compute the same.
 
     Args:
+        runner: vLLM's model runner.
+        block: tokens of a block.
         cells: of all layers, where a pass leaves keys and values.
+        most: tokens of a pass; 0 for as many as a step may have.
 
     Attributes:
         axes: on how many the model gives a token a position.
@@ -87,15 +90,17 @@ class Repair:
         self,
         runner: Any,
         block: int,
+        *,
         cells: Sequence[Cells],
+        most: int = 0,
     ) -> None:
         self._runner = runner
         self._cells = cells
         self._config = runner.vllm_config
         self._device = runner.device
         self._block = block
-        scheduler = self._config.scheduler_config
-        self._most_tokens = int(scheduler.max_num_batched_tokens)
+        budget = int(self._config.scheduler_config.max_num_batched_tokens)
+        self._most_tokens = min(most or budget, budget)
         self._groups = [group for groups in runner.attn_groups for group in groups]
         config = _without_graphs(self._config)
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
