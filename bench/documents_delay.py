@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 256])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.2, help="of a window, at least")
-    engine_options(parser, host_gib=12, kv_gib=24, seqs=80)
+    engine_options(parser, host_gib=12, kv_gib=24)
     options = parser.parse_args()
     options.batch = max(options.batches)
     arms = arms_of(options.batches, options.rows)
