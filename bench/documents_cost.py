@@ -2,7 +2,7 @@
 
     python bench/documents_cost.py --out bench/results/h200/documents-cost.json           (nothing is stored)
     python bench/documents_cost.py --stores --out bench/results/h200/documents-cost-stores.json
-    python bench/documents_cost.py --tiny --requests 8 --rounds 1 --kv-gib 0.1 --host-gib 1     (on a CPU)
+    python bench/documents_cost.py --tiny --requests 8 --rounds 1 --kv-gib 0.1 --host-gib 1 --engines none documents
 
 Engines with Qwen2.5-7B's shape and dummy weights in processes of their own, on one GPU, all up at once; only one works
 at a time. In each round every arm gets the same new prompts, 64 at once, and each round has another order:

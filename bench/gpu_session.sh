@@ -21,6 +21,7 @@
 #   pictures-quality   pictures_quality: with it, how many answers are right where pictures are reused
 #   documents-pictures documents_identity: the same with pictures, Qwen3-VL-2B's shape
 #   documents-tp2      documents_identity: the same without, Qwen2.5-1.5B's shape, on two GPUs
+#   documents-stress   documents_stress: a random load on tiny models, of which much fails; some arms with two GPUs
 #   documents-order    documents: prefill throughput with and without an order, Qwen2.5-7B's shape
 #   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
@@ -123,12 +124,13 @@ pictures-quality) alone pictures-quality pictures_quality.py measure --model "$p
     --out "$out/pictures-quality.json" "$@" ;;
 documents-pictures) alone documents-pictures documents_identity.py pictures --out "$out/documents-pictures.json" "$@" ;;
 documents-tp2) alone documents-tp2 documents_identity.py text --ranks 2 --out "$out/documents-tp2.json" "$@" ;;
+documents-stress) bench documents-stress documents_stress.py --out "$out/documents-stress.json" "$@" ;;
 documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 256 1024 --caches 65536 --requests 600 \
     --rounds 1 --out "$out/documents-order.json" "$@" ;;
 by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,28p' "$0"; exit 2 ;;
+*) sed -n '2,29p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

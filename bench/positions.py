@@ -120,15 +120,18 @@ class Engine:
 
     @property
     def told(self) -> dict[str, Any]:
-        """Why nothing is reused, how tokens are moved, and what went wrong."""
+        """Why nothing is reused, how tokens are moved, of which sizes CUDA graphs were used, and what went wrong."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = self.core.scheduler.connector
-        layers = get_kv_transfer_group()._placement._layers
+        placement = get_kv_transfer_group()._placement
+        layers = placement._layers
+        repair = placement._repair
         counters = connector.shared.counters
         return {
             "refused": connector._documents.refused,
             "moved_by": "torch" if layers is None or layers.fused is None else "one kernel",
+            "graphs": sorted(repair._proven) if repair is not None else [],
             "block_size": connector._documents._block,
             "errors": counters["errors"],
             "mismatches": counters["document_mismatches"],
@@ -289,7 +292,9 @@ def engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """What `Engine` needs, and where the result goes."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--batch", type=int, default=16384, help="max_num_batched_tokens")
-    parser.add_argument("--seqs", type=int, default=8, help="max_num_seqs")
+    parser.add_argument(
+        "--seqs", type=int, default=256, help="max_num_seqs; twice as many tokens have CUDA graphs"
+    )
     parser.add_argument("--host-gib", type=int, default=8)
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--block", type=int, help="tokens of a KV block; vLLM's choice by default")
