@@ -135,7 +135,7 @@ class Engine:
             tensor_parallel_size=options.ranks,
             enforce_eager=options.eager or options.tiny,
             max_num_batched_tokens=8192,
-            max_num_seqs=8,
+            max_num_seqs=options.seqs,
             kv_cache_memory_bytes=options.kv_mib << 20,
             gpu_memory_utilization=0.1,
             kv_transfer_config=KVTransferConfig(**kv),
@@ -157,6 +157,7 @@ class Engine:
         documents = connector._documents
         counters = connector.shared.counters
         return {
+            "graphs": self._graphs(),
             "refused": "the connector refuses this engine"
             if documents is None
             else documents.refused,
@@ -165,6 +166,15 @@ class Engine:
             "model_runner_v2": self._core.vllm_config.use_v2_model_runner,
             "async_scheduling": self._core.vllm_config.scheduler_config.async_scheduling,
         }
+
+    def _graphs(self) -> list[int]:
+        """Of which sizes CUDA graphs have put documents right; of ranks in other processes it is not known."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if not has_kv_transfer_group():
+            return []
+        repair = get_kv_transfer_group()._placement._repair
+        return [] if repair is None else sorted(repair._proven)
 
     def ask(self, ids: list[int], said: dict[str, Any]) -> list[Any]:
         sampling = self._sampling(
@@ -247,6 +257,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--words", type=int, default=256, help="of a document")
     parser.add_argument("--side", type=int, default=512, help="pixels of a picture")
+    parser.add_argument(
+        "--seqs", type=int, default=8, help="max_num_seqs; twice as many tokens have CUDA graphs"
+    )
     parser.add_argument("--host-mib", type=int, default=4096)
     parser.add_argument("--kv-mib", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,15 +2,21 @@
 
     python bench/documents_stress.py --out bench/results/cpu/documents-stress.json      (180 seconds an arm)
     python bench/documents_stress.py --seconds 60 --seed 7 --only "two ranks"     (the other arms stay in the file)
+    python bench/documents_stress.py --seconds 120 --at-once 6     (on GPUs: other arms, see `GPU_ARMS`)
 
 Tiny random models in float32, in a KV cache that is too small for them: requests are preempted, chunked and aborted.
 Each round has a trouble of its own: one of semkv's hooks fails now and then, so do most passes of ours, the documents
-are purged in the middle of the round, files on disk are damaged after host memory was emptied, or nothing is wrong. One
-arm has two ranks, of which one fails now and then, before a pass of ours or within it; in another one documents have
-pictures. Each is run once more with asynchronous scheduling, and one with model runner V2. In a model of one layer keys
-and values depend on token and position alone, so there every answer must be the computed one; in the other those
-without approximate tokens must. Ends with status 1 if an answer is wrong, an engine ends or stands still, or something
-is left in it.
+are purged in the middle of the round, files on disk are damaged after host memory was emptied, or nothing is wrong. Two
+ranks have one that fails now and then, before a pass of ours or within it; in other arms documents have pictures. On a
+CPU each is run once more with asynchronous scheduling, and one with model runner V2. On a GPU these two are what
+vLLM does by default, and arms without them are the ones more; attention is Triton's there, which takes float32, and
+nothing is rounded to TF32. In a model of one layer keys and values depend on token and position alone, so there every
+answer must be the computed one; in the other those without approximate tokens must. Ends with status 1 if an answer is
+wrong, an engine ends or stands still, or something is left in it.
+
+An answer is wrong where a log-probability is more than `CLOSE` off, or a token is another one, unless the computed
+answer's two best tokens are a tie there. ``plain off`` is how far two runs without the connector are apart, of which
+one asks all prompts together and the other one after the other.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -40,19 +47,20 @@ import vllm_defaults
 
 if "TRITON_INTERPRET" in os.environ:
     vllm_defaults.choose_second_runner()  # before vLLM is imported
-from kv_engines import NOTHING, report
-from test_positions import (
+from document_engines import (
     BLOCKS,
+    BROKEN_RANK,
     CLOSE,
+    FAILED,
     HOOKS,
     LAYER_BYTES,
+    SIGN,
+    PictureReuse,
     Reuse,
     approximate,
-    broken_rank,
-    off,
     sampling,
 )
-from test_positions_pictures import PictureReuse
+from kv_engines import NOTHING, SKIP, report
 from vllm_forks import fork_always
 
 SECOND_RUNNER = "TRITON_INTERPRET"  # a variable that an arm has which takes it
@@ -71,6 +79,24 @@ ARMS: dict[str, dict[str, Any]] = {
     "asynchronous: two ranks": {"model": "llama3", "ranks": 2, "ahead": True},
     "model runner V2": {"model": "llama3", "ahead": True, "second_runner": True},
 }
+OLDER = {"older": True}  # model runner V1, and no step planned ahead
+GPU_ARMS: dict[str, dict[str, Any]] = {
+    "one layer": {"model": "llama3"},
+    "two layers": {"model": "llama-shallow"},
+    "pictures": {"model": "qwen3-vl-shallow"},
+    "CUDA graphs": {"model": "llama3", "graphs": True},
+    "older: one layer": {"model": "llama3", **OLDER},
+    "older: pictures": {"model": "qwen2.5-vl", **OLDER},
+    "two ranks": {"model": "llama3", "ranks": 2},
+    "older: two ranks": {"model": "llama3", "ranks": 2, **OLDER},
+}
+EXACTLY = {
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Of arms on a GPU: float32 is not rounded, and workers do not inherit this process's threads."""
 TWO_LAYERS = "llama-shallow"  # what is moved is not what would be computed
 FAULT = 0.2  # of the calls of a hook that fails
 PASS = 0.6  # of our passes, where most fail
@@ -87,7 +113,6 @@ def one(spec: dict[str, Any], answer: Answer) -> None:
         if spec.get("ahead"):
             vllm_defaults.plan_ahead()
         reuse = started(spec, Path(folder), cache)
-        assert reuse.engine.ways() == [SECOND_RUNNER in os.environ, bool(spec.get("ahead"))]
         assert not reuse.half.refused, reuse.half.refused
         answer(load(spec, reuse, cache))
 
@@ -96,19 +121,23 @@ def started(spec: dict[str, Any], folder: Path, cache: Path) -> Reuse:
     """The engine of an arm."""
     family = spec["model"]
     model = str(tiny_models.make(family, folder / family))
+    args: dict[str, Any] = {}
+    if spec["gpu"]:
+        args["attention_backend"] = "TRITON_ATTN"
+        args["enforce_eager"] = not spec.get("graphs")
+    if spec.get("older"):
+        args["async_scheduling"] = False
     if family.startswith("qwen"):
-        return PictureReuse(model, str(cache), layers=1)
+        return PictureReuse(model, str(cache), layers=1, **args)
     ranks = spec.get("ranks", 1)
-    if ranks == 1:
-        return Reuse(model, str(cache))
-    fork_always()  # a rank fails as this process says
-    with broken_rank(cache / SIGN):
-        return Reuse(
-            model,
-            str(cache),
-            tensor_parallel_size=ranks,
-            kv_cache_memory_bytes=BLOCKS * LAYER_BYTES // ranks,
-        )
+    if ranks > 1:
+        os.environ[SIGN] = str(cache / BROKEN)
+        args["worker_extension_cls"] = BROKEN_RANK
+        args["tensor_parallel_size"] = ranks
+        args["kv_cache_memory_bytes"] = BLOCKS * LAYER_BYTES // ranks
+        if not spec["gpu"]:
+            fork_always()  # a new interpreter would import vLLM again
+    return Reuse(model, str(cache), **args)
 
 
 def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
@@ -122,8 +151,10 @@ def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
         found=found,
         ranks=spec.get("ranks", 1),
         every=spec["model"] != TWO_LAYERS,
+        off=[0.0],
     )
     preempted = reuse.engine.count_preemptions()
+    worst = {"plain off": plain_off(this)}
     begun = time.monotonic()
     with noted_failures(found):
         for trouble in cycle(TROUBLES if this.ranks == 1 else RANKS_TROUBLES):
@@ -141,7 +172,30 @@ def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
     found["mismatches"] = reuse.counters["document_mismatches"]
     found["errors"] = reuse.counters["errors"]
     seconds = round(time.monotonic() - begun)
-    return {**found, "seconds": seconds, "left": reuse.engine.left()}
+    return {
+        **found,
+        "ways": reuse.engine.ways(),
+        **worst,
+        "off": this.off[0],
+        "seconds": seconds,
+        "left": reuse.engine.left(),
+    }
+
+
+def plain_off(this: Round) -> float:
+    """How far answers without the connector are apart, asked together and one after the other."""
+    reuse = this.reuse
+    prompts = [job_of(reuse, this.dice)[0] for _ in range(AT_ONCE)]
+    reuse.forget()
+    together = reuse.together(prompts, tokens=TOKENS)
+    worst = 0.0
+    for ids, other in zip(prompts, together, strict=True):
+        reuse.forget()
+        alone = reuse.output(ids, SKIP, tokens=TOKENS, logprobs=2)
+        difference, is_tie = compared(alone, other)
+        this.found["plain ties"] += is_tie
+        worst = max(worst, difference)
+    return worst
 
 
 @contextmanager
@@ -169,6 +223,7 @@ class Round(NamedTuple):
         cache: the directory of what is stored.
         found: counts what happens.
         every: also answers with approximate tokens must be right.
+        off: how far the worst of the answers that must be right is from the computed one.
     """
 
     reuse: Reuse
@@ -177,6 +232,7 @@ class Round(NamedTuple):
     found: Counter[str]
     ranks: int
     every: bool
+    off: list[float]
 
 
 Trouble = Iterator[Callable[[], None]]
@@ -255,7 +311,7 @@ def disk(this: Round) -> Trouble:
 @contextmanager
 def rank(this: Round) -> Trouble:
     """The second rank fails now and then."""
-    sign = this.cache / SIGN
+    sign = this.cache / BROKEN
 
     def step() -> None:
         if this.dice.random() < RANK:
@@ -265,8 +321,7 @@ def rank(this: Round) -> Trouble:
     sign.unlink(missing_ok=True)
 
 
-SIGN = "broken"  # a file that tells the second rank where to fail
-FAILED = "failed"  # has a byte for each time that it did
+BROKEN = "broken"  # a file that tells the second rank where to fail
 TROUBLE = {
     "none": calm,
     "hook": hook,
@@ -297,14 +352,14 @@ def round_of(this: Round, before_step: Callable[[], None]) -> None:
         found["answers"] += 1
         found["approximate"] += bool(approximate(out))
         if this.every or not approximate(out):
-            check(found, [out], [wanted[number]])
+            check(this, [out], [wanted[number]])
     after = reuse.together(prompts, tokens=TOKENS)
     found["tokens of vLLM's cache"] += sum(int(out.num_cached_tokens or 0) for out in after)
-    check(found, after, wanted)
+    check(this, after, wanted)
     reuse.forget()
     after = reuse.together(prompts, load=True, tokens=TOKENS)
     found["tokens of the store"] += sum(report(out).get("loaded_tokens", 0) for out in after)
-    check(found, after, wanted)
+    check(this, after, wanted)
 
 
 def crowd(
@@ -335,9 +390,37 @@ def crowd(
     return {number: out for number, out in done.items() if number not in dropped}
 
 
-def check(found: Counter[str], outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
+def check(this: Round, outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
+    found = this.found
     found["checked"] += len(outputs)
-    found["wrong"] += sum(off(out, own) > CLOSE for out, own in zip(outputs, wanted, strict=True))
+    for out, own in zip(outputs, wanted, strict=True):
+        difference, is_tie = compared(out, own)
+        found["ties"] += is_tie
+        if difference > CLOSE:
+            found["wrong"] += 1
+            print("wrong:", difference, own.prompt_token_ids, own.outputs[0], out, flush=True)
+        if difference < float("inf"):
+            this.off[0] = max(this.off[0], difference)
+
+
+def compared(output: Any, wanted: Any) -> tuple[float, bool]:
+    """The largest difference of log-probabilities, and whether a tie ended the comparison.
+
+    Infinite where a token is another one that is no tie. What follows a tie is not compared: it is of another text.
+    """
+    worst = 0.0
+    one, other = output.outputs[0], wanted.outputs[0]
+    for place, token in enumerate(other.token_ids):
+        row, own = one.logprobs[place], other.logprobs[place]
+        differences = [
+            abs(row[each].logprob - own[each].logprob) for each in row.keys() & own.keys()
+        ]
+        worst = max([worst, *differences])
+        mine = one.token_ids[place]
+        if mine != token:
+            is_tie = mine in own and own[token].logprob - own[mine].logprob <= 2 * CLOSE
+            return (worst if is_tie else float("inf")), is_tie
+    return worst, False
 
 
 def job_of(reuse: Reuse, dice: random.Random) -> tuple[list[int], Any]:
@@ -365,23 +448,56 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=180, help="for each arm")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of arms with commas between them")
+    parser.add_argument("--at-once", type=int, default=1, help="arms")
     options = options_of(parser, one)
+    gpus = count_gpus()
     known = json.loads(options.out.read_text()) if options.only and options.out.exists() else {}
     arms = known.get("arms", {})
-    for name in options.only.split(",") if options.only else ARMS:
-        spec = {**ARMS[name], "seconds": options.seconds, "seed": options.seed}
+    all_arms = GPU_ARMS if gpus else ARMS
+    names = options.only.split(",") if options.only else list(all_arms)
+
+    def run(name: str) -> None:
+        spec = {
+            **all_arms[name],
+            "seconds": options.seconds,
+            "seed": options.seed,
+            "gpu": bool(gpus),
+        }
         log = options.logs / f"documents-stress-{name.replace(': ', '-').replace(' ', '-')}.log"
-        environment = THREADS | ({SECOND_RUNNER: "1"} if spec.get("second_runner") else {})
+        environment = environment_of(spec, names.index(name), gpus)
         found = run_child(name, spec, log, options.seconds + PATIENCE_S, environment)
         arms[name] = {"seed": options.seed, "load_average": os.getloadavg(), **found}
         print(name, found, flush=True)
         write_json(
             options.out, {"machine": machine("vllm", "torch"), "all": sums(arms), "arms": arms}
         )
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(run, names))
     bad = [
         name for name, found in arms.items() if found.get("wrong") or found.get("left") != NOTHING
     ]
     sys.exit(1 if bad else 0)
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def environment_of(spec: dict[str, Any], number: int, gpus: int) -> dict[str, str]:
+    """Variables of an arm, where the caller has set no others."""
+    found = dict(THREADS)
+    if spec.get("second_runner"):
+        found[SECOND_RUNNER] = "1"
+    if gpus:
+        found |= EXACTLY
+        if spec.get("ranks", 1) == 1:
+            found["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+    if spec.get("older"):
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    return found
 
 
 def sums(arms: dict[str, dict[str, Any]]) -> dict[str, int]:

@@ -11,6 +11,9 @@
 #   families   identity: a small model of every family                     families-tp2  llama, granite4, deepseek_v3
 #   identity   identity: Qwen3-VL-2B's shape, both connectors              identity-tp2
 #   positions  positions: documents at another position, Qwen2.5-7B's shape
+#   documents-delay    documents_delay: what decoding requests wait for; with --decoding 16, then 64: 4 minutes each
+#   documents-disk     documents_disk: documents that lie on disk only
+#   documents-cost     documents_cost: requests without documents; documents-cost-stores: while prompts are stored
 #   documents-train    documents_quality: a small model that answers questions about documents, into $DOCUMENTS
 #   documents-quality  documents_quality: with it, how many answers are right where documents are reused
 #   documents-identity documents_quality: with it, log-probabilities against those of the computed prompt
@@ -18,6 +21,7 @@
 #   pictures-quality   pictures_quality: with it, how many answers are right where pictures are reused
 #   documents-pictures documents_identity: the same with pictures, Qwen3-VL-2B's shape
 #   documents-tp2      documents_identity: the same without, Qwen2.5-1.5B's shape, on two GPUs
+#   documents-stress   documents_stress: a random load on tiny models, of which much fails; some arms with two GPUs
 #   documents-order    documents: prefill throughput with and without an order, Qwen2.5-7B's shape
 #   by-size    tiers_by_size: time without semkv, of hits and of misses, Qwen3-VL's shapes; within 450 s
 #   train      minigqa-vlm of 138 million parameters from $START (start_large.py) into $LARGE, in $MINUTES (9)
@@ -105,6 +109,11 @@ identity) bench identity identity.py --models qwen3-vl-2b --samples 8 --out "$ou
 identity-tp2) bench identity-tp2 identity.py --models qwen3-vl-2b --samples 6 --ranks 2 --engine-args '{"enforce_eager": true}' \
     --out "$out/identity-tp2.json" "$@" ;;
 positions) alone positions positions.py --out "$out/positions.json" "$@" ;;
+documents-delay) widen_shm; alone documents-delay documents_delay.py --out "$out/documents-delay.json" "$@" ;;
+documents-disk) widen_shm; alone documents-disk documents_disk.py --out "$out/documents-disk.json" "$@" ;;
+documents-cost) widen_shm; bench documents-cost documents_cost.py --out "$out/documents-cost.json" "$@" ;;
+documents-cost-stores) widen_shm; bench documents-cost-stores documents_cost.py --stores --rounds 5 \
+    --out "$out/documents-cost-stores.json" "$@" ;;
 documents-train) alone documents-train documents_quality.py train --model "$documents" --out "$out/documents-train.json" "$@" ;;
 documents-quality) alone documents-quality documents_quality.py measure --model "$documents" \
     --out "$out/documents-quality.json" "$@" ;;
@@ -115,12 +124,13 @@ pictures-quality) alone pictures-quality pictures_quality.py measure --model "$p
     --out "$out/pictures-quality.json" "$@" ;;
 documents-pictures) alone documents-pictures documents_identity.py pictures --out "$out/documents-pictures.json" "$@" ;;
 documents-tp2) alone documents-tp2 documents_identity.py text --ranks 2 --out "$out/documents-tp2.json" "$@" ;;
+documents-stress) bench documents-stress documents_stress.py --out "$out/documents-stress.json" "$@" ;;
 documents-order) alone documents-order documents.py --engine qwen2.5-7b --sizes 256 1024 --caches 65536 --requests 600 \
     --rounds 1 --out "$out/documents-order.json" "$@" ;;
 by-size) widen_shm; bench by-size tiers_by_size.py --out "$out/tiers-by-size.json" "$@" ;;
 train) train "$@" ;;
 tiers) tiers "$@" ;;
-*) sed -n '2,25p' "$0"; exit 2 ;;
+*) sed -n '2,29p' "$0"; exit 2 ;;
 esac
 status=$?
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader 2>/dev/null # nothing should be left

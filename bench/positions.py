@@ -71,14 +71,13 @@ class Engine:
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that its parts can be timed
         from transformers import Qwen2Config
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
         from vllm.config import KVTransferConfig
 
         self.shape = TINY if options.tiny else SHAPE
         Qwen2Config(**self.shape).save_pretrained(scratch / "model")
         host_bytes = options.host_gib << 30
         kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
-        self._sampling = SamplingParams
         block = {"block_size": options.block} if options.block else {}
         self.llm = LLM(
             model=str(scratch / "model"),
@@ -87,7 +86,7 @@ class Engine:
             enforce_eager=options.eager,
             max_model_len=MOST_DOCUMENTS * DOCUMENT + 2 * DOCUMENT,
             max_num_batched_tokens=options.batch,
-            max_num_seqs=8,
+            max_num_seqs=options.seqs,
             kv_cache_memory_bytes=options.kv_gib << 30,
             gpu_memory_utilization=0.1,
             worker_cls=WORKER,
@@ -110,30 +109,47 @@ class Engine:
         return [int(number) for number in self._random.permutation(MOST_DOCUMENTS)]
 
     @property
-    def _core(self) -> Any:
+    def core(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core
 
     def settle(self) -> None:
         """Until nothing is on its way to host memory."""
-        while self._core.scheduler.has_requests():
-            self._core.step_fn()
+        while self.core.scheduler.has_requests():
+            self.core.step_fn()
             time.sleep(0.001)
 
     @property
     def told(self) -> dict[str, Any]:
-        """Why nothing is reused, how tokens are moved, and what went wrong."""
+        """Why nothing is reused, how tokens are moved, of which sizes CUDA graphs were used, and what went wrong."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        connector = self._core.scheduler.connector
-        layers = get_kv_transfer_group()._placement._layers
+        connector = self.core.scheduler.connector
+        placement = get_kv_transfer_group()._placement
+        layers = placement._layers
+        repair = placement._repair
         counters = connector.shared.counters
         return {
             "refused": connector._documents.refused,
             "moved_by": "torch" if layers is None or layers.fused is None else "one kernel",
+            "graphs": sorted(repair._proven) if repair is not None else [],
             "block_size": connector._documents._block,
             "errors": counters["errors"],
             "mismatches": counters["document_mismatches"],
         }
+
+    def sampling(self, said: dict[str, Any] | None, tokens: int = 1) -> Any:
+        """For an answer of so many tokens, each told when it is there."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": said} if said else None,
+        )
 
     def ask(
         self,
@@ -149,10 +165,7 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if salt:
             prompt["cache_salt"] = salt
-        params = {"kv_transfer_params": said} if said else None
-        sampling = self._sampling(
-            temperature=0, max_tokens=1, detokenize=False, extra_args=params, ignore_eos=True
-        )
+        sampling = self.sampling(said)
         start = time.perf_counter()
         (output,) = self.llm.generate([prompt], sampling, use_tqdm=False)
         milliseconds = 1e3 * (time.perf_counter() - start)
@@ -275,20 +288,28 @@ def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--documents", type=int, nargs="+", default=[2, 8, 16, 30])
-    parser.add_argument("--repair", type=int, nargs="+", default=[0, 32, 128])
-    parser.add_argument("--repeats", type=int, default=5)
+def engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """What `Engine` needs, and where the result goes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--batch", type=int, default=16384, help="max_num_batched_tokens")
+    parser.add_argument(
+        "--seqs", type=int, default=256, help="max_num_seqs; twice as many tokens have CUDA graphs"
+    )
     parser.add_argument("--host-gib", type=int, default=8)
     parser.add_argument("--kv-gib", type=int, default=16)
     parser.add_argument("--block", type=int, help="tokens of a KV block; vLLM's choice by default")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(**defaults)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, nargs="+", default=[2, 8, 16, 30])
+    parser.add_argument("--repair", type=int, nargs="+", default=[0, 32, 128])
+    parser.add_argument("--repeats", type=int, default=5)
+    engine_options(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         engine = Engine(options, Path(scratch))

@@ -298,13 +298,17 @@ NOTHING = {"requests": 0, "jobs": 0, "blocks": 0}
 
 
 def split_mamba_steps() -> None:
-    """Let vLLM 0.32 cache prefixes of Mamba-2 models on a CPU.
+    """Let vLLM 0.32 cache prefixes of Mamba-2 models on a CPU; on a GPU nothing is changed.
 
     Its CPU scan gives the state after a step, none from inside of it, and the mixer asks for those (IndexError, without
     any connector). Told that there are none, the scheduler ends steps where pages end.
     """
     from dataclasses import replace
 
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     if hasattr(MambaMixer2, "asked"):

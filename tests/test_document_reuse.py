@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from broken_rotation import SIGN
+from document_engines import WORKER
 from gateway_helpers import PATIENT, SECRET, Served, a_tenant, kind, wait_until
 from kv_engines import connector, token_ids
 from semkv.errors import ConfigError
@@ -24,7 +25,6 @@ from semkv.tiers.bounded import Bounded
 from semkv_gateway.app import app_of
 from semkv_gateway.document_reuse import _MATCH, FILE, DocumentReuse
 from semkv_gateway.settings import ServerSettings
-from test_positions import WORKER
 from tiny_models import Checkpoint
 from vllm_forks import prepare
 from vllm_server import VllmServer

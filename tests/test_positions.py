@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,28 +18,37 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 import vllm_defaults
-from kv_engines import BLOCK, NOTHING, SKIP, Engine, connector, in_child, prompt, report, token_ids
+from document_engines import (
+    ALL_AGAIN,
+    BROKEN_RANK,
+    CLOSE,
+    HOOKS,
+    LAYERS,
+    SIGN,
+    SIZES,
+    Reuse,
+    approximate,
+    off,
+    sampling,
+)
+from kv_engines import NOTHING, SKIP, in_child, prompt, report
 from maintenance_helpers import purge
 from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import spans
 from semkv_vllm.spans import Load, Piece, Span
 from tiny_models import Checkpoint
 
-WORKER = "semkv_vllm.worker.DocumentWorker"
-CLOSE = 1e-4  # of log-probabilities
-SIZES = (131, 77, 190, 50, 128)
-LAYERS = {"llama3": 1, "yarn": 1}
-LAYER_BYTES = 2 * 2 * 32 * BLOCK * 4  # of a block
-BLOCKS = 40  # a few requests at once, and the others wait or are preempted
-
 # ---------------------------------------------------------------------- plans
 
 
 def load(pieces: list[Piece], begin: int, end: int) -> Load:
-    return Load("name", tokens=[], blocks=[], pieces=tuple(pieces), begin=begin, end=end)
+    return Load(
+        "name", tokens=[], blocks=np.empty(0, int), pieces=tuple(pieces), begin=begin, end=end
+    )
 
 
 def test_what_is_computed_again() -> None:
@@ -77,7 +87,7 @@ def test_documents_never_share_a_block() -> None:
 
 def test_renamed_blocks_keep_the_beginning_only() -> None:
     hashes = [bytes([number]) * 32 for number in range(6)]
-    one, other = (spans.renamed(hashes, 2, nonce) for nonce in (b"one", b"other"))
+    one, other = (spans.renamed(hashes, 2) for _ in range(2))
     assert one[:2] == other[:2] == hashes[:2]
     assert len({*hashes, *one, *other}) == 2 + 4 * 3
     assert {len(name) for name in one} == {32}
@@ -152,179 +162,137 @@ def test_after_a_fault_nothing_rests_on_blocks_of_an_earlier_attempt(
     from semkv_vllm.documents import _Wish
 
     exact = [bytes([number]) * 32 for number in range(6)]
-    own = spans.renamed(exact, 2, b"nonce")
-    faults = list[str]()
-    half = planner(fault=faults.append)
-    state = SimpleNamespace(group_states=[SimpleNamespace(offload_keys=[])], max_offload_tokens=32)
-    broken = mock.Mock(side_effect=ValueError)
-    half._half = SimpleNamespace(_req_status={"name": state}, get_num_new_matched_tokens=broken)
+    own = spans.renamed(exact, 2)
+    half = planner()
     plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
     wish = _Wish(asked=mock.Mock(), keys=[], limit=None, exact=exact, load=plan)
     half._wishes = {"name": wish}
     request = mock.Mock(request_id="name", block_hashes=list(own))
-    assert half.matched(request, computed) == found
-    assert request.block_hashes == exact
-    assert not half._wishes
-    assert len(faults) == 1
+    assert half.unmatched(request, computed) == found
+    assert request.block_hashes == own, "nobody else finds them"
     assert half.matched(request, 0) is None, "an exact one from then on"
 
 
-@pytest.mark.parametrize("is_under_way", [True, False])
-def test_a_load_that_could_not_be_asked_for_has_failed(is_under_way: bool) -> None:
-    """vLLM waits for it: the workers say so when it is there, or at once where nothing is under way."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-
+def test_a_load_that_could_not_be_asked_for_has_failed() -> None:
+    """vLLM waits for it: the workers say so."""
     from semkv_vllm.documents import Orders, _Wish
-    from semkv_vllm.orders import DocumentJob
 
     half = planner()
-    half._orders = Orders()
-    half._used = {"name": 40}
-    job = TransferJob("name", src_spec=mock.Mock(), dst_spec=mock.Mock())
-    others = TransferJob("other", src_spec=mock.Mock(), dst_spec=mock.Mock())
-    jobs = {1: others, 2: job} if is_under_way else {1: others}
-    half._half = SimpleNamespace(_current_batch_load_jobs=jobs)
+    half.orders = Orders()
+    half._used = {}
     plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
     wish = _Wish(asked=mock.Mock(), keys=[], limit=None, load=plan)
     half._wishes = {"name": wish}
     assert half.not_loaded(mock.Mock(request_id="name"), 72 - 16) == 0
     assert wish.tried
     assert half.used("name") == 0
-    assert jobs[1] is others
-    if is_under_way:
-        assert (
-            jobs[2] == DocumentJob.of(job, None) == DocumentJob.of(DocumentJob.of(job, plan), None)
-        )
-        assert half.take_orders() == Orders()
-    else:
-        assert half.take_orders() == Orders(unloaded=["name"], dropped=[])
-        assert half.take_orders() == Orders()
+    assert half.take_orders() == Orders(unloaded=["name"], dropped=[])
+    assert half.take_orders() == Orders()
+
+
+@pytest.mark.parametrize("end", ["failed", "not loaded", "not heard of"])
+def test_what_was_approximate_once_is_said_whatever_comes_later(end: str) -> None:
+    """Some of the answer may have been computed from it, before the request was preempted."""
+    from semkv_vllm.documents import Orders
+
+    half = planner(counters=Counter())
+    half.orders = Orders()
+    half._used = {}
+    half._wishes = {}
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
+    less = replace(plan, end=60)
+    assert plan.reused == 30 > less.reused > 0
+    half._arriving["name"] = plan
+    assert half.used("name") == 30, "as long as nobody says that it has failed"
+    half.arrived(["name", "of another kind"], failed=[])
+    assert half._arriving == {}
+    half._arriving["name"] = less
+    if end == "failed":
+        half.arrived(["name"], failed=["name"])
+    elif end == "not loaded":
+        half._wishes["name"] = mock.Mock()
+        half.not_loaded(mock.Mock(request_id="name"), 40)
+    assert half.used("name") == 30
+    half.ended("name")
+    assert half.used("name") == 0
+    assert half._used == half._arriving == {}
+
+
+def step_of(*jobs: Any, **orders: Any) -> Any:
+    from semkv_vllm.orders import DocumentStep
+
+    loads = dict(enumerate(jobs))
+    return DocumentStep(load_jobs=loads, store_jobs={}, jobs_to_flush=set(), **orders)
+
+
+def a_job(name: str, plan: Any = None) -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+
+    from semkv_vllm.orders import DocumentJob
+
+    job = TransferJob(name, src_spec=mock.Mock(), dst_spec=mock.Mock())
+    return job if plan is None else DocumentJob.of(job, plan)
+
+
+def a_placement(ranks: int) -> Any:
+    """A worker's half without a model."""
+    import torch
+
+    from semkv_vllm.placement import Placement
+
+    half = Placement.__new__(Placement)
+    half.shared = mock.Mock()
+    half._ranks = ranks
+    half._trusted = True
+    half._device = torch.device("cpu")
+    half._coming = {}
+    half._turn = []
+    half._plan = None
+    half._here = set()
+    half._unloaded = set()
+    return half
+
+
+def heard(half: Any, *came: str) -> list[set[str]]:
+    """What vLLM hears of loads when some have come: all that have ended, and those that failed."""
+    results = SimpleNamespace(finished_recving=set(came), failed_recving=set())
+    half.finish(results)
+    return [results.finished_recving, results.failed_recving]
+
+
+def test_what_a_worker_says_of_loads() -> None:
+    """One that has failed is not waited for, and is not taken for an exact one. Nor are others after a fault."""
+    half = a_placement(ranks=1)
+    plan = load([Piece(begin=40, skip=0, size=32)], begin=32, end=72)
+    half.begin(step_of(a_job("plain"), a_job("marked"), unloaded=["marked", "never asked"]))
+    assert heard(half, "plain") == [{"plain", "never asked"}, {"never asked"}]
+    assert heard(half, "marked") == [{"marked"}, {"marked"}]
+    half.begin(step_of(a_job("plain"), a_job("one", plan), a_job("two", plan)))
+    with mock.patch.object(type(half), "_reuse", side_effect=ValueError):
+        assert heard(half, "one") == [{"one"}, {"one"}]
+    with mock.patch.object(type(half), "_on_all_ranks", side_effect=ValueError):
+        assert heard(half, "two", "plain") == [{"two", "plain"}, {"two"}]
+    assert half.shared.fault.call_count == 2
+    step = step_of(a_job("plain"), a_job("one", plan))
+    step.unloaded = None  # is not to be gone through
+    half.begin(step)
+    assert heard(half, "one", "plain") == [{"one", "plain"}] * 2
+    kept = (half._coming, half._here, half._turn, half._unloaded)
+    assert not [left for left in kept if left]
+
+
+def test_a_rank_that_others_wait_for_ends_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    half = a_placement(ranks=2)
+    half.begin(step_of(a_job("one", load([], begin=32, end=72))))
+    with (
+        mock.patch.object(type(half), "_all", side_effect=ValueError("planted")),
+        pytest.raises(ValueError, match="planted"),
+    ):
+        heard(half, "one")
+    assert "the engine ends" in caplog.text
 
 
 # ---------------------------------------------------------------------- engines
-
-
-class Reuse:
-    """An engine that may reuse documents, some of which it has stored."""
-
-    def __init__(self, model: str, cache: str, **args: Any) -> None:
-        settings = {
-            "document_tokens": 0,
-            "document_rows": 1000,
-            "capture_decode": True,
-            "document_separator": [11, 12, 11],
-        }
-        usual: dict[str, Any] = {
-            "worker_cls": WORKER,
-            "max_logprobs": -1,
-            "max_num_batched_tokens": 160,
-            "max_num_seqs": 4,
-            "kv_cache_memory_bytes": BLOCKS * LAYERS.get(Path(model).name, 2) * LAYER_BYTES,
-        }
-        self.engine = Engine(model, connector(cache, **settings), **(usual | args))
-        self.rng = random.Random(1)
-        self.documents = [token_ids(self.rng, size) for size in SIZES]
-        self.store()
-
-    @property
-    def half(self) -> Any:
-        """The scheduler's half of ours."""
-        return self.engine.scheduler.connector._documents
-
-    @property
-    def counters(self) -> Any:
-        return self.engine.scheduler.connector.shared.counters
-
-    def store(self) -> None:
-        asked = [self.as_prompt(ids) for ids in self.documents]
-        self.engine.outputs(asked, tokens=1, logprobs=None)
-        self.engine.forget(keep_host=True)
-
-    def text(self, count: int) -> list[int]:
-        return token_ids(self.rng, count)
-
-    def compose(self, *parts: list[int] | int) -> tuple[list[int], list[list[int]]]:
-        """A prompt of texts and documents, and where the documents are."""
-        ids: list[int] = []
-        places = []
-        for part in parts:
-            given = self.documents[part] if isinstance(part, int) else part
-            if isinstance(part, int):
-                places.append([len(ids), len(ids) + len(given)])
-            ids += given
-        return ids, places
-
-    def layouts(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        yield self.compose(self.text(45), 2, 0, 3, 4, 1, self.text(20))
-        yield self.compose(self.text(64), 4, self.text(7), 2)  # the prompt ends with a document
-        yield self.compose(self.text(3), 1, self.text(88), 0, 0, self.text(1))  # one comes twice
-
-    def submit(
-        self,
-        number: int,
-        ids: list[int],
-        places: list[list[int]] | None,
-        repair: int,
-        tokens: int = 48,
-    ) -> None:
-        """Let a request wait whose name is a number, with documents at some places, or with none."""
-        said = {"spans": places, "repair": repair} if places else {"skip": True}
-        params = sampling({"kv_transfer_params": {"semkv": said}}, tokens)
-        self.engine.llm.llm_engine.add_request(str(number), self.as_prompt(ids), params)
-
-    def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
-        return prompt(ids, salt)
-
-    def output(self, ids: list[int], extra: Any, tokens: int = 8, **fields: Any) -> Any:
-        fields = {"logprobs": -1} | fields
-        salt = fields.pop("salt", None)
-        asked = self.as_prompt(ids, salt)
-        (found,) = self.engine.outputs([asked], tokens, extra_args=extra, **fields)
-        return found
-
-    def exact(self, ids: list[int]) -> Any:
-        """Without the connector; vLLM's own cache counts."""
-        return self.output(ids, SKIP)
-
-    def together(
-        self, prompts: list[list[int]], *, load: bool = False, tokens: int = 48
-    ) -> list[Any]:
-        """Exact answers to many at once; with ``load`` from what is stored."""
-        asked = [self.as_prompt(ids) for ids in prompts]
-        extra = {"kv_transfer_params": {"max_offload_tokens": 0}} if load else SKIP
-        return self.engine.outputs(asked, tokens, extra_args=extra, logprobs=1)
-
-    def cold(self, ids: list[int]) -> Any:
-        """All of it computed."""
-        self.forget()
-        found = self.exact(ids)
-        self.forget()
-        return found
-
-    def reused(self, ids: list[int], places: Any, repair: int | None = None, **fields: Any) -> Any:
-        said = {"spans": places} | ({} if repair is None else {"repair": repair})
-        limit = {"max_offload_tokens": 0}  # what is stored exactly would be found first
-        return self.output(ids, {"kv_transfer_params": {"semkv": said, **limit}}, **fields)
-
-    def forget(self) -> None:
-        self.engine.settle()
-        assert self.engine.llm.reset_prefix_cache()
-
-
-def off(output: Any, wanted: Any) -> float:
-    """The largest difference of two answers' log-probabilities; infinite where their tokens differ."""
-    one, other = output.outputs[0], wanted.outputs[0]
-    if one.token_ids != other.token_ids:
-        return float("inf")
-    return max(
-        abs(row[token].logprob - own[token].logprob)
-        for row, own in zip(one.logprobs, other.logprobs, strict=True)
-        for token in row.keys() & own.keys()
-    )
-
-
-def approximate(output: Any) -> int:
-    return int(report(output).get("approximate_tokens", 0))
 
 
 def identity(model: str, cache: str, ahead: bool) -> dict[str, Any]:
@@ -367,19 +335,6 @@ def check_identity(found: dict[str, Any], *, layers: int) -> None:
 
 
 # -- what is only asked of one of the models: engines are dear ------------------
-
-
-def sampling(extra: Any, tokens: int = 48) -> Any:
-    """What each request of a crowd asks for."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=tokens,
-        temperature=0,
-        ignore_eos=True,
-        logprobs=1,
-        extra_args=extra,
-    )
 
 
 def crowd(reuse: Reuse, *, one_layer: bool) -> dict[str, Any]:
@@ -447,10 +402,9 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
     found["exact"].append(approximate(reuse.reused(**same)))
     reuse.half._settings = replace(reuse.half._settings, document_tokens=0)
     reuse.forget()
-    rows = reuse.half._most_rows
-    reuse.half._most_rows = 10
-    found["exact"].append(approximate(reuse.reused(**same)))
-    reuse.half._most_rows = rows
+    with all_computed_again(), small_passes(10) as found["passes"]:
+        out = reuse.reused(**same)
+    found["in small passes"] = [off(out, wanted), approximate(out)]
     reuse.forget()
     # A document in its own place is an exact beginning.
     first, place = reuse.compose(2, reuse.text(30))
@@ -471,14 +425,21 @@ def plain_rules(reuse: Reuse) -> dict[str, Any]:
     return found
 
 
-HOOKS = (
-    "documents.Documents.on_new_request", "documents.Documents.matched", "documents.Documents._is_worth_it",
-    "documents.Documents.allocated", "documents.Documents.take_orders", "documents.Documents.arrived",
-    "documents.Documents.give_pictures", "documents.Documents.ended", "documents.replace", "private.load_blocks",
-    "placement.Placement._moved",
-    "placement.Placement._is_right", "placement.Placement._passes", "placement.Placement.take_news",
-    "repair.Repair.run", "gate.Layers.move",
-)  # fmt: skip
+@contextmanager
+def small_passes(rows: int) -> Iterator[list[list[int]]]:
+    """With so many ``document_rows``; gives the tokens of the passes of each step."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    repair = get_kv_transfer_group()._placement._repair
+    run = repair.run
+    steps: list[list[int]] = []
+
+    def noted(passes: Any) -> None:
+        steps.append([len(each.ids) for each in passes])
+        run(passes)
+
+    with mock.patch.multiple(repair, run=noted, _most_tokens=rows):
+        yield steps
 
 
 def faulty_hooks(reuse: Reuse) -> dict[str, Any]:
@@ -627,6 +588,73 @@ def gates(reuse: Reuse) -> dict[str, Any]:
     return found
 
 
+def larger_inputs(runner: Any, rows: int, tokens: int) -> Any:
+    """Where CUDA graphs would read a pass, with some tokens more than it has; on a CPU there are no graphs."""
+    import torch
+
+    size = tokens + 8 - tokens % 8
+    buffers = getattr(runner, "input_buffers", None)
+    if buffers is None:
+        return torch.full((size,), 7, dtype=torch.int32), torch.arange(size)
+    return buffers.input_ids[:size], buffers.positions[:size]
+
+
+def as_by_graphs(reuse: Reuse) -> dict[str, Any]:
+    """The extra pass as CUDA graphs are given it: right, beside another request, wrong, broken, and not to be found."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from semkv_vllm import private, repair
+
+    ours = get_kv_transfer_group()._placement._repair
+    runner = reuse.engine.core.model_executor.driver_worker.worker.model_runner
+    none_here = private.graph_inputs(runner, 1, 8)
+    padded = repair._padded
+
+    def others(one: Any, ids: Any, positions: Any) -> Any:
+        made = padded(one, ids, positions)
+        return replace(made, ids=made.ids - 1)
+
+    found: dict[str, Any] = {"none": none_here, "off": [], "used": [], "sizes": []}
+    ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
+    wanted = reuse.cold(ids)
+    other = reuse.text(90)
+    wanted_other = reuse.output(other, SKIP, tokens=8)
+    core = reuse.engine.llm.llm_engine
+    for plant in (
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", padded),
+        mock.patch.object(repair, "_padded", others),
+        mock.patch.object(repair, "_padded", side_effect=ValueError("planted")),
+        mock.patch.object(private, "graph_inputs", side_effect=ValueError("planted")),
+    ):
+        ours._may_use_graphs = True
+        reuse.forget()
+        done = {}
+        with mock.patch.object(private, "graph_inputs", larger_inputs), plant, all_computed_again():
+            core.add_request("1", prompt(other), sampling(SKIP, tokens=8))
+            reuse.submit(0, ids, places, 0, tokens=8)
+            while core.has_unfinished_requests():
+                done |= {int(out.request_id): out for out in core.step() if out.finished}
+        found["off"] += [off(done[0], wanted), off(done[1], wanted_other)]
+        found["used"].append(ours._may_use_graphs)
+        found["sizes"].append(len(ours._proven))
+        if len(found["sizes"]) > 1:
+            ours._proven.clear()
+    found["errors"] = reuse.counters["errors"]
+    reuse.forget()
+    return found
+
+
+def check_graphs(found: dict[str, Any]) -> None:
+    assert found["none"] is None
+    assert max(found["off"]) <= CLOSE
+    assert found["used"] == [True, True, False, False, False]
+    first, second, *rest = found["sizes"]
+    assert first == second > 0
+    assert rest == [0, 0, 0]
+    assert found["errors"] == 0
+
+
 EXTRA: dict[str, Any] = {
     "llama-shallow": lambda reuse: {
         "rules": plain_rules(reuse),
@@ -634,9 +662,9 @@ EXTRA: dict[str, Any] = {
         "gates": gates(reuse),
     },
     "llama3": lambda reuse: {"crowd": crowd(reuse, one_layer=True)},
-    "yarn": lambda reuse: {"failed": failed_load(reuse)},
+    "yarn": lambda reuse: {"graphs": as_by_graphs(reuse), "failed": failed_load(reuse)},
     "qwen2": lambda reuse: {"hooks": faulty_hooks(reuse), "faults": faults(reuse)},
-    "qwen3": lambda reuse: {"theta": other_theta(reuse)},
+    "qwen3": lambda reuse: {"graphs": as_by_graphs(reuse), "theta": other_theta(reuse)},
 }
 
 
@@ -662,82 +690,11 @@ def check_crowd(crowd: dict[str, Any]) -> None:
     assert crowd["loaded"] > 0
 
 
-ALL_AGAIN = "all again"
-
-
-@contextmanager
-def broken_rank(sign: Path) -> Iterator[None]:
-    """One of two ranks fails while a file is there, which says where. For engines that are made inside.
-
-    Each failure adds a byte to the file ``failed`` in the same folder. If the file says `ALL_AGAIN`, nothing fails, and
-    every rank computes again all that it has moved.
-    """
-    from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.model_executor.models.llama import LlamaMLP
-
-    from semkv_vllm.placement import Placement
-    from semkv_vllm.repair import Repair
-    from semkv_vllm.worker import DocumentWorker
-
-    now = list[str]()  # what of ours runs
-
-    def fails(where: str) -> None:
-        if get_tensor_model_parallel_rank() == 1 and sign.exists() and sign.read_text() == where:
-            with sign.with_name("failed").open("a") as failed:
-                failed.write(".")
-            raise ValueError(where)
-
-    def during(kind: Any, name: str, where: str, *, fail: bool = True) -> Any:
-        method = getattr(kind, name)
-
-        def runs(self: Any, *args: Any) -> Any:
-            now.append(where)
-            try:
-                if fail:
-                    fails(where)
-                return method(self, *args)
-            finally:
-                now.pop()
-
-        return mock.patch.object(kind, name, runs)
-
-    passes = Placement._passes
-
-    def chosen(self: Any, loads: Any, prompts: Any) -> Any:
-        if sign.exists() and sign.read_text() == ALL_AGAIN:
-            loads = [replace(load, pieces=()) for load in loads]
-        return passes(self, loads, prompts)
-
-    forward = LlamaMLP.forward
-
-    def layer(self: Any, *args: Any, **fields: Any) -> Any:
-        for where in now:
-            fails(where)
-        return forward(self, *args, **fields)
-
-    def look_again(self: Any) -> str:
-        """As at the start."""
-        connector = get_kv_transfer_group()
-        return str(connector._placement._looked_at(self.model_runner, connector._kv_caches))
-
-    with (
-        mock.patch.object(Placement, "_passes", chosen),
-        during(Placement, "_moved", "moving"),
-        during(Placement, "_trial", "before the check"),
-        during(Repair, "rehearse", "in the rehearsal", fail=False),
-        during(Repair, "run", "in the pass", fail=False),
-        mock.patch.object(LlamaMLP, "forward", layer),
-        mock.patch.object(DocumentWorker, "look_again", look_again, create=True),
-    ):
-        yield
-
-
 def two_ranks(model: str, cache: str) -> dict[str, Any]:
     """Two layers on two ranks: what the pass exchanges counts, and a fault of one rank must not leave the other."""
     sign = Path(cache) / "broken"
-    with broken_rank(sign):
-        reuse = Reuse(model, cache, tensor_parallel_size=2)
+    os.environ[SIGN] = str(sign)
+    reuse = Reuse(model, cache, tensor_parallel_size=2, worker_extension_cls=BROKEN_RANK)
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
     wanted = reuse.output(ids, SKIP, tokens=2)
     found: dict[str, Any] = {"refused": reuse.half.refused, "off": [], "errors": [], "starts": []}
@@ -784,7 +741,11 @@ def test_llama(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert found["mismatches"] == 0
     rules = found["rules"]
     assert [out for out in rules["hostile"] if out[0] > CLOSE or out[1]] == []
-    assert rules["exact"] == [0, 0, 0, 0]
+    assert rules["exact"] == [0, 0, 0]
+    assert max(rules["passes"]) == [10]
+    assert len(rules["passes"]) > 20
+    assert rules["in small passes"][0] <= CLOSE
+    assert rules["in small passes"][1] > 200
     assert rules["in place"][0] <= CLOSE
     assert rules["in place"][1:] == [0, 160]
     assert (rules["without"], rules["errors"]) == (0, 0)
@@ -806,6 +767,7 @@ def test_llama3(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_yarn_and_what_vllm_does_by_default(checkpoint: Checkpoint, tmp_path: Path) -> None:
     found = run(checkpoint, "yarn", tmp_path, ahead=True, second_runner=True)
+    check_graphs(found["graphs"])
     assert max(found["failed"]["off"]) <= CLOSE
     assert found["failed"]["approximate"] == 0
     assert found["failed"]["errors"] == 1
@@ -827,7 +789,9 @@ def test_qwen2(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_qwen3_and_another_theta(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """It is noticed within the first request, which is answered exactly all the same."""
-    theta = run(checkpoint, "qwen3", tmp_path)["theta"]
+    found = run(checkpoint, "qwen3", tmp_path)
+    check_graphs(found["graphs"])
+    theta = found["theta"]
     assert theta["first"][0] <= CLOSE
     assert theta["second"][0] <= CLOSE
     assert theta["second"][1] == 0

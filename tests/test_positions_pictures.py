@@ -7,102 +7,16 @@ what would be computed, too: that is how it is seen that all axes of positions m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_models
 import vllm_defaults
-from kv_engines import BLOCK, NOTHING, SKIP, in_child, token_ids
+from document_engines import CLOSE, PictureReuse, Text, approximate, off, sampling
+from kv_engines import NOTHING, SKIP, in_child
 from semkv_lab.local_engine import all_computed_again
-from test_positions import CLOSE, Reuse, approximate, off, sampling
 from tiny_models import Checkpoint
-
-SIDE = 256  # of a picture; it has some 64 tokens
-BLOCK_BYTES = 2 * 2 * 64 * BLOCK * 4  # of a layer
-TOKENS = {
-    "qwen2.5-vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "qwen3-vl": ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    "llava": ("", "<image>", ""),
-}
-
-
-class Text(list[int]):
-    """Tokens, and the pictures that they stand for, by number."""
-
-    pictures: tuple[int, ...] = ()
-
-
-class PictureReuse(Reuse):
-    """As `Reuse`, with two documents that have a picture each: the first two."""
-
-    def __init__(self, model: str, cache: str, layers: int) -> None:
-        self.family = Path(model).name.removesuffix("-shallow")
-        super().__init__(
-            model,
-            cache,
-            limit_mm_per_prompt={"image": 3, "video": 0},
-            kv_cache_memory_bytes=40 * layers * BLOCK_BYTES,
-        )
-
-    def store(self) -> None:
-        tokenizer = self.engine.llm.get_tokenizer()
-        self.marks = [tokenizer.convert_tokens_to_ids(name) for name in TOKENS[self.family] if name]
-        (self.pad,) = tokenizer.convert_tokens_to_ids([TOKENS[self.family][1]])
-        self.size = self.count()
-        self.documents[:2] = [self.picture(0, 90), self.picture(1, 40)]
-        asked = [self.as_prompt(ids) for ids in self.documents]
-        self.engine.outputs(asked, tokens=1, logprobs=None)
-        self.engine.forget(keep_host=True)
-
-    def count(self) -> int:
-        """Tokens of a picture."""
-        self.size = 1
-        asked = self.as_prompt(self.picture(0, 5))
-        (out,) = self.engine.outputs([asked], tokens=1, logprobs=None)
-        return list(out.prompt_token_ids).count(self.pad)
-
-    def picture(self, number: int, words: int) -> Text:
-        """A picture and some text behind it."""
-        ids = Text()
-        for mark in self.marks:
-            ids += [mark] * (self.size if mark == self.pad else 1)
-        ids += self.text(words)
-        ids.pictures = (number,)
-        return ids
-
-    def text(self, count: int) -> list[int]:
-        return token_ids(self.rng, count)
-
-    def compose(self, *parts: list[int] | int) -> tuple[list[int], list[list[int]]]:
-        ids, places = super().compose(*parts)
-        whole = Text(ids)
-        given = [self.documents[part] if isinstance(part, int) else part for part in parts]
-        whole.pictures = tuple(n for part in given for n in getattr(part, "pictures", ()))
-        return whole, places
-
-    def as_prompt(self, ids: list[int], salt: str | None = None) -> Any:
-        """As a client says it: one mark for each picture."""
-        short: list[int] = []
-        for token, same in groupby(ids):
-            short += [token] if token == self.pad else same
-        asked: dict[str, Any] = {"prompt_token_ids": short}
-        pictures = getattr(ids, "pictures", ())
-        if pictures:
-            drawn = [tiny_models.picture(number, SIDE) for number in pictures]
-            asked["multi_modal_data"] = {"image": drawn}
-        return asked | ({"cache_salt": salt} if salt is not None else {})
-
-    def layouts(self) -> Iterator[tuple[list[int], list[list[int]]]]:
-        other = self.picture(2, 3)
-        yield self.compose(self.text(45), 2, 3, 4, self.text(20))  # no picture
-        yield self.compose(self.text(7), other, 2, self.text(9), 3, self.text(5))  # one in front
-        yield self.compose(self.text(40), 4, 2, self.text(9), other, self.text(5))  # one behind
-        yield self.compose(self.text(50), 1, 2, 0, self.text(33))  # two that are documents
-        yield self.compose(other, 1, self.text(3), 0, self.text(3))  # and one that is none
 
 
 def crowd(reuse: PictureReuse) -> dict[str, Any]:

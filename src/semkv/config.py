@@ -101,21 +101,19 @@ class PolicyConfig:
     """Who decides whether a similar text's answer may be given.
 
     Attributes:
-        similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short: cosines are
-            float32, good to a millionth.
+        similarity_threshold: Least cosine of a similar text. At 1 even an equal vector may fall short (float32).
         index_encoder: Sentence encoder of the text tiers: id or directory.
-        policy: Who has the last word on an approximate match: fixed, calibrated, bounded, judge (a model, below the
+        policy: What decides on an approximate match: fixed, calibrated, bounded, judge (a model decides below the
             threshold), or package.module:Factory.
         max_error_rate: Wrong approximate answers per request that the bounded policy allows.
-        calibration: A file that `semkv calibrate` wrote: the curve of the calibrated policy, the prior of the bounded
-            one.
+        calibration: A file of `semkv calibrate`: the curve of the calibrated policy, the prior of the bounded one.
         verify_rate: Share of approximate hits whose unchanged request is also run, to compare; by default 0.1 for the
             bounded policy and 0 for the others.
-        judge: Under the bounded policy, too, a model judges pairs that the policy would refuse.
-        judge_model: The model that judges pairs in doubt: bundled, which is small, comes with semkv and runs in this
-            process, or one of a server; by default the one that the request names.
+        judge: With the bounded policy, let a model judge pairs that the policy would refuse.
+        judge_model: The model that judges pairs in doubt: bundled (small, part of semkv, in this process) or a model of
+            a server; by default the request's own.
         judge_threshold: Least cosine of a pair that a model judges.
-        guards: Words may veto an approximate match: a changed number, unit, date, negation, direction, name, code or
+        guards: Rules that veto an approximate match: another number, unit, date, negation, direction, name, code or
             word order.
     """
 
@@ -182,8 +180,8 @@ class LookupConfig(PolicyConfig):
 
     Attributes:
         cache_dir: Where the cache lives; SEMKV_CACHE_DIR or ~/.cache/semkv.
-        mode: live, dry-run (look up and report, change nothing) or off.
-        tiers: all; or auto, which asks a tier that has cost more than it saved for one request in 32 until it pays.
+        mode: live; dry-run (count near-repeats, serve none of them); or off.
+        tiers: all; or auto, which asks a tier that costs more than it saves for one request in 32 only.
         semantic: Find similar texts (tier L1).
         normalised: Texts that differ only in typing (spaces, a sentence's first letter, Unicode form) are the same.
             Without it they are near-repeats like others, mostly at a cosine near 1: threshold, guards and policy
@@ -191,8 +189,8 @@ class LookupConfig(PolicyConfig):
         encoder_device: Where the sentence encoder runs: cpu, or cuda, which takes room beside the engine.
         embedding_layers: A layer of the embedding tier (L2), such as prompt:384:0.8; may be repeated.
         embedding_hook: Fills the embedding layers: none, prompt, vision, prompt_vision, or package.module:Factory.
-        vision_encoder: Behind the vision layer: id or directory of a vision tower, or small (needs no weights); empty
-            takes CLIP where present, else small.
+        vision_encoder: Encoder of the vision layer: id or directory of a vision tower, or small (needs no weights); by
+            default CLIP if it is there, else small.
         max_entries: Most entries in the catalog; the least recently used go first.
         media_mib: Most MiB of stored images; the least recently used go first, and their entries serve only requests
             that bring the same image.

@@ -59,7 +59,7 @@ class CacheMode(StrEnum):
 
 
 class PolicyName(StrEnum):
-    """Who has the last word on an approximate match; see `semkv.tiers.policies`."""
+    """What decides on an approximate match; see `semkv.tiers.policies`."""
 
     FIXED = "fixed"
     CALIBRATED = "calibrated"

@@ -50,12 +50,21 @@ app.command(
 )
 
 _GATEWAY = {
-    "serve": "Answer repeated requests in front of a server.",
-    "warm": "Send the prompts of a file through a gateway.",
+    "serve": (
+        "Answer repeated requests in front of an OpenAI-compatible server.\n\n"
+        "Secrets come from the environment: SEMKV_SECRET (keys of stored responses) and SEMKV_ADMIN_KEY (dashboard, "
+        "admin routes). Any flag may be a variable too, such as SEMKV_UPSTREAM or SEMKV_TTL."
+    ),
+    "warm": (
+        "Send the prompts of a file through a gateway.\n\nThe API key is read from OPENAI_API_KEY."
+    ),
 }
 _LAB = {
     "run": "Answer a data set through the cache, and measure it.",
-    "sweep": "Run many experiments, and log a row for each.",
+    "sweep": (
+        "Run many experiments, and log a row for each.\n\n"
+        "A failed experiment is a row with its error. After Ctrl-C, --resume continues the log."
+    ),
     "report": "Make a page, HTML or Markdown, of the logs of sweeps.",
     "calibrate": "Fit the chance of a wrong answer from labeled pairs.",
     "eval-pairs": "Measure the precision of a policy on labeled pairs.",

@@ -62,7 +62,8 @@ _KEPT = (
 CacheDir = Annotated[
     Path | None,
     Parameter(
-        name="--cache-dir", help="A cache, or a fusion store; SEMKV_CACHE_DIR or ~/.cache/semkv."
+        name="--cache-dir",
+        help="A cache, or a fusion store; by default SEMKV_CACHE_DIR, else ~/.cache/semkv.",
     ),
 ]
 TenantName = Annotated[
@@ -93,39 +94,48 @@ def _command(examples: str, **options: Any) -> App:
 
 stats = _command("""\
   semkv stats --json | jq '.stores[] | select(.store == "kv").nbytes'
+      the bytes of all KV blocks
   semkv stats --tenant alice
-      what purge --tenant would find. The tenant is named as in stats; with the deployment's secret, also by the name
-      that a trusted proxy gave it. Hits count requests for which an entry stood in, not exact repeats""")
+      what purge --tenant would delete. Name the tenant as stats does;
+      with the gateway's secret also as a trusted proxy does. Hits are
+      near-repeats, not exact repeats""")
 verify = _command("""\
   semkv verify --repair
-      delete what is damaged, so that it is computed again; a damaged catalog stays""")
+      delete what is damaged, so that it is computed again.
+      A damaged catalog stays. Exit code 1: something is damaged;
+      2: something could not be read""")
 gc = _command("""\
   semkv gc --max-age-days 30
-      delete what crashed writers and deleted entries left, and what was stored more than 30 days ago, used since or not
-""")
+      delete orphaned files (of crashed writers, or of deleted entries),
+      and data stored more than 30 days ago, used since or not""")
 purge = _command("""\
   semkv purge --cache-dir runs/demo/cache
-      delete everything that semkv stored there, and nothing else; a gateway's secret stays. Engines and gateways that
-      run forget what they hold within a second or so. What vLLM itself holds on the device goes with
-      reset_prefix_cache and reset_encoder_cache
+      delete everything that semkv stored there, except a gateway's
+      secret. Running engines and gateways follow within a second or so.
+      For vLLM's own caches on the device call reset_prefix_cache and
+      reset_encoder_cache
   semkv purge --tenant alice
-      delete one tenant's entries, with the images that only they had, its answers, KV blocks and encoder outputs. The
-      latter two of a gateway's tenant need the deployment's secret: SEMKV_SECRET, or the file that the gateway made in
-      its cache directory. A request under way is recorded as an entry afterwards: repeat the purge
+      delete one tenant's entries, images, answers, KV blocks and encoder
+      outputs. For KV and encoder outputs of a gateway's tenant set
+      SEMKV_SECRET, unless the gateway made its secret in this directory.
+      A request under way is recorded afterwards: repeat the purge
   semkv purge --tag release-7 --dry-run
-      count what would go
+      count the entries with this tag
   SEMKV_SECRET=... semkv purge --tenant alice --bucket s3://name/folder
-      delete one tenant's KV blocks and encoder outputs in a bucket. No engine need run here; those that share the
-      bucket follow within a few seconds. Credentials are read from the environment, as engines do""")
+      delete one tenant's KV blocks and encoder outputs in a bucket. It
+      needs no engine here. Engines on the bucket follow within a few
+      seconds. Credentials come from the environment, as for engines""")
 export = _command("""\
   semkv export cache.tar --cache-dir /var/lib/semkv
-      answers, entries, images, what a policy has learned, and the gateway's secret, while gateways run; no KV blocks
-      and encoder outputs, and no answers in Redis""")
+      write answers, entries, images, what a policy has learned, and the
+      gateway's secret. Gateways may run. Not exported: KV blocks, encoder
+      outputs, answers in Redis""")
 import_ = _command(
     """\
   semkv import cache.tar --cache-dir /var/lib/semkv
-      into a directory that is empty or not there yet. Start the gateway with the SEMKV_SECRET of the old one, or
-      without any where the old one had made its own. What was purged since the export is back""",
+      into an empty or new directory. Start the gateway with the
+      SEMKV_SECRET of the old one, or without any if the old one had made
+      its own. Data purged since the export are back""",
     name="import",
 )
 
@@ -268,8 +278,8 @@ def _gc(
         float | None,
         Parameter(
             validator=validators.Number(gte=0),
-            help="Delete also what was stored longer ago: KV blocks, encoder outputs, entries (prompts and answers), "
-            "the images that only those have, a gateway's answers. 0: any age may stay.",
+            help="Also delete older data: KV blocks, encoder outputs, entries (prompts and answers), their images, a "
+            "gateway's answers. 0: keep any age.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -299,7 +309,7 @@ def _purge(
     bucket: Annotated[
         str | None,
         Parameter(
-            help="Purge this bucket of KV blocks and encoder outputs, and no directory; a URL as engines have it."
+            help="Purge this bucket of KV blocks and encoder outputs instead of a directory; the URL that engines have."
         ),
     ] = None,
     dry_run: DryRun = False,

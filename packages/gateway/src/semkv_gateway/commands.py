@@ -27,9 +27,11 @@ serve = command_line(
       in front of a vLLM server; clients use port 8080 instead
   semkv serve --upstream http://127.0.0.1:8000 --ttl 3600 --no-semantic
       exact repeats only, for an hour
-  SEMKV_SECRET=... semkv serve --upstream http://127.0.0.1:8000 --store redis://127.0.0.1:6379/0
+  semkv serve --default-temperature 0 --stateless-responses
+      cache also clients that send neither a temperature nor store
+  SEMKV_SECRET=... semkv serve --store redis://127.0.0.1:6379/0
       several gateways share their responses
-  SEMKV_ADMIN_KEY=... semkv serve --upstream http://127.0.0.1:8000
+  SEMKV_ADMIN_KEY=... semkv serve
       with the dashboard, at http://127.0.0.1:8080/semkv
 ```""",
 )
@@ -72,7 +74,7 @@ def _serve(
         host: Address to listen on.
         port: Port to listen on; 0 for any free one.
         workers: Processes that answer on the port, one a core; each loads the encoder.
-        drain_timeout: Seconds that open requests have after a signal to stop, before they are ended with an error.
+        drain_timeout: Seconds that open requests get after a signal to stop; then they end with an error.
         config: A TOML file of flags without the dashes, such as `ttl = 60`; flags and variables override it.
     """
     del config  # `Environment` has read it
@@ -106,7 +108,7 @@ def _warm(
         documents: The lines are documents, as strings or token ids. Each is sent alone for one token, so that vLLM's
             KV connector stores it; no answer is kept. The URL may be vLLM's own.
         url: The gateway.
-        model: For lines that name none.
+        model: The model of lines that name none.
     """
     key = os.environ.get("OPENAI_API_KEY", "")
     todo = list(_documents_of(prompts, model) if documents else _requests_of(prompts, model))

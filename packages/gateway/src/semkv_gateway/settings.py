@@ -107,10 +107,10 @@ class ServerSettings(LookupConfig):
     """What ``semkv serve`` and the middleware need to know.
 
     Attributes:
-        upstreams: The OpenAI-compatible server behind, not used by the middleware; may be repeated for several that
-            serve the same models.
-        kv_hints: The upstreams are vLLM with SemKVConnector: tell it which conversation a request belongs to, and for
-            how long that is to be kept in host memory.
+        upstreams: The OpenAI-compatible server that answers misses; may be repeated for servers of the same models. The
+            middleware does not use it.
+        kv_hints: Tell vLLM's SemKVConnector behind the gateway which conversation a request belongs to, and for how
+            long to keep its KV in host memory.
         peers: Where an upstream's p2p tier listens, such as 10.0.0.1:5710; one for each --upstream, in their order.
             A conversation that moves takes its KV along. Needs --kv-hints.
         store: A SQLite file, memory, redis://HOST:PORT/N, redis+cluster://HOST:PORT, or package.module:Factory;
@@ -123,27 +123,28 @@ class ServerSettings(LookupConfig):
         stale: Seconds after its lifetime in which a response is still served while a fresh one is fetched.
         memory_mib: Most MiB of responses held in memory.
         store_mib: Most MiB of responses held in the store.
-        tenant_mib: Most MiB of one tenant's responses in the store, which must be a file; 0 for no bound by tenant.
+        tenant_mib: Most MiB of one tenant's responses in a store that is a file; 0 for no bound by tenant.
         data_version: Part of every key: a change makes every stored response unreachable.
-        default_temperature: 0: requests that leave open how to draw (no temperature, top_p, seed) are sent with 0.
-        sampled: Also keep responses to requests that draw at random (no temperature 0, no seed).
-        sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (as asked, not kept); may be repeated.
-        skip_rules: Passes by the cache: `text:*passport*`, `tenant:3fa9c1d2`, `tool:*`, `answer:*cannot help*`; may be
+        default_temperature: 0: requests without a temperature, top_p or seed are sent with temperature 0.
+        sampled: Also keep sampled responses, of requests without temperature 0 and without a seed.
+        sampled_rules: Such as `model:o4-*=keep` or `prompt:*poem*=draw` (sent as it is, not kept); may be repeated.
+        skip_rules: Requests that bypass the cache: `text:*passport*`, `tenant:3fa9c1d2`, `tool:*`, `answer:*cannot
+            help*`; may be repeated.
+        near_rules: Other thresholds for some near-repeats: `tenant:3fa9c1d2=off` or `model:*-coder=0.97`; may be
             repeated.
-        near_rules: Near-repeats of some: `tenant:3fa9c1d2=off` or `model:*-coder=0.97`; may be repeated.
-        stateless_responses: The upstream keeps no /v1/responses, so requests may leave `store` out (vLLM's default).
-        known_fields: A field of request bodies that names nothing which the server holds; may be repeated.
+        stateless_responses: The upstream stores no /v1/responses (vLLM's default), so cache requests without `store`.
+        known_fields: An unreviewed field of request bodies that refers to nothing on the server; may be repeated.
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         tenant_names: A TOML file of names for tenants, shown to operators; 3fa9c1d2 = "Search team".
         single_tenant: All API keys share responses.
         separate_users: Each end user that a body names (`user`, `safety_identifier`, `metadata.user_id`) is a tenant.
-        salt: Send vLLM's cache_salt, so that tenants share no prefix cache; off for a server that refuses it.
-        reorder_documents: Documents go upstream in the order that its prefix cache most likely holds. `field` is vLLM's
-            `documents`, `parts` long text parts before a user's last text, `<document>` texts between such tags; may be
-            repeated.
-        document_error_rate: Most answers, by model and tenant, that may change where vLLM reuses documents at another
-            position; such requests are answered from the cache too, and a share of them is checked.
-        access_log: Log a line for every request: its id, route, model, tenant and outcome, never what it says.
+        salt: Send vLLM's cache_salt, so that tenants share no prefix cache.
+        reorder_documents: Send documents in the order that the upstream's prefix cache most likely holds. `field`:
+            vLLM's `documents`; `parts`: long text parts before a user's last text; `<document>`: texts between such
+            tags. May be repeated.
+        document_error_rate: Largest share of answers, by model and tenant, that may change where vLLM reuses documents
+            at another position. A share of them is checked.
+        access_log: Log a line for every request: its id, route, model, tenant and outcome, never its text.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
         ignored_headers: A request header that neither holds a credential nor changes the response; may be repeated.
@@ -152,13 +153,13 @@ class ServerSettings(LookupConfig):
         encoder_timeout: Seconds a request waits for the sentence encoder; then it goes on as a miss.
         judge_url: The judge's OpenAI-compatible server; by default the upstream. It gets SEMKV_JUDGE_KEY, else the
             request's own key.
-        judge_timeout: Seconds a request waits for the judge; then it goes on as a miss, and the verdict counts for the
-            next one. 0: none waits.
+        judge_timeout: Seconds a request waits for the judge; then it is a miss, and the verdict counts for the next
+            one.
         prices: Such as `gpt-4o*=input=2.5 output=10`, per million tokens; may be repeated, in a file a table.
-        worth_days: Days for which it is kept what was saved.
-        hit_usage: original, or zero: the usage of a hit says that nothing was spent.
-        holdout: Share of requests that get no near-hit, so that near-hits are measured against them.
-        feedback: Hits that a tenant may call wrong in a minute, so that they are not given again; 0 for none.
+        worth_days: Days for which daily savings are kept.
+        hit_usage: original; or zero: the usage of a hit is 0.
+        holdout: Share of requests that get no near-repeats: a control group.
+        feedback: Hits that a tenant may report as wrong in a minute; 0 for none.
     """
 
     tiers: Annotated[TierChoice, NEAR] = TierChoice.AUTO

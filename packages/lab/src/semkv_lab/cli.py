@@ -28,7 +28,7 @@ run = command_line(
   semkv run --baseline --max-samples 128
       the bundled model on its own questions, compared with vLLM's prefix cache
   semkv run --preset qwen3-vl-2b --dataset-root /data/gqa --cache-mode dry-run
-      look up and report, send every request unchanged
+      report what would hit, send every request unchanged
   semkv run --model facebook/opt-125m --dataset prompts.jsonl --chunk-source full
       prompts of your own
 """),
@@ -57,12 +57,17 @@ def _run(
 
 sweep = command_line(
     help_epilogue=_examples("""
-  semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --resume
-      every experiment of the file, each in a process of its own, a row each; go on where it was stopped
-  CUDA_VISIBLE_DEVICES=1 semkv sweep --specs my.toml --log-file runs/b/sweep.csv --samples-dir runs/b --only large
-      some of them on another GPU, with a log of their own; semkv report takes several
-  semkv sweep --specs my.toml --log-file runs/a/sweep.csv --samples-dir runs/a/samples --ray 10.0.0.5:6379
-      one log, the experiments on all machines of a Ray cluster; --ray local for the GPUs of this one
+  semkv sweep --specs my.toml --log-file a/sweep.csv --samples-dir a --resume
+      every experiment of the file, each in its own process, one row each.
+      --resume continues a stopped sweep
+  CUDA_VISIBLE_DEVICES=1 semkv sweep --specs my.toml --log-file b/sweep.csv \\
+      --samples-dir b --only large
+      some experiments on another GPU, with their own log; semkv report
+      takes several logs
+  semkv sweep --specs my.toml --log-file a/sweep.csv --samples-dir a \\
+      --ray 10.0.0.5:6379
+      one log, the experiments on all machines of a Ray cluster; --ray local
+      for the GPUs of this machine
 """)
 )
 
@@ -79,7 +84,7 @@ def _sweep(*, flags: Annotated[SweepFlags, FLAT]) -> None:
 report = command_line(
     help_epilogue=_examples("""
   semkv report runs/a/sweep.csv runs/b/sweep.csv --out both.html
-      of two sweeps together: a page that needs nothing else
+      one page of two sweeps, without other files
   semkv report runs/a/sweep.csv --out a.md
       Markdown, with the figures in the folder a
 """)
@@ -106,7 +111,8 @@ def _report(
 calibrate = command_line(
     help_epilogue=_examples("""
   semkv calibrate pairs.jsonl --out c.json
-      from rows such as {"a": "Where is Rome?", "b": "In which country is Rome?", "same": 1}
+      from rows such as
+      {"a": "Where is Rome?", "b": "In which country is Rome?", "same": 1}
 """)
 )
 
@@ -123,7 +129,7 @@ def _calibrate(
     """Fit the chance of a wrong answer from labeled pairs, by cosine and wording, where no guard objects.
 
     Args:
-        pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
+        pairs: JSONL of a, b, same (0 or 1), and optionally group; .gz too.
         out: The calibration, for --calibration.
         precision: Least chance of a right answer for a match.
         index_encoder: Sentence encoder: id or directory.
@@ -137,7 +143,7 @@ def _calibrate(
 eval_pairs = command_line(
     help_epilogue=_examples("""
   semkv eval-pairs pairs.jsonl --policy calibrated --calibration c.json
-      what a calibration does, on pairs that it was not made from
+      measure a calibration, on pairs that it was not made from
 """)
 )
 
@@ -153,7 +159,7 @@ def _eval_pairs(
     """Precision of a policy on labeled pairs, and how many of each kind hit.
 
     Args:
-        pairs: JSONL of a, b, same (0 or 1), and group where there is one; .gz too.
+        pairs: JSONL of a, b, same (0 or 1), and optionally group; .gz too.
         out: Write the JSON here instead of printing it.
     """
     flags = flags or PolicyConfig()
@@ -166,7 +172,8 @@ def _eval_pairs(
 eval_stream = command_line(
     help_epilogue=_examples("""
   semkv eval-stream requests.jsonl --policy bounded --max-error-rate 0.005
-      rows such as {"text": "Where is Rome?", "cluster": "rome"}: texts of one cluster have one answer
+      rows such as {"text": "Where is Rome?", "cluster": "rome"};
+      texts of one cluster have one answer
 """)
 )
 
@@ -184,7 +191,7 @@ def _eval_stream(
     No engine is needed: the stream says which requests have the same answer.
 
     Args:
-        requests: JSONL of text and cluster in the order of requests, group where there is one.
+        requests: JSONL of text and cluster in the order of requests, and optionally group.
         out: Write the JSON here instead of printing it.
     """
     flags = flags or PolicyConfig()
@@ -201,9 +208,9 @@ bench = command_line(name="bench", help="Benchmarks that anyone can rerun.")
     name="connector",
     help_epilogue=_examples("""
   semkv bench connector --connector SemKVConnector --connector ExampleConnector
-      ours and one of vLLM's
-  semkv bench connector --connector MyConnector --extra '{"folder": "$DIR"}' --only salt --only flipped
-      one of your own, which vLLM knows by a plugin
+      semkv's and one of vLLM's
+  semkv bench connector --connector MyConnector --extra '{"folder": "$DIR"}'
+      your own, which vLLM loads by a plugin
 """),
 )
 def _bench_connector(

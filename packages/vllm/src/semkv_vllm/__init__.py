@@ -191,7 +191,7 @@ class KVSettings:
         document_tokens: reuse no documents where that saves fewer tokens: on an H100 2,048 of them cost more than
             computing them (`bench/results/h100/positions.json`).
         document_rows: how many tokens may be computed again in one step, outside of the step's own budget, while
-            decoding requests wait; 0 for as many as a step may have.
+            decoding requests wait; what is beyond comes in the next steps. 0 for as many as a step may have.
         document_separator: tokens that stand before, between and after the documents of requests that say
             ``"spans": "separated"``.
     """

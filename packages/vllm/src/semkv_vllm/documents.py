@@ -12,13 +12,13 @@ no room, gets new names.
 
 from __future__ import annotations
 
-import secrets
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -83,6 +83,7 @@ class Documents:
 
     Attributes:
         refused: why nothing is reused; empty where it may be.
+        orders: for the workers, since the last call of `take_orders`.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Documents:
         self._keys_of = lru_cache(_KNOWN)(self._hashed)
         self._wishes: dict[str, _Wish] = {}
         self._arriving: dict[str, Load] = {}
-        self._orders = Orders()
-        self._used: dict[str, int] = {}  # by request, its tokens that are not exact
+        self.orders = Orders()
+        # By request, its tokens that were not exact when some of its answer was computed.
+        self._used: dict[str, int] = {}
 
     # ------------------------------------------------------------------ a request
 
@@ -133,9 +135,12 @@ class Documents:
         if state.max_load_tokens is not None:
             return
         keys = [self._keys(request, span) for span in wish.spans]
+        places = private.key_positions(state.req_context)
         for span, own in zip(wish.spans, keys, strict=True):
-            for number, key in enumerate(own, 1):  # so that the index is asked for many at once
-                state.req_context.set_offload_key_position(key, span.begin + number * self._block)
+            ends = range(span.begin + self._block, span.end + 1, self._block)
+            places.update(
+                zip(own, ends, strict=True)
+            )  # so that the index is asked for many at once
         self._wishes[request.request_id] = _Wish(
             asked=wish,
             keys=keys,
@@ -192,21 +197,19 @@ class Documents:
     # ------------------------------------------------------------------ its plan
 
     def matched(self, request: Any, computed: int) -> Matched | None:
-        """How many tokens are loaded for a request of which vLLM's cache has some; None where it is an exact one.
-
-        After a fault it is one, but not yet where vLLM has found blocks of an earlier attempt: what follows them would
-        get exact names.
-        """
+        """How many tokens are loaded for a request of which vLLM's cache has some; None where it is an exact one."""
         wish = self._wishes.get(request.request_id)
-        if wish is None:
+        return None if wish is None else self._matched(request, wish, computed)
+
+    def unmatched(self, request: Any, computed: int) -> Matched | None:
+        """After a fault of `matched`: it is an exact one, with the names that it has, since its own harm nobody.
+
+        But not yet where vLLM has found blocks of an earlier attempt: what follows them might get exact names.
+        """
+        wish = self._wishes.pop(request.request_id, None)
+        if wish is None or wish.load is None:
             return None
-        has_own = wish.load is not None and computed > wish.load.begin
-        try:
-            return self._matched(request, wish, computed)
-        except Exception:
-            self._shared.fault("the documents of a request")
-            self.forget(request)
-            return _LATER if has_own else None
+        return _LATER if computed > wish.load.begin else None
 
     def _matched(
         self,
@@ -214,7 +217,7 @@ class Documents:
         wish: _Wish,
         computed: int,
     ) -> Matched | None:
-        self._arriving.pop(request.request_id, None)
+        self._count_used(request.request_id)  # of a load of whose end nothing was heard
         # With no token to load this only says whether transfers are under way, and makes ready for a lookup.
         waiting, _ = self._half.get_num_new_matched_tokens(self._seen(request), computed, 0)
         if waiting is None:
@@ -234,7 +237,8 @@ class Documents:
         if not self._is_worth_it(planned):
             self.forget(request)
             return None
-        if planned.rows + sum(load.rows for load in self._arriving.values()) > self._most_rows:
+        arriving = sum(load.rows for load in self._arriving.values())
+        if arriving and arriving + planned.rows > self._most_rows:
             return _LATER
         self._name_own(request, wish, planned)
         return planned.end - computed, True
@@ -280,7 +284,7 @@ class Documents:
         return Load(
             request=request.request_id,
             tokens=[],
-            blocks=[],
+            blocks=np.empty(0, np.int64),
             pieces=tuple(pieces),
             begin=exact_end,
             end=min(max((piece.last for piece in pieces), default=exact_end), most),
@@ -322,7 +326,7 @@ class Documents:
 
     def _is_worth_it(self, load: Load) -> bool:
         least = max(1, self._settings.document_tokens)
-        return bool(load.pieces) and load.reused >= least and load.rows <= self._most_rows
+        return bool(load.pieces) and load.reused >= least
 
     # ------------------------------------------------------------------ its names
 
@@ -337,8 +341,7 @@ class Documents:
         if wish.exact is None:
             wish.exact = list(request.block_hashes)
         wish.load = load
-        nonce = secrets.token_bytes(32)
-        self._rename(request, renamed(request.block_hashes, first, nonce))
+        self._rename(request, renamed(request.block_hashes, first))
         limit = load.begin if wish.limit is None else min(load.begin, wish.limit)
         private.names_changed(self._half, request.request_id, first, limit)
 
@@ -378,11 +381,11 @@ class Documents:
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.load is None or not tokens:
             return None
-        own = list(blocks.get_block_ids()[0])
+        own = blocks.blocks[0]
         load = replace(
             wish.load,
             tokens=_tokens(request, wish.load.end),
-            blocks=own,
+            blocks=np.array(blocks.get_block_ids()[0]),
             pictures=wish.pictures,
         )
         wish.tried = True
@@ -395,13 +398,13 @@ class Documents:
         )
         private.mark_load(self._half, request.request_id, partial(DocumentJob.of, load=load))
         self._arriving[request.request_id] = load
-        self._used[request.request_id] = load.reused
         return tokens - load.rows
 
     def not_loaded(self, request: Any, tokens: int) -> int | None:
         """After a fault of `allocated`: as that, with nothing loaded.
 
-        vLLM believes that ``tokens`` are on their way. The workers say that this has failed.
+        vLLM believes that ``tokens`` are on their way. The workers say that this has failed, when what is under way has
+        come.
         """
         name = request.request_id
         wish = self._wishes.get(name)
@@ -409,34 +412,41 @@ class Documents:
             return None
         wish.tried = True
         self._arriving.pop(name, None)
-        self._used.pop(name, None)
-        if not private.mark_load(self._half, name, partial(DocumentJob.of, load=None)):
-            self._order(unloaded=[name])
+        self._order(unloaded=[name])
         return 0
 
     def _order(self, dropped: Iterable[str] = (), unloaded: Iterable[str] = ()) -> None:
-        before = self._orders
-        self._orders = Orders(
+        before = self.orders
+        self.orders = Orders(
             dropped=[*before.dropped, *dropped],
             unloaded=[*before.unloaded, *unloaded],
         )
 
     def take_orders(self) -> Orders:
         """What is new for the workers since the last call."""
-        orders = self._orders
-        self._orders = Orders()
+        orders = self.orders
+        self.orders = Orders()
         return orders
 
     def arrived(self, requests: Iterable[str], failed: Collection[str]) -> None:
         """Loads of some requests have ended; those of ``failed`` brought nothing."""
         for name in requests:
-            load = self._arriving.pop(name, None)
             if name in failed:
-                self._used.pop(name, None)
-            elif load is not None and name in self._wishes:
+                self._arriving.pop(name, None)
+                continue
+            load = self._count_used(name)
+            if load is not None and name in self._wishes:
                 self._wishes[name].tried = False
                 self._shared.counters["document_tokens"] += load.reused
                 self._shared.counters["document_rows"] += load.rows
+
+    def _count_used(self, request: str) -> Load | None:
+        """What was loaded for a request, of which the answer is approximate from now on, whatever comes later."""
+        load = self._arriving.get(request)
+        if load is not None:
+            self._used[request] = self.used(request)
+            del self._arriving[request]
+        return load
 
     def give_pictures(self, scheduled: Any) -> None:
         """Let workers have what the encoder is given of pictures that count as loaded, which vLLM takes out.
@@ -449,8 +459,10 @@ class Documents:
                 new.mm_features = list(wish.pictures)
 
     def used(self, request: str) -> int:
-        """How many of a request's tokens are not exact."""
-        return self._used.get(request, 0)
+        """How many of a request's tokens are not exact, or were not when some of its answer was computed."""
+        load = self._arriving.get(request)
+        before = self._used.get(request, 0)
+        return before if load is None else max(load.reused, before)
 
     def ended(self, request: str) -> None:
         self._wishes.pop(request, None)

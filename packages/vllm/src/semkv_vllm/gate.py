@@ -306,7 +306,7 @@ def trial_of(
     positions = _positions(repair.axes, count)
     gaps = [
         Gap(
-            blocks=[1 + number],
+            blocks=np.array([1 + number]),
             tokens=tokens,
             prompt=Prompt(positions + shift),
             begin=0,

@@ -277,28 +277,37 @@ class SemKVConnector(OffloadingConnector):
         if self._documents is not None and self._loads:
             self._documents.on_new_request(request, sent)
 
-    @ours("the documents of a request")
+    def _unmatched(self, request: Any, computed: int) -> Matched | None:
+        return None if self._documents is None else self._documents.unmatched(request, computed)
+
+    @ours("the documents of a request", instead=_unmatched)
     def _match_documents(self, request: Any, computed: int) -> Matched | None:
         return None if self._documents is None else self._documents.matched(request, computed)
 
+    def _not_loaded(self, request: Any, _: Any, tokens: int) -> int | None:
+        return None if self._documents is None else self._documents.not_loaded(request, tokens)
+
+    @ours("the documents of a request", instead=_not_loaded)
     def _allocate_documents(self, request: Any, blocks: Any, tokens: int) -> int | None:
         """How many tokens are loaded; None where that is not ours to say."""
         documents = self._documents
-        if documents is None:
-            return None
-        try:
-            return documents.allocated(request, blocks, tokens)
-        except Exception:
-            self.shared.fault("the documents of a request")
-            return documents.not_loaded(request, tokens)
+        return None if documents is None else documents.allocated(request, blocks, tokens)
 
     @ours("the pictures of a step")
     def _give_pictures(self, scheduled: Any) -> None:
         if self._documents is not None:
             self._documents.give_pictures(scheduled)
 
-    @ours("the documents of a step", otherwise=Orders())
-    def _orders_of_step(self) -> Orders:
+    def _all_failed(self, meta: Any) -> Orders:
+        """After a fault no load of this step is of use, not even an exact one."""
+        assert self._documents is not None
+        orders = self._documents.orders
+        self._documents.orders = Orders()
+        names = [job.req_id for job in meta.load_jobs.values()]
+        return orders._replace(unloaded=[*orders.unloaded, *names])
+
+    @ours("the documents of a step", instead=_all_failed)
+    def _orders_of_step(self, _: Any) -> Orders:
         return Orders() if self._documents is None else self._documents.take_orders()
 
     @ours("the documents of a step")
@@ -473,7 +482,7 @@ class SemKVConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         self._forget_finished(scheduler_output.finished_req_ids or ())
         self._give_pictures(scheduler_output)
-        orders = self._orders_of_step()
+        orders = self._orders_of_step(meta)
         return DocumentStep(**vars(meta), **orders._asdict()) if any(orders) else meta
 
     @ours("a step")

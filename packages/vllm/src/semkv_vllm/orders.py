@@ -45,7 +45,8 @@ class DocumentStep(OffloadingConnectorMetadata):
 
     Attributes:
         dropped: requests whose loads are of no use any more, where they are not put right already.
-        unloaded: requests that wait for a load which there is not.
+        unloaded: requests that wait for a load which has failed: when what comes for them in this step is there, or at
+            once where nothing comes.
     """
 
     dropped: Sequence[str] = ()

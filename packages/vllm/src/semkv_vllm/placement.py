@@ -26,7 +26,7 @@ from semkv_vllm.moving import Moves, Slots, distances, on_device, tolerance
 from semkv_vllm.orders import DocumentJob, DocumentStep, WorkerNews
 from semkv_vllm.pictures import Prompt, prompt_of, source_of, within
 from semkv_vllm.repair import Gap, Pass, Repair
-from semkv_vllm.shared import KVShared
+from semkv_vllm.shared import KVShared, ours
 from semkv_vllm.spans import Load, Span, staged
 
 log = logging.getLogger("semkv.connectors")
@@ -39,7 +39,7 @@ class _Plan:
     """What is done for some loads, on the device.
 
     Attributes:
-        passes: what is computed.
+        passes: what is still computed, one pass a step.
         watched: tokens that are computed although they were loaded.
         before: their keys and values in the first layer, as they were moved.
     """
@@ -64,7 +64,7 @@ class Placement:
         shared: KVShared,
     ) -> None:
         self.refused = refusal(vllm_config, kv_cache_config) or "the model is not bound"
-        self._shared = shared
+        self.shared = shared
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         self._allowed = not refusal(vllm_config, kv_cache_config)
         self._block = block
@@ -73,6 +73,8 @@ class Placement:
         self._coming: dict[str, Load | None] = {}  # by request what is being loaded
         self._here = set[str]()  # of these, what this rank has got
         self._unloaded = set[str]()
+        self._turn: list[str] = []  # what is being put right, in this step and maybe in later ones
+        self._plan: _Plan | None = None
         self._layers: Layers | None = None
         self._repair: Repair | None = None
         self._runner: Any = None
@@ -121,7 +123,12 @@ class Placement:
 
     def _trial(self, runner: Any, caches: dict[str, torch.Tensor]) -> Trial:
         self._layers = Layers(runner, caches)
-        self._repair = Repair(runner, self._block)
+        self._repair = Repair(
+            runner,
+            self._block,
+            cells=self._layers.cells,
+            most=self.shared.settings.document_rows,
+        )
         self._runner = runner
         self._device = runner.device
         trial = trial_of(self._layers, self._repair, runner, self._block)
@@ -140,7 +147,7 @@ class Placement:
 
         Also where vLLM's words are all: one rank's words add up those of the others, and vLLM's leave ours out.
         """
-        faults = self._shared.counters.pop("errors", 0)
+        faults = self.shared.counters.pop("errors", 0)
         if meta is None and not faults and not self._mismatched:
             return None
         news = WorkerNews(
@@ -162,16 +169,37 @@ class Placement:
 
     # ------------------------------------------------------------------ a step
 
+    def _nothing_loaded(self, step: Any) -> None:
+        """After a fault of `begin`: no load of this step is of use, not even an exact one."""
+        self._end_if_others_wait()
+        for job in step.load_jobs.values():
+            self._coming[job.req_id] = None
+
+    @ours("the documents of a step", instead=_nothing_loaded)
     def begin(self, step: Any) -> None:
         """Note what the scheduler says of a step (``OffloadingConnectorMetadata``)."""
         for job in step.load_jobs.values():
             if isinstance(job, DocumentJob):
                 self._coming[job.req_id] = job.load
-        if isinstance(step, DocumentStep):
-            self._unloaded.update(step.unloaded)
-            for name in self._coming.keys() & step.dropped:
+        if not isinstance(step, DocumentStep):
+            return
+        coming = {job.req_id for job in step.load_jobs.values()}
+        for name in step.unloaded:
+            if name in coming:
                 self._coming[name] = None
+            else:
+                self._unloaded.add(name)
+        for name in self._coming.keys() & step.dropped:
+            self._coming[name] = None
 
+    def _nothing_right(self, results: Any) -> None:
+        """After a fault of `finish`: what has come has failed."""
+        self._end_if_others_wait()
+        here = set(self._here)
+        self._plan = None
+        self._tell(results, here, here | self._unloaded)
+
+    @ours("the documents of a step", instead=_nothing_right)
     def finish(self, results: Any) -> None:
         """Put right what has come, before vLLM hears that it is there (``KVConnectorTransferResults``).
 
@@ -179,41 +207,67 @@ class Placement:
         """
         self._here |= results.finished_recving & self._coming.keys()
         results.finished_recving -= self._coming.keys()
-        ended = self._take_here()
-        loads = [load for load in ended.values() if load is not None]
-        failed = {name for name, load in ended.items() if load is None} | self._unloaded
+        self._turn = self._turn or self._on_all_ranks()
+        right = self._put_right()
+        ended = [] if right is None else self._turn
+        failed = {name for name in ended if not right or self._coming[name] is None}
+        self._tell(results, ended, failed | self._unloaded)
+
+    def _tell(self, results: Any, ended: Iterable[str], failed: set[str]) -> None:
+        """Let vLLM hear of loads that have ended, and which of them failed."""
+        names = set(ended)
+        for name in names:
+            self._coming.pop(name, None)
+        self._here -= names
+        self._turn = [name for name in self._turn if name not in names]
         self._unloaded = set()
-        if loads and not self._put_right(loads):
-            failed |= ended.keys()
-        results.finished_recving |= ended.keys() | failed
+        results.finished_recving |= names | failed
         results.failed_recving |= failed
 
-    def _take_here(self) -> dict[str, Load | None]:
+    def _on_all_ranks(self) -> list[str]:
         """What all ranks have got."""
         names = list(self._coming)  # in the same order on all ranks
         here = self._all([name in self._here for name in names]) if names else []
-        ended = [name for name, is_here in zip(names, here, strict=True) if is_here]
-        self._here.difference_update(ended)
-        return {name: self._coming.pop(name) for name in ended}
+        return [name for name, is_here in zip(names, here, strict=True) if is_here]
 
-    def _put_right(self, loads: Sequence[Load]) -> bool:
-        """Make the KV of some requests what their plans say; whether that went well."""
-        right = False
-        try:
-            right = self._trusted and self._reuse(loads)
-        except Exception:
-            if self._ranks > 1:  # others wait for this one
-                raise
-            self._shared.fault("the documents of a step")
-        if not right and self._device.type != "cpu":
-            torch.accelerator.synchronize()  # the blocks may be others' soon
+    def _put_right(self) -> bool | None:
+        """Make the KV of some requests what their plans say; whether that went well, None while it goes on."""
+        if not self._turn:
+            return True
+        right = self._reuse() if self._trusted else False
+        if right is not None:
+            self._plan = None
+        if right is False:
+            self._wait()
         return right
 
-    def _reuse(self, loads: Sequence[Load]) -> bool:
-        """Move what is reused and compute the rest; whether that went well."""
-        plan = self._agreed(lambda: self._moved(loads))
-        if plan is None or not self._run(plan.passes):
+    def _wait(self) -> None:
+        """Until nothing of ours runs on the device: the blocks of what has failed may be others' soon."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _end_if_others_wait(self) -> None:
+        """Called for a fault that is being handled: with several ranks nothing but the engine's end helps."""
+        if self._ranks == 1:
+            self._wait()
+            return
+        log.critical(
+            "semkv: the engine ends: this rank failed where the %d others wait for it (the error is below)",
+            self._ranks - 1,
+        )
+        raise
+
+    def _reuse(self) -> bool | None:
+        """Move what is reused and compute the rest, one pass in each step; whether that went well."""
+        loads = [load for name in self._turn if (load := self._coming[name]) is not None]
+        if self._plan is None and loads:
+            self._plan = self._agreed(lambda: self._moved(loads))
+        plan = self._plan
+        if plan is None or not self._run(plan.passes[:1]):
             return False
+        plan.passes = plan.passes[1:]
+        if plan.passes:
+            return None
         right = self._agreed(lambda: self._is_right(plan))
         if right is None:
             return False
@@ -228,7 +282,7 @@ class Placement:
         try:
             made = make()
         except Exception:
-            self._shared.fault("the documents of a step")
+            self.shared.fault("the documents of a step")
         return made if self._agree(made is not None) else None
 
     def _agree(self, mine: bool) -> bool:
@@ -256,7 +310,7 @@ class Placement:
         except LeftWaitingError:
             raise
         except Exception:
-            self._shared.fault("the documents of a step")
+            self.shared.fault("the documents of a step")
             went_well = False
         return self._agree(went_well)
 
@@ -320,8 +374,9 @@ class Placement:
 def slot_numbers(load: Load, spans: Iterable[Span], block: int) -> np.ndarray:
     """vLLM's numbers of the slots of some tokens."""
     places = np.concatenate([np.arange(span.begin, span.end) for span in spans])
-    blocks: np.ndarray = np.asarray(load.blocks)
-    numbers: np.ndarray = blocks[places // block] * block + places % block
+    # From a token's place to its slot it is as far as for all tokens of its block.
+    shifts = (load.blocks - np.arange(len(load.blocks))) * block
+    numbers: np.ndarray = shifts[places // block] + places
     return numbers
 
 
@@ -352,7 +407,8 @@ def moves_of(
             alone = source_of(model, load, piece, prompt)
             source = alone[:, piece.skip : piece.skip + count]
             target = prompt.positions[:, piece.first : piece.first + count]
-            if len(np.unique(target - source)) != 1:
+            shift = target - source
+            if (shift != shift[0, 0]).any():
                 raise ValueError("a document does not move by one number of positions")
             sources.append(source)
             targets.append(target)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
@@ -200,25 +201,19 @@ def load_blocks(
     request: Any,
     *,
     keys: list[bytes],
-    blocks: Sequence[int],
-    others: Sequence[int],
+    blocks: Sequence[Any],
+    others: Sequence[Any],
 ) -> None:
-    """Have vLLM load some keys, which are in host memory, into some blocks of a request.
+    """Have vLLM load some keys, which are in host memory, into some blocks of a request (``KVCacheBlock``).
 
-    vLLM's half loads a run of a request's own keys into its blocks. So for the time of the call the request has these
-    keys, and these blocks come first. Of ``others`` vLLM must know that they are lent now.
+    vLLM's half loads a run of a request's own keys into its blocks, from the first one on that has no hash yet. So for
+    the time of the call the request has these keys, and these blocks come first. Of ``others`` vLLM must know that they
+    are lent now.
     """
     state = state_of(half, request.request_id)
     group = state.group_states[0]
     own = group.offload_keys
-    lent = [
-        SimpleNamespace(
-            block_id=block,
-            is_null=False,
-            block_hash=None,
-        )
-        for block in (*blocks, *others)
-    ]
+    lent = [*blocks, *others]
     tokens = half.config.kv_group_configs[0].tokens_per_chunk
     group.offload_keys = keys
     state.num_locally_computed_tokens = 0
@@ -231,6 +226,30 @@ def load_blocks(
 
 
 # ---------------------------------------------------------------------- a worker's model
+
+
+def graph_inputs(runner: Any, rows: int, tokens: int) -> tuple[Any, Any] | None:
+    """Where the CUDA graphs of a model's pieces read tokens and positions: for at least so many tokens of ``rows``
+    requests, or None where there are no such graphs.
+
+    Only model runner V2 has them under this name. It asks a connector what has come when it has sampled a step's
+    tokens, and writes all inputs anew for the next step: in between nobody needs what is in these places, nor what the
+    graphs have computed, which lies in memory that they share. V1 samples later.
+    """
+    manager = getattr(runner, "cudagraph_manager", None)
+    if manager is None or manager.use_breakable_cg:
+        return None
+    found = manager.dispatch(
+        num_reqs=rows,
+        num_tokens=tokens,
+        uniform_token_count=None,
+        num_active_loras=0,
+    )
+    if found.cg_mode != CUDAGraphMode.PIECEWISE:
+        return None
+    own = slice(found.num_tokens)
+    buffers = runner.input_buffers
+    return buffers.input_ids[own], buffers.positions[own]
 
 
 def keeps_picture_inputs(model: Any, vision: Any) -> bool:

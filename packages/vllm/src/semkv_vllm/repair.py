@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,17 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from semkv_vllm import private
 from semkv_vllm.exchanges import Exchanges
-from semkv_vllm.moving import on_device
+from semkv_vllm.moving import Cells, Slots, distances, on_device, tolerance
 from semkv_vllm.pictures import Prompt, encoded, overlap
 
+log = logging.getLogger("semkv.connectors")
+
 _MOST_GAPS = 256  # of a pass: each has a row in its block table
+_ALONE = 3  # times as far as all tokens together one token may be off
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Gap:
         begin, end: places in the request.
     """
 
-    blocks: Sequence[int]
+    blocks: np.ndarray
     tokens: Sequence[int]
     prompt: Prompt
     begin: int
@@ -68,17 +73,34 @@ class Repair:
     operations, where nobody sees it (`semkv_vllm.exchanges`). Neither are models with several axes of positions: they
     were compiled for positions that lie in memory as the runner's do.
 
+    A pass of few tokens takes as long as its kernels are launched one by one. So it is run by the CUDA graphs that vLLM
+    has captured for steps of as many tokens or some more, where they were seen to compute the same.
+
+    Args:
+        runner: vLLM's model runner.
+        block: tokens of a block.
+        cells: of all layers, where a pass leaves keys and values.
+        most: tokens of a pass; 0 for as many as a step may have.
+
     Attributes:
         axes: on how many the model gives a token a position.
     """
 
-    def __init__(self, runner: Any, block: int) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        block: int,
+        *,
+        cells: Sequence[Cells],
+        most: int = 0,
+    ) -> None:
         self._runner = runner
+        self._cells = cells
         self._config = runner.vllm_config
         self._device = runner.device
         self._block = block
-        scheduler = self._config.scheduler_config
-        self._most_tokens = int(scheduler.max_num_batched_tokens)
+        budget = int(self._config.scheduler_config.max_num_batched_tokens)
+        self._most_tokens = min(most or budget, budget)
         self._groups = [group for groups in runner.attn_groups for group in groups]
         config = _without_graphs(self._config)
         self._most_gaps = int(config.scheduler_config.max_num_seqs)
@@ -90,6 +112,19 @@ class Repair:
         self._exchanges = (
             Exchanges(ranks.device_communicator, ranks.world_size) if ranks.world_size > 1 else None
         )
+        self._proven = set[int]()  # sizes of graphs that have computed what the model computes
+        self._may_use_graphs = self._has_plain_graphs()
+
+    def _has_plain_graphs(self) -> bool:
+        """Whether what graphs have captured depends on nothing but tokens and positions.
+
+        Slots and attention do not: they must stay out of graphs. Experts read what the runner says of padding.
+        """
+        compilation = self._config.compilation_config
+        split = compilation.splitting_ops_contain_attention()
+        split &= compilation.splitting_ops_contain_kv_cache_update()
+        plain = self.axes == 1 and not self._by_embedding and self._exchanges is None
+        return split and plain and not self._config.model_config.is_moe
 
     def _builder(self, group: Any, config: Any) -> Any:
         kind = group.backend.get_builder_cls()
@@ -117,7 +152,7 @@ class Repair:
         with torch.inference_mode(), private.picture_inputs_cleared(self._runner.get_model()):
             if self._exchanges is None:
                 for each in passes:
-                    self._forward(each)
+                    self._by_graphs(each)
             else:
                 tokens = [len(each.ids) for each in passes]
                 self._exchanges.run(tokens, lambda number: self._forward(passes[number]))
@@ -231,7 +266,58 @@ class Repair:
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
         return on_device(values, self._device)
 
-    def _forward(self, one: Pass) -> None:
+    def _by_graphs(self, one: Pass) -> None:
+        """Run a pass, by CUDA graphs where those of its size were seen to be right."""
+        inputs = self._graph_inputs(one)
+        size = 0 if inputs is None else len(inputs[0])
+        if inputs is None:
+            self._forward(one)
+        elif size in self._proven:
+            self._forward(_padded(one, *inputs), CUDAGraphMode.PIECEWISE)
+        elif self._is_same(one, inputs):
+            self._proven.add(size)
+        else:
+            self._shun_graphs()
+
+    def _is_same(self, one: Pass, inputs: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        """Run a pass by graphs and then without them: whether both leave the same in all layers."""
+        made: torch.Tensor | None = None
+        try:
+            self._forward(_padded(one, *inputs), CUDAGraphMode.PIECEWISE)
+            made = self._left_by(one)
+        except Exception:
+            self._shun_graphs()
+        self._forward(one)
+        known = self._left_by(one)
+        if made is None:
+            return False
+        off = distances(made, known)
+        return float(off.max()) <= _ALONE * tolerance(known.dtype)
+
+    def _graph_inputs(self, one: Pass) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Where graphs of a pass's size read tokens and positions."""
+        if not self._may_use_graphs:
+            return None
+        try:
+            rows = one.common.num_reqs
+            return private.graph_inputs(self._runner, rows, len(one.ids))
+        except Exception:
+            self._shun_graphs()
+            return None
+
+    def _shun_graphs(self) -> None:
+        if self._may_use_graphs:
+            why = "semkv: CUDA graphs are of no use for documents, which makes them slower"
+            log.warning(why, exc_info=True)
+        self._may_use_graphs = False
+
+    def _left_by(self, one: Pass) -> torch.Tensor:
+        """What a pass has left, a row for each token, layer and half (keys, values)."""
+        slots = Slots.of(one.slots, self._block)
+        halves = [half for cells in self._cells for half in cells.read(slots)]
+        return torch.cat(halves)
+
+    def _forward(self, one: Pass, mode: CUDAGraphMode = CUDAGraphMode.NONE) -> None:
         metadata: dict[str, Any] = {}
         mapping: dict[str, torch.Tensor] = {}
         for group, builder in zip(self._groups, self._builders, strict=True):
@@ -242,7 +328,7 @@ class Repair:
             metadata,
             self._config,
             num_tokens=len(one.ids),
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            cudagraph_runtime_mode=mode,
             slot_mapping=mapping,
             skip_compiled=self._exchanges is not None or self.axes > 1,
         )
@@ -270,6 +356,32 @@ class Repair:
             "input_ids": None,
             "inputs_embeds": embedded,
         }
+
+
+def _padded(
+    one: Pass,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> Pass:
+    """A pass whose tokens and positions were copied to where graphs read them.
+
+    What is there behind them is computed, too, as in vLLM's own steps: nobody attends to it, and it is left nowhere.
+    """
+    count = len(one.ids)
+    ids[:count] = one.ids
+    positions[:count] = one.positions
+    slots = torch.nn.functional.pad(
+        one.slots,
+        (0, len(ids) - count),
+        value=PAD_SLOT_ID,
+    )
+    return replace(
+        one,
+        common=replace(one.common, slot_mapping=slots),
+        ids=ids,
+        positions=positions,
+        slots=slots,
+    )
 
 
 def _without_graphs(vllm_config: Any) -> Any:

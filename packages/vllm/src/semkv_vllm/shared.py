@@ -56,12 +56,17 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def ours(where: str, otherwise: Any = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def ours(
+    where: str,
+    otherwise: Any = None,
+    instead: Callable[..., Any] | None = None,
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """What of ours a hook of vLLM's does: a method of an object that has a ``shared``.
 
     vLLM calls the hooks in the engine's own thread, and what left one would end the engine. So each hook calls methods
     that are marked with this, and vLLM's own method beside them. A fault in a marked method is counted and logged, and
-    ``otherwise`` is its result.
+    ``otherwise`` is its result; or that of ``instead``, a method that gets the same arguments. That one does so little
+    that it has no faults, wherever the other one stopped; what it raises ends the engine.
     """
 
     def mark(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -72,7 +77,7 @@ def ours(where: str, otherwise: Any = None) -> Callable[[Callable[_P, _T]], Call
             except Exception:
                 owner: Any = args[0]
                 owner.shared.fault(where)
-                result: _T = otherwise
+                result: _T = otherwise if instead is None else instead(*args, **fields)
                 return result
 
         return guarded

@@ -10,10 +10,13 @@ Positions are tokens of the prompt unless something else is said. Nothing here n
 
 from __future__ import annotations
 
-import hashlib
+import io
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 MOST_SPANS = 1024
 WATCHED = 2
@@ -86,7 +89,7 @@ class Load:
 
     request: str
     tokens: list[int]
-    blocks: list[int]
+    blocks: np.ndarray
     pieces: tuple[Piece, ...]
     begin: int
     end: int
@@ -226,18 +229,13 @@ def staged(piece: Piece, block: int) -> Span:
     return Span(floor + piece.skip, floor + piece.size)
 
 
-def renamed(hashes: Sequence[bytes], first: int, nonce: bytes) -> list[bytes]:
-    """A request's block hashes, from block ``first`` on under names that nobody else has, of the same length.
+def renamed(hashes: Sequence[bytes], first: int) -> list[bytes]:
+    """A request's block hashes, from block ``first`` on drawn names that nobody else has, of the same length.
 
     The blocks that follow later chain on these. So a block that holds anything that was not computed from its own
     beginning is never found under an exact hash, and neither is one that rests on it.
     """
-    own = (
-        hashlib.blake2b(
-            bytes(hashed),
-            key=nonce,
-            digest_size=len(hashed),
-        ).digest()
-        for hashed in hashes[first:]
-    )
-    return [*hashes[:first], *own]
+    kept = list(hashes[:first])
+    sizes = [len(hashed) for hashed in hashes[first:]]
+    drawn = io.BytesIO(secrets.token_bytes(sum(sizes)))
+    return kept + [drawn.read(size) for size in sizes]
