@@ -143,6 +143,8 @@ class Quantities:
         if after == "s" and (raw >= 100 or raw in _DECADES):
             return number.end + 1, Quantity(raw=raw, dimension="span", value=raw)
         end, unit = self._unit_of(i, number.end, raw)
+        if unit is None and number.end == i + 1 and _counts_as_written(self._written[i]):
+            return end, _plain(self._written[i])
         if unit is None:
             return end, Quantity(raw=raw, dimension="", value=raw, loose=number.loose)
         dimension, factor = unit
@@ -234,6 +236,11 @@ class Quantities:
             if compound and compound[0] in language.compounds:
                 return i + 3, compound
         return i + 1, unit
+
+
+def _counts_as_written(word: str) -> bool:
+    """Whether figures without a unit may be no number: "version 1.10" is not 1.1."""
+    return "." in word and word[0].isdigit() and word.endswith("0")
 
 
 def _plain(raw: float | str) -> Quantity:

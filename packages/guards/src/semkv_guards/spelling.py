@@ -87,6 +87,15 @@ def alike(a: str, b: str) -> tuple[str, str]:
     return _put_right(a, meant), _put_right(b, meant)
 
 
+def may_be_word(word: str) -> bool:
+    """Whether a word in small letters, without a capital, may be no name: it is in a list, or too short for one.
+
+    >>> may_be_word("photos"), may_be_word("it"), may_be_word("canada")
+    (True, True, False)
+    """
+    return len(word) < SHORTEST_ALONE or _spelling().has(word)
+
+
 def slips(word: str) -> Iterator[str]:
     """What one slip makes of a word: a letter dropped, doubled, or two exchanged. The last letter is never dropped, and
     of shorter words neither is the first, since what is left is too often a name or another word."""
