@@ -68,26 +68,27 @@ THREADS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # of 
 PATIENCE_S = 1200  # beyond an arm's time
 AT_ONCE = 12  # requests of a round
 TOKENS = 16  # of an answer
+FEW = 48  # rows that may be computed again in a step: what needs more takes several
 ARMS: dict[str, dict[str, Any]] = {
-    "one layer": {"model": "llama3"},
+    "one layer": {"model": "llama3", "rows": FEW},
     "two layers": {"model": "llama-shallow"},
     "pictures": {"model": "qwen3-vl-shallow"},
-    "two ranks": {"model": "llama3", "ranks": 2},
+    "two ranks": {"model": "llama3", "ranks": 2, "rows": FEW},
     "asynchronous: one layer": {"model": "llama3", "ahead": True},
-    "asynchronous: two layers": {"model": "llama-shallow", "ahead": True},
+    "asynchronous: two layers": {"model": "llama-shallow", "ahead": True, "rows": FEW},
     "asynchronous: pictures": {"model": "qwen2.5-vl", "ahead": True},
     "asynchronous: two ranks": {"model": "llama3", "ranks": 2, "ahead": True},
     "model runner V2": {"model": "llama3", "ahead": True, "second_runner": True},
 }
 OLDER = {"older": True}  # model runner V1, and no step planned ahead
 GPU_ARMS: dict[str, dict[str, Any]] = {
-    "one layer": {"model": "llama3"},
-    "two layers": {"model": "llama-shallow"},
+    "one layer": {"model": "llama3", "rows": FEW},
+    "two layers": {"model": "llama-shallow", "rows": FEW},
     "pictures": {"model": "qwen3-vl-shallow"},
     "CUDA graphs": {"model": "llama3", "graphs": True},
     "older: one layer": {"model": "llama3", **OLDER},
     "older: pictures": {"model": "qwen2.5-vl", **OLDER},
-    "two ranks": {"model": "llama3", "ranks": 2},
+    "two ranks": {"model": "llama3", "ranks": 2, "rows": FEW},
     "older: two ranks": {"model": "llama3", "ranks": 2, **OLDER},
 }
 EXACTLY = {
@@ -121,7 +122,7 @@ def started(spec: dict[str, Any], folder: Path, cache: Path) -> Reuse:
     """The engine of an arm."""
     family = spec["model"]
     model = str(tiny_models.make(family, folder / family))
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = {"rows": spec.get("rows", 1000)}
     if spec["gpu"]:
         args["attention_backend"] = "TRITON_ATTN"
         args["enforce_eager"] = not spec.get("graphs")
@@ -398,7 +399,14 @@ def check(this: Round, outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
         found["ties"] += is_tie
         if difference > CLOSE:
             found["wrong"] += 1
-            print("wrong:", difference, own.prompt_token_ids, own.outputs[0], out, flush=True)
+            print(
+                "wrong:",
+                difference,
+                out.request_id,
+                len(own.prompt_token_ids),
+                report(out),
+                flush=True,
+            )
         if difference < float("inf"):
             this.off[0] = max(this.off[0], difference)
 

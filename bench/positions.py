@@ -229,7 +229,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         (Documents, "on_new_request", "plan"),
         (Documents, "matched", "plan"),
         (Documents, "allocated", "plan"),
-        (Placement, "_put_right", ""),
+        (Placement, "_moved", ""),
         (Placement, "_passes", "tables"),
         (Layers, "move", "move"),
         (Repair, "run", "repair"),
@@ -239,7 +239,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         for kind, name, part in hooks:
             stack.enter_context(timed(kind, name, part, spent, marks))
         answer = ask()
-    spent["load"] = marks.get("_put_right begins", 0.0) - marks.get("allocated ends", 0.0)
+    spent["load"] = marks.get("_moved begins", 0.0) - marks.get("allocated ends", 0.0)
     spent["rest"] = answer["ms"] - sum(spent.values())
     return {name: round(value, 2) for name, value in spent.items()}
 

@@ -38,12 +38,12 @@ HOOKS = (
 
 
 class Reuse:
-    """An engine that may reuse documents, some of which it has stored."""
+    """An engine that may reuse documents, some of which it has stored; ``rows``: its ``document_rows``."""
 
-    def __init__(self, model: str, cache: str, **args: Any) -> None:
+    def __init__(self, model: str, cache: str, *, rows: int = 1000, **args: Any) -> None:
         settings = {
             "document_tokens": 0,
-            "document_rows": 1000,
+            "document_rows": rows,
             "capture_decode": True,
             "document_separator": [11, 12, 11],
         }

@@ -1,4 +1,4 @@
-"""Asks a model whether the answer of a donor that is in doubt serves a request.
+"""Asks a model whether the answer of a doubtful donor serves a request.
 
 A pair is shown once, with the credentials and in the partition of the request that found it, to a chat completion of
 one token. Requests wait a short time for a verdict. One that comes later counts for the next request with these texts.

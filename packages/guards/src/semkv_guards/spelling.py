@@ -1,4 +1,4 @@
-"""Slips of the keyboard: a word that is none, where the other text has the word that was meant.
+"""Misspelled words: an unknown word, where the other text has the word that was meant.
 
 Only what is certain is put right. A word that stands in no list may be a drug, a product or a name, so the one that was
 meant has to be common, one slip away, and in the other text; no other common word is one slip away.

@@ -233,6 +233,7 @@ class SemKVConnector(OffloadingConnector):
 
     # ------------------------------------------------------------------ documents at other positions
 
+    @ours("the start of documents")
     def _prepare_documents(self, kv_cache_config: Any) -> None:
         config = self._config
         block = self._tokens_per_block[0]

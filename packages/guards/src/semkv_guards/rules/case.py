@@ -1,4 +1,4 @@
-"""Rules over capitals that are no way of typing."""
+"""Rules over capitals that typing does not explain."""
 
 from __future__ import annotations
 
