@@ -191,8 +191,8 @@ class KVSettings:
         document_tokens: reuse no documents where that saves fewer tokens: 2,048 of them are hardly sooner there than
             computed (`bench/results/h200/positions-again.json`).
         document_rows: how many tokens may be computed again in one step, outside of the step's own budget, while
-            decoding requests wait; what is beyond comes in the next steps. 0 for as many as a step may have. 512 stopped
-            others hardly longer than 256 did (`bench/results/h200/documents-delay.json`).
+            decoding requests wait; what is beyond comes in the next steps. 0 for as many as a step may have. 512
+            stopped others hardly longer than 256 did (`bench/results/h200/documents-delay.json`).
         document_separator: tokens that stand before, between and after the documents of requests that say
             ``"spans": "separated"``.
     """
