@@ -340,7 +340,8 @@ class _Reader:
         keyed = _saying(source)
         _refuse(keyed.keys() - _MEDIA[kind])
         del keyed["url"]
-        media_type, parameters, data = _of_data_url(source["url"])
+        head, data = _of_data_url(source["url"])
+        media_type, parameters = head
         name = media_id(data)
         if parameters:  # such as a rate or a page
             keyed["parameters"] = parameters
@@ -422,15 +423,15 @@ def _unbilled(text: str) -> str:
     return _BILLING + text[len(first) :] if _BILLED.fullmatch(first) else text
 
 
-def _of_data_url(url: str) -> tuple[str, str, bytes]:
-    """Media type, parameters that may say how the bytes are read, and the bytes. vLLM looks at no parameter."""
+def _of_data_url(url: str) -> tuple[tuple[str, str], bytes]:
+    """Media type with parameters that may say how the bytes are read, and the bytes. vLLM looks at no parameter."""
     if url[:5].lower() != "data:":
         raise Unkeyable("media that is not in the request")
     form = _DATA_URL.match(url)
     if form is None:
         raise Unkeyable("media that is no base64")
     parameters = "" if _UNSAID.fullmatch(form["parameters"]) else form["parameters"]
-    return form["media"], parameters, _decoded(url[form.end() :])
+    return (form["media"], parameters), _decoded(url[form.end() :])
 
 
 def _decoded(text: str) -> bytes:
