@@ -16,6 +16,7 @@ again; the live check; and the rest, which is vLLM's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -74,7 +75,7 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.shape = TINY if options.tiny else SHAPE
+        self.shape = (TINY if options.tiny else SHAPE) | options.shape
         Qwen2Config(**self.shape).save_pretrained(scratch / "model")
         host_bytes = options.host_gib << 30
         kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
@@ -300,6 +301,7 @@ def engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--block", type=int, help="tokens of a KV block; vLLM's choice by default")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON: what differs in it")
     parser.add_argument("--out", type=Path)
     parser.set_defaults(**defaults)
 
