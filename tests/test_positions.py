@@ -24,6 +24,7 @@ import pytest
 import vllm_defaults
 from document_engines import (
     ALL_AGAIN,
+    BLOCKS,
     BROKEN_RANK,
     CLOSE,
     HOOKS,
@@ -35,7 +36,7 @@ from document_engines import (
     off,
     sampling,
 )
-from kv_engines import NOTHING, SKIP, in_child, prompt, report
+from kv_engines import BLOCK, NOTHING, SKIP, in_child, prompt, report
 from maintenance_helpers import purge
 from semkv_lab.local_engine import all_computed_again
 from semkv_vllm import spans
@@ -515,6 +516,13 @@ def faults(reuse: Reuse) -> dict[str, Any]:
     again = reuse.reused(ids, places, 0)
     found["after"] = approximate(again)
     reuse.forget()
+    long = reuse.text(BLOCK * BLOCKS * 2 // 3)  # has no room beside what is kept for it
+    wanted_of_long = reuse.output(long, None)
+    reuse.forget()
+    with mock.patch.object(type(reuse.half), "take_orders", side_effect=ValueError) as lost:
+        found["long"] = off(reuse.output(long, None), wanted_of_long)
+    assert lost.called
+    reuse.forget()
     purge(reuse.engine.scheduler.connector._settings.cache_dir)
     out = reuse.reused(ids, places, 0)
     found["purged"] = [off(out, wanted), approximate(out)]
@@ -782,6 +790,7 @@ def test_qwen2(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert faults["fault"][0] <= CLOSE
     assert faults["fault"][1] == 0
     assert faults["after"] == faults["disk"]
+    assert faults["long"] <= CLOSE
     assert faults["purged"][0] <= CLOSE
     assert faults["purged"][1] == 0
 

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -322,7 +323,17 @@ class SemKVConnector(OffloadingConnector):
             documents.mistrust()
         for name in output.failed_recving:
             self._outcomes.pop(name, None)
+            self._load_no_more(name)
         documents.arrived(output.finished_recving or (), output.failed_recving)
+
+    def _load_no_more(self, name: str) -> None:
+        """Have a request computed from its beginning, whose load has failed.
+
+        vLLM keeps room for what such a request still needs, and lets it load again only beside that: one of more than
+        half of the KV cache would wait for ever.
+        """
+        with suppress(KeyError):  # it has ended
+            private.state_of(self.scheduler, name).max_load_tokens = 0
 
     # ------------------------------------------------------------------ worker half
 
