@@ -129,12 +129,9 @@ class Quantities:
         raw = number.value
         if isinstance(raw, str):
             hours = _hours(raw)
-            if hours is not None and after in language.clock:
-                raw = hours
-            elif hours is not None and int(raw.partition(":")[0]) >= _AFTERNOON:
-                return number.end, _time_of_day(hours, 60 * hours)
-            else:
-                return number.end, _plain(raw)
+            if hours is None or after not in language.clock:
+                return number.end, _in_figures(raw, hours)
+            raw = hours
         if after in language.clock and raw <= 24:
             minutes = round((raw % 12 + language.clock[after]) * 60) % _DAY
             return number.end + 1, _time_of_day(raw, minutes)
@@ -249,6 +246,13 @@ def _plain(raw: float | str) -> Quantity:
 
 def _time_of_day(hours: float, minutes: float) -> Quantity:
     return Quantity(raw=hours, dimension="clock", value=round(minutes))
+
+
+def _in_figures(written: str, hours: float | None) -> Quantity:
+    """A number that is read as it is written, or a time of day that needs no "pm"."""
+    if hours is not None and int(written.partition(":")[0]) >= _AFTERNOON:
+        return _time_of_day(hours, 60 * hours)
+    return _plain(written)
 
 
 def _hours(figures: str) -> float | None:
