@@ -5,11 +5,12 @@
     python bench/documents_cost.py --tiny --requests 8 --rounds 1 --kv-gib 0.1 --host-gib 1 --engines none documents
 
 Engines with Qwen2.5-7B's shape and dummy weights in processes of their own, on one GPU, all up at once; only one works
-at a time. In each round every arm gets the same new prompts, 64 at once, and each round has another order:
+at a time. In each round every arm gets new prompts, 64 at once, and each round has another order:
 
     none        no connector                 offloading  vLLM's OffloadingConnector
     semkv       `SemKVConnector`             documents   the same with `DocumentWorker`
     unhooked    the engine of ``documents`` with what it has for documents replaced by nothing
+    timed       the same engine with a clock at each of these: what they took, divided by steps and by requests
 
 Without ``--stores`` each request says ``max_offload_tokens: 0``, so that no arm stores a thing. With it all but
 ``none`` copy every prompt to host memory, and semkv also writes it to disk; a round waits for that outside of its time.
@@ -20,14 +21,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from common import Answer, Child, folder_bytes, machine, options_of, write_json
@@ -42,12 +47,19 @@ LIMIT_S = 300
 DISK_BYTES = 8 << 30
 QUIET_S = 0.3  # files that have not grown for so long are complete
 ENGINES = ("none", "offloading", "semkv", "documents")
-ARMS = {
-    "none": "none",
-    "offloading": "offloading",
-    "semkv": "semkv",
-    "documents": "documents",
-    "unhooked": "documents",
+ARMS = {name: name for name in ENGINES} | {"unhooked": "documents", "timed": "documents"}
+HOOKS = {
+    "documents.Documents": (
+        "on_new_request",
+        "matched",
+        "allocated",
+        "take_orders",
+        "arrived",
+        "give_pictures",
+        "used",
+        "ended",
+    ),
+    "placement.Placement": ("begin", "finish", "take_news"),
 }
 AGAINST = (
     ("documents", "unhooked"),
@@ -138,12 +150,17 @@ class Engine:
         )
         used = processor_s()
         begun = time.perf_counter()
-        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        with timed_hooks() if arm == "timed" else nullcontext({}) as spent:
+            outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun
         used = processor_s() - used
         assert all(len(out.outputs[0].token_ids) == ANSWER for out in outputs)
         self.settle()
-        return {"per_s": count * (PROMPT + ANSWER) / seconds, "processor_s": used}
+        found = {"per_s": count * (PROMPT + ANSWER) / seconds, "processor_s": used}
+        if spent:
+            found["hooks_us_a_step"] = 1e6 * spent["seconds"] / spent["steps"]
+            found["hooks_us_a_request"] = 1e6 * spent["seconds"] / count
+        return found
 
     def settle(self) -> None:
         """Until nothing is on its way to host memory or to the disk."""
@@ -153,6 +170,30 @@ class Engine:
         size = -1
         while self.stores and size != (size := folder_bytes(self.folder)):
             time.sleep(QUIET_S)
+
+
+@contextmanager
+def timed_hooks() -> Iterator[dict[str, float]]:
+    """The seconds of all hooks of documents, and how many steps there were."""
+    spent = {"seconds": 0.0, "steps": 0.0}
+
+    def timed(hook: Callable[..., Any], steps: int) -> Callable[..., Any]:
+        def longer(*args: Any, **fields: Any) -> Any:
+            begun = time.perf_counter()
+            result = hook(*args, **fields)
+            spent["seconds"] += time.perf_counter() - begun
+            spent["steps"] += steps
+            return result
+
+        return longer
+
+    with ExitStack() as stack:
+        for kind, names in HOOKS.items():
+            owner = pkgutil.resolve_name(f"semkv_vllm.{kind}")
+            for name in names:
+                hook = timed(getattr(owner, name), int(name == "finish"))
+                stack.enter_context(mock.patch.object(owner, name, hook))
+        yield spent
 
 
 def processor_s() -> float:
@@ -198,7 +239,7 @@ def started(options: argparse.Namespace, root: Path) -> dict[str, Child]:
 def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     arms: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for arm in rounds[0]:
-        for figure in ("per_s", "processor_s"):
+        for figure in rounds[0][arm]:
             arms[arm][figure] = spread([each[arm][figure] for each in rounds], 2)
     against = {}
     for one, other in AGAINST:
@@ -237,7 +278,7 @@ def main() -> None:
             order = names[first:] + names[:first]
             for arm in order[:: -1 if number % 2 else 1]:
                 # Each arm has prompts that its engine has not seen.
-                seed = 2 * number + (arm == "unhooked")
+                seed = len(ARMS) * number + names.index(arm)
                 given = {"arm": arm, "seed": seed, "count": options.requests}
                 found[arm] = children[ARMS[arm]].ask("round", LIMIT_S, **given)
             if number:  # the first compiles

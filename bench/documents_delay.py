@@ -9,10 +9,11 @@ token: one with 8 documents every half second, four of them at once, or one with
 chunks of at most so many tokens a step (``batch``, vLLM's ``max_num_batched_tokens``); reused at another position, with
 ``document_rows`` as the arm says (0: as ``batch``); or found exactly, in host memory. In one arm nobody comes.
 
-``gap_ms`` is between two tokens of one decoding request, over all of them and all turns. ``first_token_ms`` is of those
-that come, from the moment at which they should. ``reused`` says how many of these had documents reused, and
-``most_rows`` how many tokens were computed again in one step at most. Nothing is stored meanwhile. What a request costs
-before it is scheduled (its blocks' hashes) is in the gaps of all arms: in a server another thread does that.
+``gap_ms`` is between two tokens of one decoding request, over all of them and all turns. What others do in a server is
+taken out of it: checking a request and hashing its blocks before the scheduler gets it. ``longest_with_asking_ms`` has
+it. ``first_token_ms`` is of those that come, from the moment at which they should. ``reused`` says how many of these
+had documents reused, and ``most_rows`` how many tokens were computed again in one step at most. Nothing is stored
+meanwhile.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Found:
     """What was seen of one arm in all its windows; times in milliseconds."""
 
     gaps: list[float] = field(default_factory=list)
+    with_asking: float = 0.0  # the longest
     longest: list[float] = field(default_factory=list)  # of each window
     rates: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
@@ -82,6 +84,7 @@ class Found:
         row: dict[str, Any] = {
             "gap_ms": spread(self.gaps),
             "longest_gap_of_each_window_ms": self.longest,
+            "longest_with_asking_ms": round(self.with_asking, 2),
             "decoded_per_s": round(statistics.median(self.rates), 1),
         }
         if self.firsts:
@@ -151,18 +154,31 @@ class Crowd:
         pool = self.engine.core.scheduler.kv_cache_manager.block_pool
         pool.evict_blocks({block.block_id for block in pool.blocks if not block.ref_cnt})
 
-    def add(self, prompt: list[int], said: dict[str, Any], tokens: int) -> str:
+    def add(self, prompt: list[int], said: dict[str, Any], tokens: int) -> tuple[str, float]:
+        """Ask; the request's name, and seconds that went by before the scheduler had it."""
         self.number += 1
         name = str(self.number)
         asked = {"prompt_token_ids": prompt}
-        self.llm.add_request(name, asked, self.engine.sampling(said, tokens))
-        return name
+        scheduler = self.engine.core.scheduler
+        add = scheduler.add_request
+        own = 0.0
+
+        def timed(*request: Any) -> None:
+            nonlocal own
+            begun = time.perf_counter()
+            add(*request)
+            own = time.perf_counter() - begun
+
+        begun = time.perf_counter()
+        with mock.patch.object(scheduler, "add_request", timed):
+            self.llm.add_request(name, asked, self.engine.sampling(said, tokens))
+        return name, time.perf_counter() - begun - own
 
     def decoding(self, count: int) -> dict[str, float]:
         """Start requests that decode; by name, when each got its last token."""
         while len(self.prompts) < count:
             self.prompts.append(self.engine.drawn(PROMPT))
-        names = [self.add(prompt, NOTHING, ANSWER) for prompt in self.prompts[:count]]
+        names = [self.add(prompt, NOTHING, ANSWER)[0] for prompt in self.prompts[:count]]
         last: dict[str, float] = {}
         while len(last) < count:
             last |= dict.fromkeys(self.step(), time.perf_counter())
@@ -184,25 +200,33 @@ class Crowd:
         last = dict.fromkeys(last, time.perf_counter())
         open_: dict[str, float] = {}
         gaps: list[float] = []
+        longest = 0.0
+        asking = 0.0  # since the last tokens
         with noted_steps(found.steps):
             begun = time.perf_counter()
             while coming or open_ or time.perf_counter() - begun < self.seconds:
                 while coming and begun + coming[0][0] <= time.perf_counter():
                     at, prompt, said = coming.pop(0)
-                    open_[self.add(prompt, said, 1)] = begun + at
+                    request, seconds = self.add(prompt, said, 1)
+                    open_[request] = begun + at
+                    asking += seconds
+                    last = {name: at + seconds for name, at in last.items()}
                 came = self.step()
                 now = time.perf_counter()
                 for request, out in came.items():
                     if request in last:
                         gaps.append(1e3 * (now - last[request]))
+                        longest = max(longest, gaps[-1] + 1e3 * asking)
                         last[request] = now
                     else:
                         found.firsts.append(1e3 * (now - open_.pop(request)))
                         told = (out.kv_transfer_params or {}).get("semkv") or {}
                         found.reused += bool(told.get("approximate_tokens"))
                         found.loaded.append(told.get("loaded_tokens", 0))
+                asking = 0.0 if came.keys() & last.keys() else asking
             found.rates.append(len(gaps) / (time.perf_counter() - begun))
         found.gaps += gaps
+        found.with_asking = max(found.with_asking, longest)
         found.longest.append(round(max(gaps), 2))
         self.llm.abort_request(list(last))
         self.engine.settle()
@@ -266,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 256])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.2, help="of a window, at least")
-    engine_options(parser, host_gib=12, kv_gib=24, seqs=80)
+    engine_options(parser, host_gib=12, kv_gib=24)
     options = parser.parse_args()
     options.batch = max(options.batches)
     arms = arms_of(options.batches, options.rows)

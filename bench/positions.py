@@ -16,6 +16,7 @@ again; the live check; and the rest, which is vLLM's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -74,7 +75,7 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        self.shape = TINY if options.tiny else SHAPE
+        self.shape = (TINY if options.tiny else SHAPE) | options.shape
         Qwen2Config(**self.shape).save_pretrained(scratch / "model")
         host_bytes = options.host_gib << 30
         kv = connector(scratch / "cache", host_bytes=host_bytes, document_tokens=0)
@@ -229,7 +230,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         (Documents, "on_new_request", "plan"),
         (Documents, "matched", "plan"),
         (Documents, "allocated", "plan"),
-        (Placement, "_put_right", ""),
+        (Placement, "_moved", ""),
         (Placement, "_passes", "tables"),
         (Layers, "move", "move"),
         (Repair, "run", "repair"),
@@ -239,7 +240,7 @@ def parts_of(ask: Callable[[], dict[str, Any]]) -> dict[str, float]:
         for kind, name, part in hooks:
             stack.enter_context(timed(kind, name, part, spent, marks))
         answer = ask()
-    spent["load"] = marks.get("_put_right begins", 0.0) - marks.get("allocated ends", 0.0)
+    spent["load"] = marks.get("_moved begins", 0.0) - marks.get("allocated ends", 0.0)
     spent["rest"] = answer["ms"] - sum(spent.values())
     return {name: round(value, 2) for name, value in spent.items()}
 
@@ -300,6 +301,7 @@ def engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--block", type=int, help="tokens of a KV block; vLLM's choice by default")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--shape", type=json.loads, default={}, help="JSON: what differs in it")
     parser.add_argument("--out", type=Path)
     parser.set_defaults(**defaults)
 

@@ -356,7 +356,7 @@ def test_what_a_body_says_by_null_or_by_a_default() -> None:
         assert canonical(chat(**other)).key != key
 
 
-def test_a_data_url_is_read_as_vllm_reads_it() -> None:
+def test_of_a_data_url_only_names_and_charsets_are_left_out() -> None:
     def asked(url: str, kind: str = "image_url") -> str:
         return canonical(
             chat({"role": "user", "content": [{"type": kind, kind: {"url": url}}]})
@@ -366,11 +366,12 @@ def test_a_data_url_is_read_as_vllm_reads_it() -> None:
     pictures = (
         "data:image/png;base64",
         "data:image/png;charset=utf-8;base64",
-        "DATA:;name=a b;x=1;base64",
+        "DATA:;name=a b;base64",
     )
     assert len({asked(f"{head},{code}") for head in pictures}) == 1
-    spoken = ("data:audio/wav;base64", "data:audio/wav;codecs=1;base64", "data:audio/ogg;base64")
-    assert len({asked(f"{head},AAAA", "audio_url") for head in spoken}) == 2
+    assert asked(f"data:image/png;page=2;base64,{code}") != asked(f"{pictures[0]},{code}")
+    spoken = ("data:audio/wav", "data:audio/wav;name=a", "data:audio/wav;rate=8", "data:audio/ogg")
+    assert len({asked(f"{head};base64,AAAA", "audio_url") for head in spoken}) == 3
 
 
 # -- what has no key --------------------------------------------------------------------------------------------------
@@ -456,6 +457,9 @@ FIELDS: list[dict[str, Any]] = [
     {"plugins": [{"kind": "web"}]},
     {"web_search_options": {}},
     {"tools": [{"type": "web_search"}]},
+    {"tools": [{"type": "function", "function": {"name": "f"}, "vector_store_ids": ["vs_1"]}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "server": "s"}}]},
+    {"functions": [{"name": "f", "corpus": "handbook"}]},
     {"messages": []},
     {"messages": "x"},
 ]

@@ -68,12 +68,12 @@ class TestSkipped:
                 }}]},
                 {"role": "user", "content": "What is it?"},
             ]}),
-            ("a parameter", {"tools": [tool("x") | {"properties": {"passport": {}}}]}),
+            ("a parameter", {"tools": [tool("x") | {"parameters": {"properties": {"passport": {}}}}]}),
             ("a file", {"messages": [{"role": "user", "content": [
                 {"type": "file", "file": {"file_data": "bXkgcGFzc3BvcnQ="}},
                 {"type": "text", "text": "Sum it up"},
             ]}]}),
-            ("a tool's text", {"tools": [tool("x") | {"about": "reads a passport"}]}),
+            ("a tool's text", {"tools": [tool("x") | {"description": "reads a passport"}]}),
         ],
         ids=str,
     )  # fmt: skip

@@ -354,3 +354,22 @@ def test_nobody_else_can_read_what_is_kept(tmp_path: Path) -> None:
         os.umask(before)
     assert {path.name for path in found} >= {"catalog.sqlite", "catalog.sqlite-wal", "media"}
     assert {path: mode for path, mode in found.items() if mode not in (0o600, 0o700)} == {}
+
+
+def test_users_that_bodies_name_are_tenants_where_that_is_asked_for(tmp_path: Path) -> None:
+    with Pair(tmp_path, separate_users=True, **NEAR) as pair:
+        named = [{"user": "ann"}, {"user": "bob"}, {"safety_identifier": "ann"}, {}]
+        salts = set()
+        for who in named:
+            assert kind(pair.post(ONE, **who)) == "miss"
+            salts.add(pair.upstream.calls[-1]["cache_salt"])
+            assert kind(pair.post(ONE, **who)) == "hit"
+            pair.settle()
+            assert kind(pair.post(OTHER, **who)) == "hit"
+        assert len(salts) == len(named)
+        hit = pair.post(ONE, user="ann").headers["x-semkv-hit"]
+        said = [
+            httpx.post(f"{pair.url}/v1/semkv/feedback", json={"id": hit, **who}, timeout=60)
+            for who in ({"user": "bob"}, {"user": "ann"})
+        ]
+        assert [answer.status_code for answer in said] == [404, 200]

@@ -1,4 +1,4 @@
-"""A dictionary that forgets."""
+"""A dictionary of bounded size, which drops the keys that were set longest ago."""
 
 from __future__ import annotations
 

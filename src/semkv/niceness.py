@@ -1,4 +1,4 @@
-"""Threads that give way to others."""
+"""Threads of low scheduling priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the user's own: what a setting names as ``package.module:Factory``, and what a protocol asks of an object.
+"""A user's own parts: loads what a setting names as ``package.module:Factory``, and checks it against a protocol.
 
 A module is found where Python finds any; ``PYTHONPATH=.`` adds the working directory.
 """

@@ -1,4 +1,4 @@
-"""A sentence encoder that nobody waits for longer than a limit, and that encodes in one pass what waits together."""
+"""A sentence encoder with a time limit, which encodes in one pass the texts that wait together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checking hits: which approximate hits are also run cold, and what is known of their error rate.
+"""Checking hits: which approximate hits are also computed without the cache, and the error rate found by that.
 
 A hit stays open under its id from the lookup until it is checked, reported wrong, or pushed out by newer ones. The
 caller runs the unchanged request of a hit that was selected, compares the two answers, and hands in the outcome.

@@ -1,4 +1,4 @@
-"""Whether an approximate match may be used: the last word before a donor is substituted.
+"""Whether an approximate match may be used: the last check before a donor is substituted.
 
 fixed       the threshold of the flags, or `CLOSE` less where two texts ask for the same in the same words
 calibrated  the chance of a wrong answer at this score and wording, fitted from labeled pairs

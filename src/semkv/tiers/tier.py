@@ -1,4 +1,4 @@
-"""What a tier proposes, and what a tier of the user's own must have.
+"""What a tier proposes, and what a user's own tier must implement.
 
 A tier or index of the user's own never decides alone. A donor must agree with the request on everything but the
 question, in its tenant and model; guards and policy have the last word. A fault in either is a counted miss.

@@ -1,4 +1,4 @@
-"""The routes behind ``/semkv``: pages for anybody, and an API that needs the admin key.
+"""The routes behind ``/semkv``: pages without a key, and an API that needs the admin key.
 
 GET  api/stats?window=1 hour&days=30   figures
 GET  api/recent                        latest hits and misses; ?id= those of one request

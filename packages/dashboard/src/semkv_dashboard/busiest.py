@@ -1,4 +1,4 @@
-"""Counts for the names that come most often."""
+"""Counts for the most frequent names."""
 
 from __future__ import annotations
 

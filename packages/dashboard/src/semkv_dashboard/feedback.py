@@ -1,4 +1,4 @@
-"""A client says that a hit was wrong. Each hit has an id, in the header ``X-Semkv-Hit``."""
+"""Clients' reports of wrong hits. Each hit has an id, in the header ``X-Semkv-Hit``."""
 
 from __future__ import annotations
 

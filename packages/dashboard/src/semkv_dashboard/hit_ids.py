@@ -1,4 +1,4 @@
-"""Ids of hits, by which a client or an operator may call one wrong.
+"""Ids of hits, by which a client or an operator reports one as wrong.
 
 An id names the answer and, of an approximate hit, the donor and the pair of texts, and is signed: so any worker and any
 gateway of a deployment knows it, and none keeps it.

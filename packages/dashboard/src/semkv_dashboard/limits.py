@@ -1,4 +1,4 @@
-"""How often somebody may do something."""
+"""Rate limits by name or address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of tenants, for people: from a file, or from a trusted proxy. They are shown, and decide nothing."""
+"""Names of tenants, from a file or from a trusted proxy. They are only displayed."""
 
 from __future__ import annotations
 

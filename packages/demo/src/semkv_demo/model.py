@@ -1,4 +1,4 @@
-"""A model for the demo's long documents and large pictures, with drawn weights: the bundled one is too small for them.
+"""A model for the demo's long documents and large pictures, with random weights: the bundled one is too small for them.
 
 It is the bundled model with a vision tower of the size of a small real one, and with room for longer prompts. What it
 answers means nothing, so answers are compared token by token.

@@ -1,4 +1,4 @@
-"""What the dashboard shows of a gateway, and does to it."""
+"""The gateway as the dashboard reads and changes it."""
 
 from __future__ import annotations
 

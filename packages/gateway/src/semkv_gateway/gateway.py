@@ -263,7 +263,7 @@ class Gateway:
         controls = controls_of(call.scope)
         if not (controls.read or controls.write):
             return await self.forward(call, receive, "bypass")
-        client = self._client(call)
+        client = await self._client(call)
         self.metrics.separated(client.unknown)
         try:
             if len(call.body) > _LARGE:
@@ -369,7 +369,7 @@ class Gateway:
 
     async def hear(self, call: Call) -> Answer:
         """The answer to a client that calls a hit wrong."""
-        client = self._client(call)
+        client = await self._client(call)
         if not client.believed:
             return http.error_answer(403, "a tenant is named by a client that is no trusted proxy")
         shown = client.tenant[:TAG_DIGITS]
@@ -399,9 +399,14 @@ class Gateway:
 
     # -- credentials --------------------------------------------------------------------------------------------
 
-    def _client(self, call: Call) -> Client:
+    async def _client(self, call: Call) -> Client:
         """Who sent a request. What a tenant is called is learned at its first request."""
         client = self._tenants.client(call.scope)
+        if self.settings.separate_users and call.body:
+            if len(call.body) > _LARGE:
+                client = await asyncio.to_thread(self._tenants.of_user, client, call.body)
+            else:
+                client = self._tenants.of_user(client, call.body)
         if client.tenant and client.tenant not in self.names and client.believed:
             keys, named = self._tenants.told(call.scope)
             self.names.learn(client.tenant, keys=keys, named=named)
@@ -721,7 +726,7 @@ class Gateway:
 
     async def forward(self, call: Call, receive: Receive, reason: str) -> Answer:
         """Pass a request on, with nothing changed but the tenant's salt, and its answer back as it comes."""
-        client = self._client(call)
+        client = await self._client(call)
         outcome = Outcome("pass", reason=reason)
         try:
             answer = await self._forward(call, receive, client, outcome)

@@ -1,4 +1,4 @@
-"""A share of requests that get no near-hit, so that near-hits are measured against them while they run.
+"""A control group: a share of requests that get no near-repeats, to measure near-repeats against in production.
 
 Which requests these are follows from their keys: the same one is held out at each time and at each gateway. They are
 looked up all the same. Where a near-hit would have been given, the two answers are compared, at no request more.

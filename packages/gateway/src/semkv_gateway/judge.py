@@ -1,4 +1,4 @@
-"""Asks a model whether the answer of a donor that is in doubt serves a request.
+"""Asks a model whether the answer of a doubtful donor serves a request.
 
 A pair is shown once, with the credentials and in the partition of the request that found it, to a chat completion of
 one token. Requests wait a short time for a verdict. One that comes later counts for the next request with these texts.
@@ -165,7 +165,7 @@ class Judge:
     ) -> bool | None:
         """Ask, and keep the verdict; None where there is none."""
         start = time.perf_counter()
-        payload, found, fault = await self._answer(asking)
+        payload, (found, fault) = await self._answer(asking)
         seconds = time.perf_counter() - start
         self._metrics.judge_seconds.observe(seconds)
         model = self._model or asked.model
@@ -193,8 +193,10 @@ class Judge:
             fault,
         )
 
-    async def _answer(self, asking: Coroutine[Any, Any, bytes]) -> tuple[bytes, bool | None, str]:
-        """What the judge answers, its verdict, and why there is none."""
+    async def _answer(
+        self, asking: Coroutine[Any, Any, bytes]
+    ) -> tuple[bytes, tuple[bool | None, str]]:
+        """What the judge answers, and its verdict with why there is none."""
         payload = b""
         fault = "it says neither yes nor no"
         if self._own is None:
@@ -202,7 +204,7 @@ class Judge:
         try:
             async with asyncio.timeout(_LONGEST_S):
                 payload = await asking
-            return payload, verdict(json.loads(payload)), fault
+            return payload, (verdict(json.loads(payload)), fault)
         except (UpstreamError, TimeoutError, ValueError, RecursionError) as error:
             fault = str(error) or "no answer in time"
         except Exception:
@@ -212,7 +214,7 @@ class Judge:
         finally:
             if self._own is None:
                 self._worth.shares.end()
-        return payload, None, fault
+        return payload, (None, fault)
 
     async def _send(self, asked: CanonicalRequest, made: Callable[[bool], Call]) -> Reply:
         """Ask the judge's own server, or one of those that answer requests."""

@@ -70,7 +70,9 @@ HINT = "cache_control"  # asks a provider to keep a prefix; it does not change t
 _OF_HINTS = frozenset(("type", "ttl", "scope"))
 # The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
 # block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
-_DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?:;[^,]*)?;base64,")
+_DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?P<parameters>(?:;[^,]*)?);base64,")
+# Parameters of a media type that say nothing of bytes that are no text.
+_UNSAID = re.compile(r"(?:;(?:charset|name|filename)=[^;]*)*", re.IGNORECASE)
 _BILLING = "x-anthropic-billing-header:"
 _BILLED = re.compile(
     rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+"
@@ -101,6 +103,11 @@ _RESPONSES = {
 # Items and parts that only an answer has, which a client sends back.
 _ANSWERED = frozenset(
     "function_call custom_tool_call reasoning tool_use thinking redacted_thinking".split()
+)
+# A tool's fields whose meaning is known: what it is called, what it takes, and how a provider shows it to the model.
+_TOOL = frozenset(
+    "type function custom name description parameters input_schema strict format return returns cache_control"
+    " defer_loading allowed_callers input_examples eager_input_streaming".split()
 )
 _MESSAGES = {
     "message": frozenset(("role", "content")),
@@ -333,8 +340,12 @@ class _Reader:
         keyed = _saying(source)
         _refuse(keyed.keys() - _MEDIA[kind])
         del keyed["url"]
-        media_type, data = _of_data_url(source["url"])
+        head, data = _of_data_url(source["url"])
+        media_type, parameters = head
         name = media_id(data)
+        if parameters:  # such as a rate or a page
+            keyed["parameters"] = parameters
+            self.inline = False
         if kind != "image_url":  # the media type says how these are read
             return {**keyed, "type": media_type, "sha256": name}
         self.media[name] = data
@@ -412,14 +423,15 @@ def _unbilled(text: str) -> str:
     return _BILLING + text[len(first) :] if _BILLED.fullmatch(first) else text
 
 
-def _of_data_url(url: str) -> tuple[str, bytes]:
-    """Media type and bytes, as vLLM reads a data URL: parameters between them say nothing."""
+def _of_data_url(url: str) -> tuple[tuple[str, str], bytes]:
+    """Media type with parameters that may say how the bytes are read, and the bytes. vLLM looks at no parameter."""
     if url[:5].lower() != "data:":
         raise Unkeyable("media that is not in the request")
     form = _DATA_URL.match(url)
     if form is None:
         raise Unkeyable("media that is no base64")
-    return form["media"], _decoded(url[form.end() :])
+    parameters = "" if _UNSAID.fullmatch(form["parameters"]) else form["parameters"]
+    return (form["media"], parameters), _decoded(url[form.end() :])
 
 
 def _decoded(text: str) -> bytes:
@@ -431,7 +443,7 @@ def _decoded(text: str) -> bytes:
 
 def _held(data: str) -> bytes:
     """The bytes of a file that a data URL holds, or that stand there without one."""
-    return _of_data_url(data)[1] if data[:5].lower() == "data:" else _decoded(data)
+    return _of_data_url(data)[-1] if data[:5].lower() == "data:" else _decoded(data)
 
 
 def _data_url(data: bytes) -> str:
@@ -493,6 +505,7 @@ def _read_chat(body: Mapping[str, Any]) -> Content:
     """The messages of a chat."""
     _refuse_state(body, "background", "prompt")
     _check_tools(body.get("tools"), (None, "function", "custom"))
+    _check_tools(body.get("functions"), (None,))
     return read_messages(body.get("messages"))
 
 
@@ -673,12 +686,16 @@ def _is_text(part: Any) -> bool:
 
 
 def _check_tools(tools: object, kinds: tuple[str | None, ...]) -> None:
-    """Tools that the client runs; those of the server look at the world."""
+    """Tools that the client runs, with fields that are known; those of the server look at the world."""
     listed = [] if tools is None else tools
-    if not isinstance(listed, list) or any(
-        not isinstance(t, dict) or t.get("type") not in kinds for t in listed
-    ):
+    if not isinstance(listed, list):
         raise Unkeyable("tool of unknown form")
+    for tool in listed:
+        if not isinstance(tool, dict) or tool.get("type") not in kinds:
+            raise Unkeyable("tool of unknown form")
+        for fields in (tool, tool.get("function"), tool.get("custom")):
+            if isinstance(fields, dict):
+                _refuse({name for name, value in fields.items() if value is not None} - _TOOL)
 
 
 def _verbatim(name: str, value: object, forms: Mapping[str, frozenset[str]]) -> Content:

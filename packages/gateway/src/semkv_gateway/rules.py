@@ -1,4 +1,4 @@
-"""Rules of the operator's: which requests pass by the cache, which answers are not kept, who gets no near-repeats.
+"""The operator's rules: which requests bypass the cache, which answers are not kept, who gets no near-repeats.
 
     --skip-rule 'text:*passport*'        a request with such a text in it is neither looked up nor kept
     --skip-rule 'tool:*'                 nor is one that offers a tool

@@ -1,4 +1,4 @@
-"""Answers that are drawn at random: which requests get a temperature of 0, and which answers are kept as drawn.
+"""Sampled answers: which requests are sent with temperature 0, and which sampled answers are kept.
 
 Several people decide. A client's ``Cache-Control: max-age`` says that an answer of that age will do. A rule of the
 operator's picks requests by model or prompt; for all others ``--default-temperature`` and ``--sampled`` count.

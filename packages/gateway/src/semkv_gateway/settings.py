@@ -137,6 +137,7 @@ class ServerSettings(LookupConfig):
         trusted_proxies: A network whose X-Semkv-Tenant and X-Semkv-Tags headers are believed; may be repeated.
         tenant_names: A TOML file of names for tenants, shown to operators; 3fa9c1d2 = "Search team".
         single_tenant: All API keys share responses.
+        separate_users: Each end user that a body names (`user`, `safety_identifier`, `metadata.user_id`) is a tenant.
         salt: Send vLLM's cache_salt, so that tenants share no prefix cache.
         reorder_documents: Send documents in the order that the upstream's prefix cache most likely holds. `field`:
             vLLM's `documents`; `parts`: long text parts before a user's last text; `<document>`: texts between such
@@ -190,6 +191,7 @@ class ServerSettings(LookupConfig):
     ] = ()
     tenant_names: Annotated[Path | None, TENANTS] = None
     single_tenant: Annotated[bool, TENANTS] = False
+    separate_users: Annotated[bool, TENANTS] = False
     salt: Annotated[bool, TENANTS] = True
     reorder_documents: Annotated[tuple[str, ...], DOCUMENTS] = ()
     document_error_rate: Annotated[float | None, RATE] = None

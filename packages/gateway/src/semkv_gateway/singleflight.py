@@ -1,4 +1,4 @@
-"""Answers on their way: equal requests share one.
+"""Requests in flight: equal ones share one upstream answer.
 
 `SingleFlight` holds one upstream answer for any number of readers. It comes in through a task of its own, so that the
 caller who asked first may hang up while others read on; the task is canceled when no reader is left. Everything that

@@ -6,9 +6,10 @@ are part of a request's key: a label removes everything that was ever served und
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Network, IPv6Network, ip_address
 
 from semkv.errors import ConfigError
@@ -126,6 +127,14 @@ class Tenants:
             unknown=tuple(sent.unknown),
         )
 
+    def of_user(self, client: Client, body: bytes) -> Client:
+        """The end user of a client whom a body names, as a tenant; the client where it names none."""
+        named = named_user(body)
+        if not named:
+            return client
+        found = keyed_digest(self._secret, "user:", f"{client.tenant}\n{named}")
+        return replace(client, tenant=tenant_of(found))
+
     def told(self, scope: Scope) -> tuple[list[str], str]:
         """By what people may know a client: its keys, and the name that a trusted proxy gave."""
         headers = (header(scope, name) for name in (b"authorization", b"x-api-key", b"api-key"))
@@ -199,6 +208,26 @@ class Tenants:
             )
             return False if was_refused and not self._single else None
         return None
+
+
+def named_user(body: bytes) -> str:
+    """All that a JSON body says of who its end user is; empty where it says nothing.
+
+    >>> named_user(b'{"user": "ann", "metadata": {"user_id": 7}}')
+    '["ann", null, 7]'
+    >>> named_user(b'{"user": null}')
+    ''
+    """
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(said, dict):
+        return ""
+    about = said.get("metadata")
+    of_metadata = about.get("user_id") if isinstance(about, dict) else None
+    names = [said.get("user"), said.get("safety_identifier"), of_metadata]
+    return "" if names == [None, None, None] else json.dumps(names)
 
 
 # -- labels of answers -------------------------------------------------------------------------------------------------

@@ -30,14 +30,17 @@ _TABLE = re.compile(rf"{_BLANK}{_BLANK}{_BLANK}(?<=\S...)")
 _WINDOW = 1 << 14
 _AHEAD = 4
 _CRLF = re.compile(r"(?<!\r)\r\n")
-# But for one space in a line.
-_GAP = re.compile(rf"{_BLANK}(?<=\S.)(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))")
+# But for one space in a line, and for two at its end: in Markdown they break it.
+_GAP = re.compile(
+    rf"{_BLANK}(?<=\S.)(?!(?<= ) [{_LINE_ENDS}])(?:{_BLANK}*(?=[{_LINE_ENDS}])|({_BLANK}|(?<! )))"
+)
 # Sentences that begin with a word.
 _STARTS = re.compile(r"[A-Z](?:(?<=^.)|(?<=[.?!] .))(?=[a-z'’]*(?:[ ,.:;?!]|\Z))")
 _ENDS = (". ", "? ", "! ", *_LINE_ENDS)
 _COUNTED = 30  # characters between a word for a count and what is counted
 _HEAD_LETTERS = 4  # of a word: enough to see that most texts do not ask about typing
 _HEAD = re.compile(rf"\b\w{{1,{_HEAD_LETTERS}}}")
+_SAMPLE = 2000  # characters of a text that show its language
 _STYLED = 2  # words from which a text in capitals, or in Title Case, is taken for a way of typing
 _LETTERS = "０-９Ａ-Ｚａ-ｚﬀ-ﬆ"  # full-width letters and digits, ligatures
 # One alone may be what is asked about.
@@ -48,12 +51,13 @@ _WORD = re.compile(rf"[0-9A-Za-z{_LETTERS}]+")
 def normalise(text: str) -> str:
     """Fold what does not change a question's meaning: double blanks, the case of typing, Unicode form, width.
 
-    Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all
-    small, ALL CAPITALS, Each Word Capitalised. Within a sentence it stays, since ``HELLO`` has other letters than
-    ``hello``, and so does that of a word that is a name with a capital and another word without (``Polish``). Of
-    signs and lone letters the width stays, and lines stay lines, with their indents and tabs; CRLF is a line end
-    like another. From its first sentence with code, a path, an address, a quotation or a table on a text stays as
-    written, and up to there all but the case of typing. Linear in the text, and idempotent.
+    Case is folded at the start of a sentence, and throughout where a text of several words is in one style: all small,
+    and in a language with a file in ``words`` ALL CAPITALS, Each Word Capitalised. Within a sentence it stays, since
+    ``HELLO`` has other letters than ``hello``, and so does that of a word that is a name with a capital and another
+    word without (``Polish``). Of signs and lone letters the width stays, and lines stay lines, with their indents,
+    tabs and two blanks at their end; CRLF is a line end like another. From its first sentence with code, a path, an
+    address, a quotation or a table on a text stays as written, and up to there all but the case of typing. Linear in
+    the text, and idempotent.
     """
     if "\r\n" in text:
         text = _CRLF.sub("\n", text)
@@ -64,9 +68,7 @@ def normalise(text: str) -> str:
     if not text.isascii():
         text = _nfc(_one_width(_nfc(text)))
     text = _GAP.sub(_folded_gap, text)
-    if not one_style(text) or (
-        not text.islower() and not _twofold().isdisjoint(text.lower().split())
-    ):
+    if not one_style(text) or not (text.islower() or _is_style_only(text.lower())):
         return _STARTS.sub(_small, text)
     return text.lower() if text.isascii() else _nfc(text.lower())
 
@@ -97,6 +99,15 @@ def _nfc(text: str) -> str:
 def _small(start: re.Match[str]) -> str:
     word = _WORD.match(start.string, start.start())
     return start[0] if word and word[0].lower() in _twofold() else start[0].lower()
+
+
+def _is_style_only(small: str) -> bool:
+    """Whether a text in one style says the same in small letters: its language is known, in which no word of it is also
+    a name. "Die Spinnen" and "die spinnen" are two things."""
+    if not _twofold().isdisjoint(small.split()):
+        return False
+    words = _WORD.findall(small[:_SAMPLE])
+    return any(language.is_of(words) for language in languages())
 
 
 @cache

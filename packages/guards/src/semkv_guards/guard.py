@@ -1,4 +1,4 @@
-"""The guards: every rule is asked in its order, until one objects."""
+"""The guards: rules are asked in their order, until one vetoes."""
 
 from __future__ import annotations
 

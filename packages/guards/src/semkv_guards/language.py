@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,10 @@ Unit = tuple[str, float]
 """A dimension and how many of its base units one of these is: ``("length", 1000.0)``."""
 
 WORDS = Path(__file__).parent / "words"
+TELLING = 14
+"""Words of a text among which one tells its language."""
+KNOWN = 0.6
+"""Share of the words that are known where none tells it."""
 _SHORTEST = 3  # letters that a stem keeps
 _DOUBLED = "aeiousz"  # letters that stay double at the end of a stem
 _LONGEST = 40  # no word of a language is longer; a longer one is taken as it is
@@ -377,6 +381,15 @@ class Language:
         self.known = self.stems((*self.fillers, *self.function, *values))
         """Stems of all words that a table has."""
         self.known |= self.opposed.keys() | self.classes.keys()
+
+    def is_of(self, words: Sequence[str]) -> bool:
+        """Whether words in small letters are a text in this language: one in fourteen is frequent in it, or most are in
+        a table."""
+        telling = sum(word in self.telling for word in words)
+        if telling >= max(1, len(words) / TELLING):
+            return True
+        known = sum(self.stem(word) in self.known for word in words)
+        return known >= KNOWN * len(words)
 
     def is_past(self, token: Token) -> bool:
         """Whether a word may be a past or its participle."""

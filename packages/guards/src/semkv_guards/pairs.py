@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from semkv_guards.language import Language, Token
+from semkv_guards.language import KNOWN, TELLING, Language, Token
 from semkv_guards.text import END, STOPS, Text
 
 Tokens = tuple[Token, ...]
@@ -16,8 +16,6 @@ Tokens = tuple[Token, ...]
 MOST = 32
 """Words that only one text has, up to which they are compared one by one; with more on both it is another text."""
 _SIDED = ("comparison", "direction")  # opposites that say the same with their sides exchanged
-_TELLING = 14  # words of a text among which one tells its language
-_KNOWN = 0.6  # share of the words that are known where none tells it
 _LETTERS = 6  # an abbreviation has fewer
 _TYPO = 6  # letters of a word in which one may be wrong
 _START = 4  # letters that two forms of a word share at least
@@ -246,10 +244,10 @@ def _tells_language(text: Text, only: Iterable[Token]) -> bool:
     language = text.language
     words = [t for t in text.tokens if t.word[0].isalpha()]
     telling = sum([t.word in language.telling for t in words])
-    if telling >= max(1, len(words) / _TELLING):
+    if telling >= max(1, len(words) / TELLING):
         return True
     known = [t.stem in language.known for t in words if not t.name]
-    if not any(known) or sum(known) < _KNOWN * len(known):
+    if not any(known) or sum(known) < KNOWN * len(known):
         return False
     return all(t.name or not t.word[0].isalpha() or t.stem in language.known for t in only)
 

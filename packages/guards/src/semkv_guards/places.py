@@ -18,8 +18,6 @@ _HEAD = 200  # characters of a document in which a label is looked for
 _TAIL = 60  # and at its end
 _SAMPLE = 2000  # characters of a document that show its language
 _NEAR = 3  # words between a word for a document and one for a place
-_TELLING = 14  # words of a text of which one or more must be frequent words of its language
-_KNOWN = 0.6  # of all words of a text without one
 _FIGURES = 3
 _TOKEN = re.compile(r"[^\W\d_]+|\d+")
 _ROMAN = re.compile(r"[ivx]+", re.IGNORECASE)
@@ -48,15 +46,7 @@ class _Places:
 
     def has(self, text: str) -> bool:
         """Whether a text is in this language."""
-        words = [word.lower() for word in _WORD.findall(text)]
-        if not words:
-            return True
-        language = self._language
-        telling = sum(word in language.telling for word in words)
-        if telling >= max(1, len(words) / _TELLING):
-            return True
-        known = sum(language.stem(word) in language.known for word in words)
-        return known >= _KNOWN * len(words)
+        return self._language.is_of([word.lower() for word in _WORD.findall(text)])
 
     def knows(self, word: str) -> bool:
         """Whether a table has a word, in small letters."""

@@ -144,7 +144,7 @@ class Quantities:
             return number.end + 1, Quantity(raw=raw, dimension="span", value=raw)
         end, unit = self._unit_of(i, number.end, raw)
         if unit is None:
-            return end, Quantity(raw=raw, dimension="", value=raw, loose=number.loose)
+            return end, self._without_unit(i, number, raw)
         dimension, factor = unit
         return end, Quantity(
             raw=raw,
@@ -152,6 +152,13 @@ class Quantities:
             value=_nine_figures(raw * factor),
             loose=number.loose or raw == 1,
         )
+
+    def _without_unit(self, i: int, number: Number, raw: float) -> Quantity:
+        """The quantity of a number at ``i`` that has no unit. "1.10" may be a version, which is not 1.1."""
+        word = self._written[i]
+        if number.end == i + 1 and "." in word and word[0].isdigit() and word.endswith("0"):
+            return _plain(word)
+        return Quantity(raw=raw, dimension="", value=raw, loose=number.loose)
 
     def _past(self, i: int) -> str:
         """The time of day that starts at ``i`` with a part of an hour: "quarter past six"; "" where none does."""

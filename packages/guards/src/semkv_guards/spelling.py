@@ -1,4 +1,4 @@
-"""Slips of the keyboard: a word that is none, where the other text has the word that was meant.
+"""Misspelled words: an unknown word, where the other text has the word that was meant.
 
 Only what is certain is put right. A word that stands in no list may be a drug, a product or a name, so the one that was
 meant has to be common, one slip away, and in the other text; no other common word is one slip away.
@@ -85,6 +85,15 @@ def alike(a: str, b: str) -> tuple[str, str]:
     if asks_of_typing(a) or asks_of_typing(b):
         return a, b
     return _put_right(a, meant), _put_right(b, meant)
+
+
+def may_be_word(word: str) -> bool:
+    """Whether a word in small letters, without a capital, may be no name: it is in a list, or too short for one.
+
+    >>> may_be_word("photos"), may_be_word("it"), may_be_word("canada")
+    (True, True, False)
+    """
+    return len(word) < SHORTEST_ALONE or _spelling().has(word)
 
 
 def slips(word: str) -> Iterator[str]:

@@ -28,6 +28,8 @@ STOPS = frozenset(",;?")
 END = Token("?", "?", False)
 _NONE: frozenset[str] = frozenset()
 
+_BARE_POINT = re.compile(r"(?<![\w.,])(?=[.,]\d)")
+"""Where a number has no figure before its point: ".5"."""
 _PART = re.compile(r"\d+(?:[.,:]\d+)*|[^\W\d_]+(?:'[^\W\d_]+)*|[%°$€£¥₹]|[^\w\s]")
 _CODE = re.compile(
     r"""
@@ -95,6 +97,7 @@ class Text:
 
     def __init__(self, text: str, language: Language) -> None:
         plain = text if text.isascii() else _in_ascii_forms(text)
+        plain = _BARE_POINT.sub("0", plain)
         pieces = plain.split()
         self.language = language
         self._case_is_style = (plain.isupper() or plain.istitle()) and one_style(plain)

@@ -1,4 +1,4 @@
-"""Boards that others made: their data, their adapter and their score, for every cache of the bench.
+"""Benchmarks by others: their data, adapter and score, for every cache of the bench.
 
 ``pip install fow-cache`` has questions and conversations, traps among them (https://github.com/Maby0/fow-cache). Its
 `evaluate` asks each pair in an empty cache and counts what is served. A cache that learns from answers would have to be

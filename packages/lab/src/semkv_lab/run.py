@@ -1,4 +1,4 @@
-"""A run: the same samples cold and cached, one record a sample.
+"""A run: the same samples without and with the cache, one record a sample.
 
 A cold pass, when asked for, goes first, on an engine of its own with vLLM's prefix cache alone, which is closed before
 the cached pass starts. The cached pass asks the tiers, sends the canonical prompt, and tells the cache what came back.

@@ -1,4 +1,4 @@
-"""Leaves a service alone that fails several times in a row, or a part of one that has just failed."""
+"""Circuit breakers: a service that failed several times in a row, or a part that just failed, gets a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one way to a SQLite file: how it is opened, made, locked, and replaced when it is of no use or purged.
+"""The helper for SQLite files: how one is opened, made, locked, and replaced when it is of no use or purged.
 
 A commit is one system call to the write-ahead log: it survives the end of the process, however it ends. A power cut may
 cost the last moments, never an older row (``synchronous=NORMAL``). Deleted rows are overwritten with zeros. Only the

@@ -1,4 +1,4 @@
-"""Settings that check themselves: every field is read as its type, and held against what is allowed.
+"""Settings with checks: every field is read as its type, and compared with what is allowed.
 
 pydantic reads every value, whether it comes from a flag, a variable, a file, a preset, a program, or a connector's
 extra config. A wrong one is a `ConfigError` that names the key, the value and what is allowed.

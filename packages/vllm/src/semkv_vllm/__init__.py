@@ -188,10 +188,11 @@ class KVSettings:
             it what others have asked.
         document_repair: with `semkv_vllm.worker.DocumentWorker`, how many first tokens of a document are computed again
             where it is reused at another position, in whole blocks.
-        document_tokens: reuse no documents where that saves fewer tokens: on an H100 2,048 of them cost more than
-            computing them (`bench/results/h100/positions.json`).
+        document_tokens: reuse no documents where that saves fewer tokens: 2,048 of them are hardly sooner there than
+            computed (`bench/results/h200/positions-again.json`).
         document_rows: how many tokens may be computed again in one step, outside of the step's own budget, while
-            decoding requests wait; what is beyond comes in the next steps. 0 for as many as a step may have.
+            decoding requests wait; what is beyond comes in the next steps. 0 for as many as a step may have. 512
+            stopped others hardly longer than 256 did (`bench/results/h200/documents-delay.json`).
         document_separator: tokens that stand before, between and after the documents of requests that say
             ``"spans": "separated"``.
     """
@@ -218,7 +219,7 @@ class KVSettings:
     report_loads: bool = False
     document_repair: Annotated[int, NOT_NEGATIVE] = 32
     document_tokens: Annotated[int, NOT_NEGATIVE] = 4096
-    document_rows: Annotated[int, NOT_NEGATIVE] = 0
+    document_rows: Annotated[int, NOT_NEGATIVE] = 512
     document_separator: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a gateway says of a request's conversation, in ``kv_transfer_params.semkv.hints``.
+"""The gateway's hints about a request's conversation, in ``kv_transfer_params.semkv.hints``.
 
 A hint chooses among what the operator of the engine has allowed: how long blocks of the request's own tenant stay in
 host memory, within that tenant's budget, and which of the operator's own peers is asked for them. So a hint of a

@@ -1,4 +1,4 @@
-"""What a media item is to the stores: the digest of what the engine computes from.
+"""The identity of a media item in the stores: a digest of the tensors that the engine computes from.
 
 vLLM names an item by a digest of what a client sent, by the client's own ``uuid``, or by a counter, and two items may
 come to have one name. So no store goes by that name. The scheduler has what the encoder is given (pixels, grids), and

@@ -1,4 +1,4 @@
-"""What of vLLM is used that is not its API, all of it. `missing` says which of these names a release has lost.
+"""All names of vLLM that are used and are not its API. `missing` says which of these names a release has lost.
 
 That a name is there does not say that it means what it meant: for that there are the tests with an engine.
 

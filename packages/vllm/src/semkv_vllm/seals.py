@@ -1,4 +1,4 @@
-"""A seal behind each block in host memory, by which a block that comes back from another tier of vLLM is checked.
+"""A checksum (seal) behind each block in host memory, which checks blocks from other tiers of vLLM.
 
 vLLM's other tiers (``fs``, ``obj``, ``p2p``, ...) move whole rows of host memory and check nothing: a bit that turned
 on the way gives wrong tokens. Where such tiers are configured, each row is a page longer than its block. The seal in

@@ -1,4 +1,4 @@
-"""Whether two pictures show the same: the guard of matches in which another image stands in.
+"""Whether two pictures show the same: the guard of matches that replace an image.
 
 Embeddings place a receipt and the same one with another digit on one spot, and a picture moved by a pixel elsewhere.
 Here the pixels decide. The second picture is laid over the first (`aligning`) and takes on its brightness and contrast

@@ -1,4 +1,4 @@
-"""Rules over capitals that are no way of typing."""
+"""Rules over capitals that typing does not explain."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from semkv_guards.language import Words
 from semkv_guards.pairs import Pair
 from semkv_guards.rules.rule import rule
+from semkv_guards.spelling import may_be_word
 from semkv_guards.text import Text
 
 _SYMBOL = 2  # letters of a chemical symbol
@@ -46,8 +47,10 @@ def capital_at_start(pair: Pair) -> str | None:
         ("Is NO toxic?", "Is No toxic?"),
         ("What is a CAT scan?", "What is a cat scan?"),
         ("Is mercury heavy?", "Is Mercury heavy?"),
+        ("How do I delete Photos?", "How do I delete photos?"),
     ),
     allows=(
+        ("How tall is the Eiffel Tower?", "How tall is the eiffel tower?"),
         ("What is the TCP port?", "What is the tcp port?"),
         ("What does NASA stand for?", "what does nasa stand for?"),
     ),
@@ -55,7 +58,7 @@ def capital_at_start(pair: Pair) -> str | None:
 def capitals(pair: Pair) -> str | None:
     """A word has other capitals, beyond the case of typing.
 
-    It is in capitals and the same word is small, a name and the word that it is when small, or any word where letters
+    It is in capitals and the same word is small, a name and what may be a word when small, or any word where letters
     are asked about.
     """
     first = pair.a.cased
@@ -112,7 +115,10 @@ class _Case:
         theirs = _as_written(word, other)
         if self._is_exact(word, other):
             return bool(theirs)
-        return any(self._is_another(written, their, other) for their in theirs)
+        return any(
+            self._is_another(written, their, other) or self._is_named(their, mine, other)
+            for their in theirs
+        )
 
     def _is_compared(self, word: str, mine: Text, other: Text) -> bool:
         """Whether both texts have a word, and its case in the other one is neither that of a sentence nor of "I"."""
@@ -140,6 +146,23 @@ class _Case:
                 return False
             return not language.vowels or not set(their).isdisjoint(language.vowels)
         return their in language.twofold and bool(other.cased or other.starts)
+
+    def _is_named(self, their: str, mine: Text, other: Text) -> bool:
+        """Whether a small word that may be a word is a name in the other text: "photos", "Photos"; not as a part of a
+        longer one that can be nothing else, "Eiffel Tower"."""
+        if not (other.cased or other.starts) or not may_be_word(their):
+            return False
+        is_quoted = any(their in quote.split() for quote in mine.quotes & other.quotes)
+        if is_quoted or len(their) == 1 or their in self.language.homographs:
+            return False
+        names = [t.word if t.name else "" for t in mine.tokens]
+        beside = [
+            names[near]
+            for at, name in enumerate(names)
+            for near in (at - 1, at + 1)
+            if name == their and 0 <= near < len(names)
+        ]
+        return all(may_be_word(name) for name in beside)
 
     def _is_other_name(self, their: str) -> bool:
         """Whether a word with capitals has other ones as a name or a chemical symbol."""

@@ -16,6 +16,10 @@ from semkv_guards.text import Text
     vetoes=(
         ("How do I cook two eggs?", "How do I cook three eggs?"),
         ("How fast is 36 km/h?", "How fast is 36 metres per second?"),
+        ("Can I take .5 mg?", "Can I take 5 mg?"),
+        ("Is version 1.10 newer?", "Is version 1.1 newer?"),
+        ("What if less than 5 come?", "What if at most 5 come?"),
+        ("Is it covered up to age 26?", "Is it covered from age 26?"),
     ),
     allows=(("How fast is 36 km/h?", "How fast is 10 metres per second?"),),
 )

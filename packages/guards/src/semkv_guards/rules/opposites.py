@@ -20,6 +20,8 @@ _SAME_END = 3  # letters at the end of two words that may differ in a prefix
     vetoes=(
         ("What about the left one?", "What about the one?"),
         ("Is the car red?", "Is the car blue?"),
+        ("What else is new?", "What is new?"),
+        ("Can I have one more beer?", "Can I have one beer?"),
     ),
     allows=(("Is the gray cat asleep?", "Is the grey cat asleep?"),),
 )

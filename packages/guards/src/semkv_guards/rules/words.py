@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from semkv_guards import spelling
+from semkv_guards.folding import normalise
 from semkv_guards.language import Token
 from semkv_guards.pairs import MOST, Exchange, Pair, Tokens, agreeing
 from semkv_guards.rules.rule import rule
@@ -13,6 +15,7 @@ from semkv_guards.text import END, STOPS
 _PLACES = 3  # words that stand against one each
 _SMALL = 2  # one word of each text
 _STRETCH = 2  # words of a text between two that both have
+_WORD = re.compile(r"\w+")
 _BLOCK = 5  # words that stand against others in one place
 
 _FOOD = (
@@ -210,16 +213,16 @@ def _telling(tokens: Tokens, pair: Pair) -> list[Token]:
     vetoes=(
         ("Jag vill ha kaffe", "Jag vill inte ha kaffe"),
         ("Ile kosztuje bilet?", "Ile kosztują dwa bilety?"),
+        ("Er hasst die Armen Leute", "Er hasst die armen Leute"),
     ),
     allows=(("How much is a ticket?", "How much is the ticket?"),),
 )
 def unknown_language(pair: Pair) -> str | None:
-    """Words differ, or come in another order, where a text is not in the language whose words the guards know."""
+    """Words differ, in case too, or come in another order, where a text is not in the language whose words the guards
+    know."""
     if not pair.language.telling or pair.is_in_language():
         return None
-    first, second = (
-        [t.word for t in text.tokens if t.word not in STOPS] for text in (pair.a, pair.b)
-    )
+    first, second = (_WORD.findall(normalise(text.written)) for text in (pair.a, pair.b))
     return "language" if first != second else None
 
 
