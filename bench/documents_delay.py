@@ -248,7 +248,7 @@ class Crowd:
 
 @contextmanager
 def noted_steps(steps: list[tuple[int, float]]) -> Iterator[None]:
-    """Note of each step that puts documents right how many tokens it computes again, and how long it takes.
+    """Note of each step that repairs documents how many tokens it computes again, and how long it takes.
 
     That begins while the GPU still computes the step.
     """

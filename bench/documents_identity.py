@@ -168,7 +168,7 @@ class Engine:
         }
 
     def _graphs(self) -> list[int]:
-        """Of which sizes CUDA graphs have put documents right; of ranks in other processes it is not known."""
+        """Of which sizes CUDA graphs have repaired documents; of ranks in other processes it is not known."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if not has_kv_transfer_group():

@@ -482,7 +482,7 @@ def check_hooks(found: dict[str, Any]) -> None:
 
 
 def failed_load(reuse: Reuse) -> dict[str, Any]:
-    """A load that cannot be put right, beside a request that runs; then the same prompt exactly."""
+    """A load that cannot be repaired, beside a request that runs; then the same prompt exactly."""
     ids, places = reuse.compose(reuse.text(45), 2, 0, reuse.text(20))
     other = reuse.text(90)
     wanted = [reuse.cold(ids), reuse.cold(other)]

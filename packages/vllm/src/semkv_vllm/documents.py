@@ -2,10 +2,10 @@
 
 A request says where its documents stand (`semkv_vllm.spans`). What lies in vLLM's cache or in the store for the
 request's own beginning comes first, exactly. For what follows, whole blocks of the documents are loaded into the
-request's blocks, and a worker puts them right (`semkv_vllm.placement`) while vLLM still takes the load to be under way.
+request's blocks, and a worker repairs them (`semkv_vllm.placement`) while vLLM still takes the load to be under way.
 Where that fails, the load has failed: vLLM commits none of its blocks, and begins the request anew.
 
-What was put right is approximate. So from the first block on that is not exact, a request's blocks have names of this
+What was repaired is approximate. So from the first block on that is not exact, a request's blocks have names of this
 request and this attempt: nobody else finds them, and nothing of them is stored. A request that is preempted, or finds
 no room, gets new names.
 """
@@ -473,7 +473,7 @@ class Documents:
     # ------------------------------------------------------------------ all of them
 
     def reset(self) -> None:
-        """What was loaded so far may be of other weights: where it was not put right yet, it is not used."""
+        """What was loaded so far may be of other weights: where it was not repaired yet, it is not used."""
         self._order(dropped=self._arriving)
 
     def mistrust(self) -> None:

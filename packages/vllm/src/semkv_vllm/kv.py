@@ -228,7 +228,7 @@ class SemKVConnector(OffloadingConnector):
         self._placement: Placement | None = None  # in a worker's
         self._kv_caches: dict[str, Any] = {}
         if wanted(config):
-            # What cannot be put right is a load that failed: it is computed, and no request fails.
+            # What cannot be repaired is a load that failed: it is computed, and no request fails.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._prepare_documents(kv_cache_config)
 

@@ -25,7 +25,7 @@ class Gated(KVConnectorHandshakeMetadata):
 
 @dataclass
 class DocumentJob(TransferJob):
-    """A load that is not what its request needs before a worker has put it right.
+    """A load that is not what its request needs before a worker has repaired it.
 
     Attributes:
         load: what must be done; None: the load is of no use, and has failed when it is there.
@@ -44,7 +44,7 @@ class DocumentStep(OffloadingConnectorMetadata):
     """What the scheduler tells the workers in a step, in addition to its transfers.
 
     Attributes:
-        dropped: requests whose loads are of no use any more, where they are not put right already.
+        dropped: requests whose loads are of no use any more, where they are not repaired already.
         unloaded: requests that wait for a load which has failed: when what comes for them in this step is there, or at
             once where nothing comes.
     """

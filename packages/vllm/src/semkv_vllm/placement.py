@@ -73,7 +73,7 @@ class Placement:
         self._coming: dict[str, Load | None] = {}  # by request what is being loaded
         self._here = set[str]()  # of these, what this rank has got
         self._unloaded = set[str]()
-        self._turn: list[str] = []  # what is being put right, in this step and maybe in later ones
+        self._turn: list[str] = []  # what is being repaired, in this step and maybe in later ones
         self._plan: _Plan | None = None
         self._layers: Layers | None = None
         self._repair: Repair | None = None
@@ -201,14 +201,14 @@ class Placement:
 
     @ours("the documents of a step", instead=_nothing_right)
     def finish(self, results: Any) -> None:
-        """Put right what has come, before vLLM hears that it is there (``KVConnectorTransferResults``).
+        """Repair what has come, before vLLM hears that it is there (``KVConnectorTransferResults``).
 
-        It hears of a load when all ranks have it, and that it failed where it could not be put right.
+        It hears of a load when all ranks have it, and that it failed where it could not be repaired.
         """
         self._here |= results.finished_recving & self._coming.keys()
         results.finished_recving -= self._coming.keys()
         self._turn = self._turn or self._on_all_ranks()
-        right = self._put_right()
+        right = self._repair_turn()
         ended = [] if right is None else self._turn
         failed = {name for name in ended if not right or self._coming[name] is None}
         self._tell(results, ended, failed | self._unloaded)
@@ -230,7 +230,7 @@ class Placement:
         here = self._all([name in self._here for name in names]) if names else []
         return [name for name, is_here in zip(names, here, strict=True) if is_here]
 
-    def _put_right(self) -> bool | None:
+    def _repair_turn(self) -> bool | None:
         """Make the KV of some requests what their plans say; whether that went well, None while it goes on."""
         if not self._turn:
             return True
