@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_server import VllmServer
 RATE = 0.2
 PATH = "/v1/completions"
 SIZES = (131, 160, 97)
+SEPARATOR = [11, 12, 11]
 
 
 class Front:
@@ -55,6 +57,13 @@ class Front:
         answer = self._client.post(self._url + PATH, json=whole, headers=sent)
         answer.raise_for_status()
         return answer
+
+    def separated(self) -> dict[str, Any]:
+        """The same for a client that says nothing of documents."""
+        prompt = token_ids(self._dice, self._dice.randint(20, 60))
+        for document in self._dice.sample(self._documents, 3):
+            prompt += [*SEPARATOR, *document]
+        return {"prompt": [*prompt, *SEPARATOR, *token_ids(self._dice, 9)]}
 
     def body(self) -> dict[str, Any]:
         """Documents in another order behind a text that is new."""
@@ -117,7 +126,12 @@ def tokens_of(answer: Any) -> int:
 def server(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("server")
     sign = folder / "broken"
-    kv = connector(folder / "cache", document_tokens=0, document_rows=1000)
+    kv = connector(
+        folder / "cache",
+        document_tokens=0,
+        document_rows=1000,
+        document_separator=SEPARATOR,
+    )
     command = [str(prepare() / "python"), "-m", "broken_rotation"]
     command += ["--model", str(checkpoint("llama3")), "--served-model-name", "tiny"]
     command += ["--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"]
@@ -181,6 +195,35 @@ def test_a_broken_rotation_ends_reuse_within_the_bound(gateway: Served, server: 
     assert sum(found["reused"]) < 10, "after each one that changed the budget must fill again"
 
 
+@pytest.mark.engine
+def test_separated_documents_are_reused_for_clients_that_do_not_ask(
+    server: Any,
+    tmp_path: Path,
+) -> None:
+    settings = ServerSettings(
+        upstreams=(server[0].url,),
+        cache_dir=tmp_path,
+        semantic=False,
+        document_error_rate=RATE,
+        reuse_separated_documents=True,
+        **PATIENT,
+    )
+    with Served(app_of(settings, {"SEMKV_SECRET": SECRET})) as served:
+        front = Front(served, server[0])
+        before = front.counts()
+        reused = 0
+        for _ in range(8):
+            body = front.separated()
+            answer = front.post(body).json()
+            reused += tokens_of(answer) > 0
+            assert answer["choices"][0]["text"] == front.exact(body)
+            wait_until(partial(front.are_checked, reused, before))
+        assert reused >= 2
+        own = {"kv_transfer_params": {"do_remote_decode": False}}
+        answer = front.post({**front.separated(), **own})
+        assert tokens_of(answer.json()) == 0, "the client's own word counts"
+
+
 def learned(file: Path, faults: list[str]) -> DocumentReuse:
     return DocumentReuse(RATE, lambda outcome: None, file, faults.append)
 
@@ -219,3 +262,5 @@ def test_settings() -> None:
     for wrong in (0.0, 1.0, -0.1):
         with pytest.raises(ConfigError, match="--document-error-rate"):
             ServerSettings(document_error_rate=wrong)
+    with pytest.raises(ConfigError, match="--document-error-rate"):
+        ServerSettings(reuse_separated_documents=True)

@@ -59,8 +59,8 @@ def test_the_same_text_folded_unless_byte_equal_texts_alone_are_taken(plain: Ben
     assert report is not None
     assert (report.provenance, report.plan.match.score) == ("text:normalised", 1.0)
     first, similar = (
-        plain.request("color", system="in english"),
-        plain.request("color~0.95", system="IN ENGLISH"),
+        plain.request("color", system="answer the question"),
+        plain.request("color~0.95", system="ANSWER THE QUESTION"),
     )
     assert joined(plain, first, similar) is not None
     plain.reopen(normalised=False)

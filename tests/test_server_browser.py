@@ -404,7 +404,7 @@ def test_the_dashboard_shows_what_it_is_worth(tmp_path: Path, browser) -> None:
             assert (shown[1], shown[2], shown[4]) == ("2", "3", f"{2 * tokens}.00")
             assert re.fullmatch(r"[\d.]+ m?s", shown[3])
         cells = page.locator("#worth-tiers tr", has_text="semantic_text").locator("td")
-        assert cells.all_text_contents()[1:] == ["0", "60 min", "0.0 ms", "1 in 32"]
+        assert cells.all_text_contents()[1:] == ["0", "8.0 h", "0.0 ms", "1 in 32"]
         exact = page.locator("#worth-tiers tr").filter(has=page.get_by_text("exact", exact=True))
         assert exact.locator("td").all_text_contents()[1] == "2"
         assert "Held out from near-hits: 3 requests" in page.text_content("#holdout")

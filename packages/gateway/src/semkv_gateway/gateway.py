@@ -886,6 +886,7 @@ class Gateway:
             known_fields=self._known_fields,
             stateless=settings.stateless_responses,
             reuses_documents=self.reuse.is_on,
+            separates_documents=settings.reuse_separated_documents,
         )
         return (_read_again if len(call.body) <= _SMALL else _read)(call.body, deployment)
 

@@ -128,6 +128,8 @@ _TRANSFER = "kv_transfer_params"
 _UNKEYABLE = ("prompt_embeds", _TRANSFER, "ec_transfer_params")
 # What a request says that asks to reuse documents, and nothing else.
 _REUSE = frozenset(("spans", "repair"))
+# As the connector reads it: what stands between its separators.
+_SEPARATED = {"spans": "separated"}
 
 # Beyond these a request is exact-only: one thread looks up and encodes for all, and this takes it part of a second.
 _MOST_SEGMENTS = 1000
@@ -157,6 +159,7 @@ class Deployment:
         stateless: the upstream keeps no response of `/v1/responses`, whatever a request leaves open.
         reuses_documents: an answer for which documents were reused (``kv_transfer_params.semkv.spans``) is kept apart
             from exact ones, so that such a request has a key: that of the same request without.
+        separates_documents: a request that says nothing of that asks for the documents between vLLM's separators.
     """
 
     endpoint: str
@@ -168,6 +171,7 @@ class Deployment:
     known_fields: frozenset[str] = frozenset()
     stateless: bool = False
     reuses_documents: bool = False
+    separates_documents: bool = False
 
     def key(self, body: str) -> str:
         head = _encode(
@@ -215,7 +219,7 @@ class CanonicalRequest:
         ordered = self._body.keys() & (_BY_PLACE | self._deployment.known_fields)
         return (
             not ordered
-            and self.spans is None
+            and self.spans in (None, _SEPARATED)
             and not any(self._shows(name) for name in _SHOWS_PROMPT)
         )
 
@@ -385,9 +389,7 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
 
     Use `loads` for the JSON of ``body``.
     """
-    spans = _spans_of(body) if deployment.reuses_documents else None
-    if spans is not None:
-        body = {name: value for name, value in body.items() if name != _TRANSFER}
+    body, spans = _with_spans_apart(body, deployment)
     try:
         if any(body.get(name) is not None for name in _UNKEYABLE):
             raise Unkeyable("state of another server")
@@ -403,6 +405,18 @@ def canonicalise(body: Mapping[str, Any], deployment: Deployment) -> CanonicalRe
         return built if spans is None else replace(built, spans=spans)
     except (ValueError, TypeError, RecursionError):  # huge numbers, deep nesting, no JSON types
         raise Unkeyable("no canonical JSON") from None
+
+
+def _with_spans_apart(
+    body: Mapping[str, Any],
+    deployment: Deployment,
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """A body without what it asks of semkv's KV connector, and that; what the gateway asks for in its place."""
+    spans = _spans_of(body) if deployment.reuses_documents else None
+    if spans is not None:
+        return {name: value for name, value in body.items() if name != _TRANSFER}, spans
+    is_silent = body.get(_TRANSFER) is None
+    return body, _SEPARATED if deployment.separates_documents and is_silent else None
 
 
 def _spans_of(body: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -99,6 +99,7 @@ ONE_EACH = Needs(
     lambda given: given.kv_hints and len(given.peers) == len(given.upstreams),
 )
 KEPT = Needs("a --store that is not memory", lambda given: given.store != "memory")
+REUSING = Needs("--document-error-rate", lambda given: given.document_error_rate is not None)
 AGING = Needs("a --ttl other than 0", lambda given: given.ttl or given.ttl_rules)
 
 
@@ -144,6 +145,7 @@ class ServerSettings(LookupConfig):
             tags. May be repeated.
         document_error_rate: Largest share of answers, by model and tenant, that may change where vLLM reuses documents
             at another position. A share of them is checked.
+        reuse_separated_documents: Ask vLLM in every request to reuse the documents between its `document_separator`.
         access_log: Log a line for every request: its id, route, model, tenant and outcome, never its text.
         otel: Send an OpenTelemetry span for every request to where OTEL_EXPORTER_OTLP_ENDPOINT says.
         cors_origins: An origin whose pages may read responses, or * for all; may be repeated.
@@ -195,6 +197,7 @@ class ServerSettings(LookupConfig):
     salt: Annotated[bool, TENANTS] = True
     reorder_documents: Annotated[tuple[str, ...], DOCUMENTS] = ()
     document_error_rate: Annotated[float | None, RATE] = None
+    reuse_separated_documents: Annotated[bool, REUSING] = False
     access_log: bool = False
     otel: bool = False
     cors_origins: Annotated[tuple[str, ...], Parameter(name="--cors-origin"), ORIGIN] = ()

@@ -138,9 +138,8 @@ class Documents:
         places = private.key_positions(state.req_context)
         for span, own in zip(wish.spans, keys, strict=True):
             ends = range(span.begin + self._block, span.end + 1, self._block)
-            places.update(
-                zip(own, ends, strict=True)
-            )  # so that the index is asked for many at once
+            # So that the index is asked for many at once.
+            places.update(zip(own, ends, strict=True))
         self._wishes[request.request_id] = _Wish(
             asked=wish,
             keys=keys,
