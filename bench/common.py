@@ -229,6 +229,13 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
+def wait_until_written(folder: Path, quiet_s: float) -> None:
+    """Until a folder's files have not grown for so long."""
+    size = -1
+    while size != (size := folder_bytes(folder)):
+        time.sleep(quiet_s)
+
+
 def drop_pages(folder: Path) -> None:
     """Have the files read from the disk again: written back, then out of the page cache."""
     os.sync()

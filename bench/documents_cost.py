@@ -29,13 +29,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from common import Answer, Child, folder_bytes, machine, options_of, write_json
+from common import Answer, Child, machine, options_of, wait_until_written, write_json
 from positions import SHAPE, TINY, WORKER
 
 from semkv_lab.local_engine import connector
@@ -98,11 +98,9 @@ class Engine:
             **arguments,
         )
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
-        self.halves = (None, None)
         if spec["name"] == "documents":
-            self.halves = self.hooks()
-            assert None not in self.halves
-            assert not self.halves[0].refused, self.halves[0].refused
+            documents = self.core.scheduler.connector._documents
+            assert not documents.refused, documents.refused
 
     def transfer(self, name: str, host_bytes: int) -> dict[str, Any]:
         if name == "none":
@@ -120,24 +118,23 @@ class Engine:
             report_loads=False,
         )
 
-    def hooks(self) -> tuple[Any, Any]:
-        """The scheduler's half and the worker's half of documents."""
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """Without what the scheduler and the worker have for documents."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return self.core.scheduler.connector._documents, get_kv_transfer_group()._placement
-
-    def hook(self, documents: Any, placement: Any) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        self.core.scheduler.connector._documents = documents
-        get_kv_transfer_group()._placement = placement
+        scheduler = self.core.scheduler.connector
+        worker = get_kv_transfer_group()
+        with (
+            mock.patch.object(scheduler, "_documents", None),
+            mock.patch.object(worker, "_placement", None),
+        ):
+            yield
 
     def round(self, arm: str, seed: int, count: int) -> dict[str, float]:
         """Answer ``count`` new prompts: tokens a second, prompts' included, and seconds of the processor."""
         from vllm import SamplingParams
 
-        if None not in self.halves:
-            self.hook(*((None, None) if arm == "unhooked" else self.halves))
         drawn = np.random.default_rng(seed).integers(10, self.words, (count, PROMPT))
         prompts: list[Any] = [{"prompt_token_ids": row.tolist()} for row in drawn]
         said = {} if self.stores else {"kv_transfer_params": {"max_offload_tokens": 0}}
@@ -148,14 +145,19 @@ class Engine:
             detokenize=False,
             extra_args=said,
         )
-        used = processor_s()
-        begun = time.perf_counter()
-        with timed_hooks() if arm == "timed" else nullcontext({}) as spent:
+        spent: dict[str, float] = {}
+        with ExitStack() as stack:
+            if arm == "unhooked":
+                stack.enter_context(self.unhooked())
+            if arm == "timed":
+                spent = stack.enter_context(timed_hooks())
+            used = processor_s()
+            begun = time.perf_counter()
             outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begun
-        used = processor_s() - used
-        assert all(len(out.outputs[0].token_ids) == ANSWER for out in outputs)
-        self.settle()
+            seconds = time.perf_counter() - begun
+            used = processor_s() - used
+            assert all(len(out.outputs[0].token_ids) == ANSWER for out in outputs)
+            self.settle()
         found = {"per_s": count * (PROMPT + ANSWER) / seconds, "processor_s": used}
         if spent:
             found["hooks_us_a_step"] = 1e6 * spent["seconds"] / spent["steps"]
@@ -167,9 +169,8 @@ class Engine:
         while self.core.scheduler.has_requests():
             self.core.step_fn()
             time.sleep(0.001)
-        size = -1
-        while self.stores and size != (size := folder_bytes(self.folder)):
-            time.sleep(QUIET_S)
+        if self.stores:
+            wait_until_written(self.folder, QUIET_S)
 
 
 @contextmanager
@@ -212,7 +213,7 @@ def obey(spec: dict[str, Any], answer: Answer) -> None:
 
 
 def started(options: argparse.Namespace, root: Path) -> dict[str, Child]:
-    """All engines, which start at the same time."""
+    """All engines."""
     arguments: dict[str, Any] = {"kv_cache_memory_bytes": int(options.kv_gib * 2**30)}
     if options.tiny:
         arguments |= {"enforce_eager": True, "block_size": 32}
@@ -229,10 +230,11 @@ def started(options: argparse.Namespace, root: Path) -> dict[str, Child]:
         }
         alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         children[name] = Child(name, spec, options.logs / f"{name}.log", alone)
-        if options.tiny:
+        if options.tiny:  # a small machine starts one after the other
             children[name].answer("start", LIMIT_S)
-    for child in children.values() if not options.tiny else ():
-        child.answer("start", LIMIT_S)
+    if not options.tiny:
+        for child in children.values():
+            child.answer("start", LIMIT_S)
     return children
 
 

@@ -24,20 +24,19 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from common import machine, write_json
-from positions import DOCUMENT, SYSTEM, Engine, engine_options
+from common import write_json
+from positions import NO_REUSE, SYSTEM, Engine, engine_options, reuse
 
 PROMPT = 256  # of a decoding request
 ANSWER = 8192  # more than it ever gets
 REPAIR = 32
-NOTHING = {"semkv": {"skip": True}}
 
 
 class Kind(NamedTuple):
@@ -72,19 +71,19 @@ class Found:
     """What was seen of one arm in all its windows; times in milliseconds."""
 
     gaps: list[float] = field(default_factory=list)
-    with_asking: float = 0.0  # the longest
     longest: list[float] = field(default_factory=list)  # of each window
+    longest_with_asking: float = 0.0
     rates: list[float] = field(default_factory=list)
     firsts: list[float] = field(default_factory=list)
     reused: int = 0
     loaded: list[int] = field(default_factory=list)  # tokens of each that came
-    steps: list[tuple[int, float]] = field(default_factory=list)
+    steps: list[tuple[int, float]] = field(default_factory=list)  # as `noted_steps` has them
 
     def row(self) -> dict[str, Any]:
         row: dict[str, Any] = {
             "gap_ms": spread(self.gaps),
             "longest_gap_of_each_window_ms": self.longest,
-            "longest_with_asking_ms": round(self.with_asking, 2),
+            "longest_with_asking_ms": round(self.longest_with_asking, 2),
             "decoded_per_s": round(statistics.median(self.rates), 1),
         }
         if self.firsts:
@@ -114,6 +113,48 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+class Window:
+    """What is seen of one window of time."""
+
+    def __init__(self, decoding: Iterable[str]) -> None:
+        self.begun = time.perf_counter()
+        self.last = dict.fromkeys(decoding, self.begun)  # when each got its last token
+        self.waiting: dict[str, float] = {}  # by request that came, when it should have
+        self.gaps: list[float] = []
+        self.longest_with_asking = 0.0
+        self.asking = 0.0  # seconds since the last tokens
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+    def asked(self, request: str, at: float, seconds: float) -> None:
+        """A request came, which should have at a second of the window, and took some before the scheduler had it."""
+        self.waiting[request] = self.begun + at
+        self.asking += seconds
+        self.last = {name: then + seconds for name, then in self.last.items()}
+
+    def answered(self, outputs: Sequence[Any], found: Found) -> None:
+        """A step's tokens are there."""
+        now = time.perf_counter()
+        for out in outputs:
+            if out.request_id in self.last:
+                self.decoded(out.request_id, now)
+            else:
+                found.firsts.append(1e3 * (now - self.waiting.pop(out.request_id)))
+                told = (out.kv_transfer_params or {}).get("semkv") or {}
+                found.reused += bool(told.get("approximate_tokens"))
+                found.loaded.append(told.get("loaded_tokens", 0))
+        if any(out.request_id in self.last for out in outputs):
+            self.asking = 0.0
+
+    def decoded(self, request: str, now: float) -> None:
+        gap = now - self.last[request]
+        self.gaps.append(1e3 * gap)
+        self.longest_with_asking = max(self.longest_with_asking, 1e3 * (gap + self.asking))
+        self.last[request] = now
+
+
 class Crowd:
     """Requests that decode, and those that come."""
 
@@ -124,7 +165,7 @@ class Crowd:
         self.llm: Any = engine.llm.llm_engine
         self.prompts: list[list[int]] = []
         self.number = 0
-        self.exact = {name: [self.prompt(kind) for _ in kind.at] for name, kind in KINDS.items()}
+        self.exact = {name: self.prompts_of(kind) for name, kind in KINDS.items()}
         for prompts in self.exact.values():
             for prompt in prompts:
                 engine.ask(prompt)
@@ -132,12 +173,10 @@ class Crowd:
         gc.collect()
         gc.freeze()  # as vLLM's server does
 
-    def prompt(self, kind: Kind) -> list[int]:
-        """A text of its own, documents in some order, a question."""
-        own = self.engine.drawn(SYSTEM)
-        chosen = self.engine.order()[: kind.documents]
-        texts = [self.engine.documents[number] for number in chosen]
-        return [*own, *(token for text in texts for token in text), *self.engine.question]
+    def prompts_of(self, kind: Kind) -> list[list[int]]:
+        """Each with a text of its own in front."""
+        engine = self.engine
+        return [engine.prompt(kind.documents, engine.drawn(SYSTEM)) for _ in kind.at]
 
     def set(self, arm: Arm) -> None:
         """As an engine with these settings has it."""
@@ -174,20 +213,19 @@ class Crowd:
             self.llm.add_request(name, asked, self.engine.sampling(said, tokens))
         return name, time.perf_counter() - begun - own
 
-    def decoding(self, count: int) -> dict[str, float]:
-        """Start requests that decode; by name, when each got its last token."""
+    def decoding(self, count: int) -> set[str]:
+        """Start requests that decode; their names."""
         while len(self.prompts) < count:
             self.prompts.append(self.engine.drawn(PROMPT))
-        names = [self.add(prompt, NOTHING, ANSWER)[0] for prompt in self.prompts[:count]]
-        last: dict[str, float] = {}
-        while len(last) < count:
-            last |= dict.fromkeys(self.step(), time.perf_counter())
-        assert set(names) == set(last)
-        return last
+        names = {self.add(prompt, NO_REUSE, ANSWER)[0] for prompt in self.prompts[:count]}
+        missing = set(names)
+        while missing:
+            missing -= {out.request_id for out in self.step()}
+        return names
 
-    def step(self) -> dict[str, Any]:
-        """By request what has come in one step."""
-        return {out.request_id: out for out in self.llm.step() if out.outputs[0].token_ids}
+    def step(self) -> list[Any]:
+        """What has come in one step."""
+        return [out for out in self.llm.step() if out.outputs[0].token_ids]
 
     def window(self, count: int, arm: Arm | None, name: str, found: Found) -> None:
         """Decode for some time while those of a kind come, and until they have their answers."""
@@ -195,54 +233,33 @@ class Crowd:
         if arm is not None:
             self.set(arm)
             coming = self.coming(arm, name)
-        last = self.decoding(count)
+        decoding = self.decoding(count)
         self.forget()
-        last = dict.fromkeys(last, time.perf_counter())
-        open_: dict[str, float] = {}
-        gaps: list[float] = []
-        longest = 0.0
-        asking = 0.0  # since the last tokens
         with noted_steps(found.steps):
-            begun = time.perf_counter()
-            while coming or open_ or time.perf_counter() - begun < self.seconds:
-                while coming and begun + coming[0][0] <= time.perf_counter():
+            window = Window(decoding)
+            while coming or window.waiting or window.seconds < self.seconds:
+                while coming and coming[0][0] <= window.seconds:
                     at, prompt, said = coming.pop(0)
                     request, seconds = self.add(prompt, said, 1)
-                    open_[request] = begun + at
-                    asking += seconds
-                    last = {name: at + seconds for name, at in last.items()}
-                came = self.step()
-                now = time.perf_counter()
-                for request, out in came.items():
-                    if request in last:
-                        gaps.append(1e3 * (now - last[request]))
-                        longest = max(longest, gaps[-1] + 1e3 * asking)
-                        last[request] = now
-                    else:
-                        found.firsts.append(1e3 * (now - open_.pop(request)))
-                        told = (out.kv_transfer_params or {}).get("semkv") or {}
-                        found.reused += bool(told.get("approximate_tokens"))
-                        found.loaded.append(told.get("loaded_tokens", 0))
-                asking = 0.0 if came.keys() & last.keys() else asking
-            found.rates.append(len(gaps) / (time.perf_counter() - begun))
-        found.gaps += gaps
-        found.with_asking = max(found.with_asking, longest)
-        found.longest.append(round(max(gaps), 2))
-        self.llm.abort_request(list(last))
+                    window.asked(request, at, seconds)
+                window.answered(self.step(), found)
+            found.rates.append(len(window.gaps) / window.seconds)
+        found.gaps += window.gaps
+        found.longest.append(round(max(window.gaps), 2))
+        found.longest_with_asking = max(found.longest_with_asking, window.longest_with_asking)
+        self.llm.abort_request(list(decoding))
         self.engine.settle()
 
     def coming(self, arm: Arm, name: str) -> list[tuple[float, list[int], dict[str, Any]]]:
+        """When each comes, its prompt, and what it says."""
         kind = KINDS[name]
-        said: dict[str, Any] = {"max_offload_tokens": 0}
-        if arm.way == "computed":
-            said = NOTHING
-        if arm.way == "reused":
-            begins = [SYSTEM + DOCUMENT * place for place in range(kind.documents)]
-            spans = [[begin, begin + DOCUMENT] for begin in begins]
-            said = said | {"semkv": {"spans": spans, "repair": REPAIR}}
-        prompts = [self.prompt(kind) for _ in kind.at]
-        if arm.way == "exact":
-            prompts = self.exact[name]
+        ways = {
+            "computed": NO_REUSE,
+            "reused": reuse(kind.documents, REPAIR),
+            "exact": {"max_offload_tokens": 0},
+        }
+        said = ways[arm.way]
+        prompts = self.exact[name] if arm.way == "exact" else self.prompts_of(kind)
         return [(at, prompt, said) for at, prompt in zip(kind.at, prompts, strict=True)]
 
 
@@ -275,9 +292,8 @@ def noted_steps(steps: list[tuple[int, float]]) -> Iterator[None]:
 
 
 def arms_of(batches: Sequence[int], rows: Sequence[int]) -> list[Arm]:
-    arms = []
-    for batch in batches:
-        arms += [Arm("computed", batch), Arm("reused", batch)]
+    """What is compared, in this order; the first batch is also tried with other rows."""
+    arms = [Arm(way, batch) for batch in batches for way in ("computed", "reused")]
     smallest = batches[0]
     arms += [Arm("reused", smallest, count) for count in rows]
     return [*arms, Arm("exact", smallest)]
@@ -321,9 +337,7 @@ def report(
         rows.append(row)
         print(count, arm, kind, row["gap_ms"], row.get("first_token_ms"), row.get("reused"))
     result = {
-        "machine": machine("vllm", "torch"),
-        "shape": engine.shape,
-        "engine": engine.told,
+        **engine.described(),
         "turns": options.turns,
         "rows": rows,
     }

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from common import drop_pages, folder_bytes, machine, write_json
-from positions import DOCUMENT, SYSTEM, Engine, engine_options
+from common import drop_pages, wait_until_written, write_json
+from positions import DOCUMENT, NO_REUSE, Engine, engine_options, reuse
 
 REPAIR = 32
 THREADS = 8
@@ -82,9 +82,7 @@ class Disk:
         self.folder = scratch / "cache"
         self.engine = Engine(options, scratch)
         assert not self.engine.told["refused"], self.engine.told
-        size = -1
-        while size != (size := folder_bytes(self.folder)):
-            time.sleep(QUIET_S)
+        wait_until_written(self.folder, QUIET_S)
         os.sync()
 
     def forget(self) -> None:
@@ -98,7 +96,7 @@ class Disk:
         engine = self.engine
         found: dict[str, dict[str, float]] = {}
         engine.forget()
-        found["computed"] = told(engine.ask(prompt, {"semkv": {"skip": True}}))
+        found["computed"] = told(engine.ask(prompt, NO_REUSE))
         for name, drop in (("disk", False), ("disk, files dropped from the page cache", True)):
             self.forget()
             if drop:
@@ -114,14 +112,19 @@ class Disk:
             }
         engine.forget()
         found["host memory"] = told(engine.ask(prompt, asked))
-        files = [self.file(name) for name in sorted(reads.files)]
-        for threads, direct in ((THREADS, True), (1, True), (1, False)):
+        return found | self.raw(reads.files)
+
+    def raw(self, names: Iterable[str]) -> dict[str, dict[str, float]]:
+        """The rates of plain reads of some files."""
+        files = [self.file(name) for name in sorted(names)]
+        found = {}
+        for threads in (THREADS, 1):
             drop_pages(self.folder)
-            how = "O_DIRECT" if direct else "the page cache"
-            if not direct:
-                plain_reads(files, 1, direct=False)  # into it
-            rate = plain_reads(files, threads, direct=direct)
-            found[f"plain reads, {threads} at once, {how}"] = {"gb_s": rate}
+            rate = plain_reads(files, threads, os.O_DIRECT)
+            found[f"plain reads, {threads} at once, O_DIRECT"] = {"gb_s": rate}
+        drop_pages(self.folder)
+        plain_reads(files, 1)  # into the page cache
+        found["plain reads, 1 at once, the page cache"] = {"gb_s": plain_reads(files, 1)}
         return found
 
     def file(self, name: str) -> Path:
@@ -136,16 +139,15 @@ def told(answer: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def plain_reads(files: Sequence[Path], threads: int, *, direct: bool) -> float:
+def plain_reads(files: Sequence[Path], threads: int, flags: int = 0) -> float:
     """GB/s of reading whole files, each by one thread; 0 where the file system has no O_DIRECT."""
-    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     sizes = [path.stat().st_size for path in files]
     memory = [mmap.mmap(-1, size) for size in sizes]
     for buffer in memory:
         buffer.write(bytes(len(buffer)))  # so that its pages are there
 
     def read(path: Path, buffer: mmap.mmap) -> int:
-        fd = os.open(path, flags)
+        fd = os.open(path, os.O_RDONLY | flags)
         view = memoryview(buffer)
         at = 0
         while at < len(view):
@@ -168,13 +170,8 @@ def plain_reads(files: Sequence[Path], threads: int, *, direct: bool) -> float:
 
 def measured(disk: Disk, count: int, turns: int) -> dict[str, Any]:
     """One number of documents: the medians of all turns."""
-    engine = disk.engine
-    chosen = engine.order()[:count]
-    tokens = [token for number in chosen for token in engine.documents[number]]
-    prompt = [*engine.system, *tokens, *engine.question]
-    begins = [SYSTEM + DOCUMENT * place for place in range(count)]
-    spans = [[begin, begin + DOCUMENT] for begin in begins]
-    asked = {"semkv": {"spans": spans, "repair": REPAIR}, "max_offload_tokens": 0}
+    prompt = disk.engine.prompt(count, disk.engine.system)
+    asked = reuse(count, REPAIR)
     values: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(turns + 1):
         found = disk.turn(prompt, asked)
@@ -209,14 +206,11 @@ def main() -> None:
             for name, arm in row["arms"].items():
                 print(f"{row['tokens']} tokens, {name}: {arm}", flush=True)
             result = {
-                "machine": machine("vllm", "torch"),
-                "shape": disk.engine.shape,
-                "engine": disk.engine.told,
+                **disk.engine.described(),
                 "turns": options.turns,
                 "measured": rows,
             }
-            if options.out:
-                write_json(options.out, result)
+            write_json(options.out, result)
 
 
 if __name__ == "__main__":

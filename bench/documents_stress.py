@@ -34,9 +34,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from common import ROOT, Answer, machine, options_of, run_child, write_json
@@ -58,6 +59,7 @@ from document_engines import (
     PictureReuse,
     Reuse,
     approximate,
+    row_off,
     sampling,
 )
 from kv_engines import NOTHING, SKIP, report
@@ -152,7 +154,6 @@ def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
         found=found,
         ranks=spec.get("ranks", 1),
         every=spec["model"] != TWO_LAYERS,
-        off=[0.0],
     )
     preempted = reuse.engine.count_preemptions()
     worst = {"plain off": plain_off(this)}
@@ -177,7 +178,7 @@ def load(spec: dict[str, Any], reuse: Reuse, cache: Path) -> dict[str, Any]:
         **found,
         "ways": reuse.engine.ways(),
         **worst,
-        "off": this.off[0],
+        "off": this.off,
         "seconds": seconds,
         "left": reuse.engine.left(),
     }
@@ -217,7 +218,8 @@ def noted_failures(found: Counter[str]) -> Iterator[None]:
 # ---------------------------------------------------------------------- troubles
 
 
-class Round(NamedTuple):
+@dataclass
+class Round:
     """What a round and its trouble need.
 
     Attributes:
@@ -233,7 +235,7 @@ class Round(NamedTuple):
     found: Counter[str]
     ranks: int
     every: bool
-    off: list[float]
+    off: float = 0.0
 
 
 Trouble = Iterator[Callable[[], None]]
@@ -399,16 +401,10 @@ def check(this: Round, outputs: Sequence[Any], wanted: Sequence[Any]) -> None:
         found["ties"] += is_tie
         if difference > CLOSE:
             found["wrong"] += 1
-            print(
-                "wrong:",
-                difference,
-                out.request_id,
-                len(own.prompt_token_ids),
-                report(out),
-                flush=True,
-            )
+            where = f"request {out.request_id} of {len(own.prompt_token_ids)} tokens"
+            print(f"wrong by {difference}: {where}: {report(out)}", flush=True)
         if difference < float("inf"):
-            this.off[0] = max(this.off[0], difference)
+            this.off = max(this.off, difference)
 
 
 def compared(output: Any, wanted: Any) -> tuple[float, bool]:
@@ -420,10 +416,7 @@ def compared(output: Any, wanted: Any) -> tuple[float, bool]:
     one, other = output.outputs[0], wanted.outputs[0]
     for place, token in enumerate(other.token_ids):
         row, own = one.logprobs[place], other.logprobs[place]
-        differences = [
-            abs(row[each].logprob - own[each].logprob) for each in row.keys() & own.keys()
-        ]
-        worst = max([worst, *differences])
+        worst = max(worst, row_off(row, own))
         mine = one.token_ids[place]
         if mine != token:
             is_tie = mine in own and own[token].logprob - own[mine].logprob <= 2 * CLOSE
@@ -476,9 +469,12 @@ def main() -> None:
         found = run_child(name, spec, log, options.seconds + PATIENCE_S, environment)
         arms[name] = {"seed": options.seed, "load_average": os.getloadavg(), **found}
         print(name, found, flush=True)
-        write_json(
-            options.out, {"machine": machine("vllm", "torch"), "all": sums(arms), "arms": arms}
-        )
+        result = {
+            "machine": machine("vllm", "torch"),
+            "all": sums(arms),
+            "arms": arms,
+        }
+        write_json(options.out, result)
 
     with ThreadPoolExecutor(options.at_once) as pool:
         list(pool.map(run, names))

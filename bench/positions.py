@@ -38,6 +38,7 @@ DOCUMENT = 1024
 SYSTEM = 64
 QUESTION = 32
 MOST_DOCUMENTS = 30
+NO_REUSE: dict[str, Any] = {"semkv": {"skip": True}}
 WORKER = "semkv_vllm.worker.DocumentWorker"
 SHAPE = {
     "num_hidden_layers": 28,
@@ -106,8 +107,11 @@ class Engine:
         high = int(self.shape["vocab_size"])
         return [int(token) for token in self._random.integers(10, high, count)]
 
-    def order(self) -> list[int]:
-        return [int(number) for number in self._random.permutation(MOST_DOCUMENTS)]
+    def prompt(self, count: int, system: list[int]) -> list[int]:
+        """So many documents in some order, behind a system text and before the question."""
+        order = self._random.permutation(MOST_DOCUMENTS)
+        tokens = [token for number in order[:count] for token in self.documents[number]]
+        return [*system, *tokens, *self.question]
 
     @property
     def core(self) -> Any:
@@ -118,6 +122,14 @@ class Engine:
         while self.core.scheduler.has_requests():
             self.core.step_fn()
             time.sleep(0.001)
+
+    def described(self) -> dict[str, Any]:
+        """What a result says of the machine and the engine."""
+        return {
+            "machine": machine("vllm", "torch"),
+            "shape": self.shape,
+            "engine": self.told,
+        }
 
     @property
     def told(self) -> dict[str, Any]:
@@ -180,17 +192,21 @@ class Engine:
         self.ask(self.system)
 
 
+def reuse(count: int, repair: int) -> dict[str, Any]:
+    """What a request says whose documents are reused: they stand behind a system text.
+
+    What is stored of the prompt itself would be found first, exactly. So nothing is.
+    """
+    begins = [SYSTEM + DOCUMENT * place for place in range(count)]
+    spans = [[begin, begin + DOCUMENT] for begin in begins]
+    return {"semkv": {"spans": spans, "repair": repair}, "max_offload_tokens": 0}
+
+
 def measured(engine: Engine, count: int, repairs: list[int], repeats: int) -> dict[str, Any]:
     """One number of documents: the arms in turns, each after the prefix cache was emptied."""
-    chosen = engine.order()[:count]
-    texts = [engine.documents[number] for number in chosen]
-    prompt = [*engine.system, *(token for text in texts for token in text), *engine.question]
-    spans = [[SYSTEM + DOCUMENT * place, SYSTEM + DOCUMENT * (place + 1)] for place in range(count)]
-    arms: dict[str, dict[str, Any]] = {"computed": {"semkv": {"skip": True}}}
-    for repair in repairs:
-        asked = {"semkv": {"spans": spans, "repair": repair}}
-        # What is stored of the prompt itself would be found first, exactly.
-        arms[f"first {repair} again"] = asked | {"max_offload_tokens": 0}
+    prompt = engine.prompt(count, engine.system)
+    arms = {"computed": NO_REUSE}
+    arms |= {f"first {repair} again": reuse(count, repair) for repair in repairs}
     others = ["host memory", "prefix cache"]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in [*arms, *others]}
     for turn in range(repeats + 1):
@@ -324,16 +340,12 @@ def main() -> None:
             for name, arm in row["arms"].items():
                 if "parts" in arm:
                     print(f"    {name}: {arm['parts']}", flush=True)
-            write_json(
-                options.out,
-                {
-                    "machine": machine("vllm", "torch"),
-                    "shape": engine.shape,
-                    "engine": engine.told,
-                    "options": {name: str(value) for name, value in vars(options).items()},
-                    "measured": rows,
-                },
-            )
+            result = {
+                **engine.described(),
+                "options": {name: str(value) for name, value in vars(options).items()},
+                "measured": rows,
+            }
+            write_json(options.out, result)
 
 
 if __name__ == "__main__":

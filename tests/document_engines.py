@@ -149,10 +149,14 @@ def off(output: Any, wanted: Any) -> float:
     one, other = output.outputs[0], wanted.outputs[0]
     if one.token_ids != other.token_ids:
         return float("inf")
+    return max(map(row_off, one.logprobs, other.logprobs))
+
+
+def row_off(row: Any, wanted: Any) -> float:
+    """The largest difference of log-probabilities at one place of an answer; 0 where no token has both."""
     return max(
-        abs(row[token].logprob - own[token].logprob)
-        for row, own in zip(one.logprobs, other.logprobs, strict=True)
-        for token in row.keys() & own.keys()
+        (abs(row[token].logprob - wanted[token].logprob) for token in row.keys() & wanted.keys()),
+        default=0.0,
     )
 
 
@@ -209,9 +213,7 @@ class PictureReuse(Reuse):
         (self.pad,) = tokenizer.convert_tokens_to_ids([TOKENS[self.family][1]])
         self.size = self.count()
         self.documents[:2] = [self.picture(0, 90), self.picture(1, 40)]
-        asked = [self.as_prompt(ids) for ids in self.documents]
-        self.engine.outputs(asked, tokens=1, logprobs=None)
-        self.engine.forget(keep_host=True)
+        super().store()
 
     def count(self) -> int:
         """Tokens of a picture."""
@@ -228,9 +230,6 @@ class PictureReuse(Reuse):
         ids += self.text(words)
         ids.pictures = (number,)
         return ids
-
-    def text(self, count: int) -> list[int]:
-        return token_ids(self.rng, count)
 
     def compose(self, *parts: list[int] | int) -> tuple[list[int], list[list[int]]]:
         ids, places = super().compose(*parts)

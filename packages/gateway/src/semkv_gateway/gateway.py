@@ -402,15 +402,18 @@ class Gateway:
     async def _client(self, call: Call) -> Client:
         """Who sent a request. What a tenant is called is learned at its first request."""
         client = self._tenants.client(call.scope)
-        if self.settings.separate_users and call.body:
-            if len(call.body) > _LARGE:
-                client = await asyncio.to_thread(self._tenants.of_user, client, call.body)
-            else:
-                client = self._tenants.of_user(client, call.body)
+        if self.settings.separate_users:
+            client = await self._user(client, call.body)
         if client.tenant and client.tenant not in self.names and client.believed:
             keys, named = self._tenants.told(call.scope)
             self.names.learn(client.tenant, keys=keys, named=named)
         return client
+
+    async def _user(self, client: Client, body: bytes) -> Client:
+        """The end user of a client, whom a body may name."""
+        if len(body) > _LARGE:
+            return await asyncio.to_thread(self._tenants.of_user, client, body)
+        return self._tenants.of_user(client, body)
 
     async def _may_read(self, client: Client) -> bool:
         """Whether stored answers may be given."""

@@ -165,16 +165,16 @@ class Judge:
     ) -> bool | None:
         """Ask, and keep the verdict; None where there is none."""
         start = time.perf_counter()
-        payload, (found, fault) = await self._answer(asking)
+        payload, found = await self._answer(asking)
         seconds = time.perf_counter() - start
         self._metrics.judge_seconds.observe(seconds)
         model = self._model or asked.model
         self._worth.judged(asked, model, payload, seconds=seconds, counts=pays)
-        if found is None:
+        if isinstance(found, str):
             breaker.failed()
             self._metrics.judged.labels(FAILED).inc()
             if breaker.is_open:
-                self._say_failed(model, fault)
+                self._say_failed(model, found)
             return None
         breaker.succeeded()
         self._said_failed.pop(model, None)
@@ -193,18 +193,16 @@ class Judge:
             fault,
         )
 
-    async def _answer(
-        self, asking: Coroutine[Any, Any, bytes]
-    ) -> tuple[bytes, tuple[bool | None, str]]:
-        """What the judge answers, and its verdict with why there is none."""
+    async def _answer(self, asking: Coroutine[Any, Any, bytes]) -> tuple[bytes, bool | str]:
+        """What the judge answers, and its verdict, or why there is none."""
         payload = b""
-        fault = "it says neither yes nor no"
         if self._own is None:
             self._worth.shares.begin()
         try:
             async with asyncio.timeout(_LONGEST_S):
                 payload = await asking
-            return payload, (verdict(json.loads(payload)), fault)
+            found = verdict(json.loads(payload))
+            return payload, "it says neither yes nor no" if found is None else found
         except (UpstreamError, TimeoutError, ValueError, RecursionError) as error:
             fault = str(error) or "no answer in time"
         except Exception:
@@ -214,7 +212,7 @@ class Judge:
         finally:
             if self._own is None:
                 self._worth.shares.end()
-        return payload, (None, fault)
+        return payload, fault
 
     async def _send(self, asked: CanonicalRequest, made: Callable[[bool], Call]) -> Reply:
         """Ask the judge's own server, or one of those that answer requests."""

@@ -411,7 +411,8 @@ def _with_spans_apart(
     body: Mapping[str, Any],
     deployment: Deployment,
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """A body without what it asks of semkv's KV connector, and that; what the gateway asks for in its place."""
+    """A body without what it asks of semkv's KV connector, and what the connector is asked: by it, or by the gateway
+    where it says nothing."""
     spans = _spans_of(body) if deployment.reuses_documents else None
     if spans is not None:
         return {name: value for name, value in body.items() if name != _TRANSFER}, spans

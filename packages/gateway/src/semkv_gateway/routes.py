@@ -68,11 +68,11 @@ UNKNOWN = "field that is not known"
 HINT = "cache_control"  # asks a provider to keep a prefix; it does not change the answer
 # Any other field of it may name what the server holds.
 _OF_HINTS = frozenset(("type", "ttl", "scope"))
-# The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
-# block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _DATA_URL = re.compile(r"(?i:data:)(?P<media>[^,;]*)(?P<parameters>(?:;[^,]*)?);base64,")
 # Parameters of a media type that say nothing of bytes that are no text.
 _UNSAID = re.compile(r"(?:;(?:charset|name|filename)=[^;]*)*", re.IGNORECASE)
+# The first block of a system prompt of Claude Code. Its last field differs from request to request, so vLLM takes the
+# block out before it renders a prompt. Only in this very form: anything else in it may be meant for the model.
 _BILLING = "x-anthropic-billing-header:"
 _BILLED = re.compile(
     rf"{_BILLING}(?: *(?:cc_version=[\w.-]{{1,40}}|cc_entrypoint=[\w-]{{1,20}}|cch=\w{{1,16}});?)+"
@@ -341,13 +341,12 @@ class _Reader:
         _refuse(keyed.keys() - _MEDIA[kind])
         del keyed["url"]
         head, data = _of_data_url(source["url"])
-        media_type, parameters = head
         name = media_id(data)
-        if parameters:  # such as a rate or a page
-            keyed["parameters"] = parameters
+        if not _UNSAID.fullmatch(head["parameters"]):  # such as a rate or a page
+            keyed["parameters"] = head["parameters"]
             self.inline = False
         if kind != "image_url":  # the media type says how these are read
-            return {**keyed, "type": media_type, "sha256": name}
+            return {**keyed, "type": head["media"], "sha256": name}
         self.media[name] = data
         self.slots.append(slot)
         self.segments.append(MediaSegment(name))
@@ -423,15 +422,14 @@ def _unbilled(text: str) -> str:
     return _BILLING + text[len(first) :] if _BILLED.fullmatch(first) else text
 
 
-def _of_data_url(url: str) -> tuple[tuple[str, str], bytes]:
-    """Media type with parameters that may say how the bytes are read, and the bytes. vLLM looks at no parameter."""
+def _of_data_url(url: str) -> tuple[re.Match[str], bytes]:
+    """What `_DATA_URL` finds, and the bytes. vLLM looks at no parameter."""
     if url[:5].lower() != "data:":
         raise Unkeyable("media that is not in the request")
-    form = _DATA_URL.match(url)
-    if form is None:
+    head = _DATA_URL.match(url)
+    if head is None:
         raise Unkeyable("media that is no base64")
-    parameters = "" if _UNSAID.fullmatch(form["parameters"]) else form["parameters"]
-    return (form["media"], parameters), _decoded(url[form.end() :])
+    return head, _decoded(url[head.end() :])
 
 
 def _decoded(text: str) -> bytes:

@@ -211,7 +211,7 @@ class Tenants:
 
 
 def named_user(body: bytes) -> str:
-    """All that a JSON body says of who its end user is; empty where it says nothing.
+    """The names of the end user in a JSON body: `user`, `safety_identifier`, `metadata.user_id`; empty without any.
 
     >>> named_user(b'{"user": "ann", "metadata": {"user_id": 7}}')
     '["ann", null, 7]'
@@ -224,9 +224,9 @@ def named_user(body: bytes) -> str:
         return ""
     if not isinstance(said, dict):
         return ""
-    about = said.get("metadata")
-    of_metadata = about.get("user_id") if isinstance(about, dict) else None
-    names = [said.get("user"), said.get("safety_identifier"), of_metadata]
+    metadata = said.get("metadata")
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    names = [said.get("user"), said.get("safety_identifier"), user_id]
     return "" if names == [None, None, None] else json.dumps(names)
 
 

@@ -201,9 +201,10 @@ class Documents:
         return None if wish is None else self._matched(request, wish, computed)
 
     def unmatched(self, request: Any, computed: int) -> Matched | None:
-        """After a fault of `matched`: it is an exact one, with the names that it has, since its own harm nobody.
+        """After a fault of `matched`: no documents are reused. Blocks keep the names that they have.
 
-        But not yet where vLLM has found blocks of an earlier attempt: what follows them might get exact names.
+        Where vLLM has found blocks of an earlier attempt, it must ask again later: what follows them might get exact
+        names.
         """
         wish = self._wishes.pop(request.request_id, None)
         if wish is None or wish.load is None:

@@ -230,7 +230,7 @@ def staged(piece: Piece, block: int) -> Span:
 
 
 def renamed(hashes: Sequence[bytes], first: int) -> list[bytes]:
-    """A request's block hashes, from block ``first`` on drawn names that nobody else has, of the same length.
+    """A request's block hashes, with random ones of the same length, which nobody else has, from block ``first`` on.
 
     The blocks that follow later chain on these. So a block that holds anything that was not computed from its own
     beginning is never found under an exact hash, and neither is one that rests on it.
