@@ -24,7 +24,14 @@ from kv_engines import connector, token_ids
 from semkv.errors import ConfigError
 from semkv.tiers.bounded import Bounded
 from semkv_gateway.app import app_of
-from semkv_gateway.document_reuse import _MATCH, FILE, DocumentReuse
+from semkv_gateway.document_reuse import (
+    _MATCH,
+    FILE,
+    DocumentReuse,
+    may_have_reused,
+    without_spans,
+)
+from semkv_gateway.request_key import Deployment, canonicalise
 from semkv_gateway.settings import ServerSettings
 from tiny_models import Checkpoint
 from vllm_forks import prepare
@@ -34,6 +41,7 @@ RATE = 0.2
 PATH = "/v1/completions"
 SIZES = (131, 160, 97)
 SEPARATOR = [11, 12, 11]
+SEPARATED_WISH = {"kv_transfer_params": {"semkv": {"spans": "separated"}}}
 
 
 class Front:
@@ -131,6 +139,7 @@ def server(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
         document_tokens=0,
         document_rows=1000,
         document_separator=SEPARATOR,
+        report_loads=True,
     )
     command = [str(prepare() / "python"), "-m", "broken_rotation"]
     command += ["--model", str(checkpoint("llama3")), "--served-model-name", "tiny"]
@@ -219,9 +228,51 @@ def test_separated_documents_are_reused_for_clients_that_do_not_ask(
             assert answer["choices"][0]["text"] == front.exact(body)
             wait_until(partial(front.are_checked, reused, before))
         assert reused >= 2
+        # Of several prompts vLLM reports on the first one alone.
+        plain = token_ids(front._dice, 40)
+        front.post({"prompt": [plain, front.separated()["prompt"]]})
+        wait_until(partial(front.are_checked, reused + 1, before))
+        # Drawn answers differ without any reuse, also where they may be kept.
+        unused = front.since(before)
+        drawn = {"temperature": 1, **front.separated()}
+        answer = front.post(drawn, **{"Cache-Control": "max-age=60"})
+        assert tokens_of(answer.json()) == 0
+        assert front.since(before) == {**unused, "cannot be compared": 1}
+        # What says that nothing was reused is kept.
+        for _ in range(6):
+            ends = {"min_tokens": 8, "max_tokens": 400, "stop_token_ids": list(range(0, 512, 2))}
+            alone = {"prompt": token_ids(front._dice, 40), **ends}
+            assert front.post(alone).headers["x-semkv"] == "miss"
+            assert kind(front.post(alone)) == "hit"
+        assert front.since(before)["nothing reused"] > 0
         own = {"kv_transfer_params": {"do_remote_decode": False}}
         answer = front.post({**front.separated(), **own})
         assert tokens_of(answer.json()) == 0, "the client's own word counts"
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_one_report_says_nothing_of_several_choices(choices: int) -> None:
+    """vLLM reports on the first prompt of a batch, and on the choice of several that ends last."""
+    said = {"semkv": {"loaded_tokens": 0, "sources": {}}}
+    answer = {"choices": [{}] * choices, "kv_transfer_params": said}
+    assert may_have_reused(json.dumps(answer).encode()) is (choices > 1)
+
+
+def test_no_spans_reach_the_engine_by_another_way() -> None:
+    wish = {"kv_transfer_params": {"semkv": {"spans": "separated"}}}
+    for asked in (wish, {"sampling_params": {"extra_args": wish}}):
+        assert b"spans" not in without_spans(json.dumps(asked).encode())
+    plain = b'{ "prompt": "spans" }'
+    assert without_spans(plain) is plain
+
+
+def test_drawn_answers_are_known_and_an_order_keeps_the_spans() -> None:
+    deployment = Deployment("/v1/completions", "", b"secret", reuses_documents=True)
+    body = {"prompt": "a", "temperature": 1, **SEPARATED_WISH}
+    drawn = canonicalise(body, deployment)
+    assert drawn.kept.is_drawn
+    assert drawn.reordered_as(drawn.given).spans == drawn.spans is not None
+    assert not canonicalise({**body, "temperature": 0}, deployment).is_drawn
 
 
 def learned(file: Path, faults: list[str]) -> DocumentReuse:

@@ -16,7 +16,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from semkv.tiers.bounded import Bounded
 from semkv.tiers.policies import Decision
@@ -98,7 +98,7 @@ class DocumentReuse:
         """How a request is sent with its spans; None where it is sent without, or has none."""
         if self._rate is None or canonical.spans is None:
             return None
-        if canonical.sampled or not canonical.route.converts:
+        if canonical.is_drawn or not canonical.route.converts:
             self.count(UNCHECKABLE)
             return None
         bound = self._bound_of(canonical.partition, canonical.model, self._rate)
@@ -191,7 +191,7 @@ class Reuse:
 
     def came(self, flight: InFlight) -> bool:
         """The answer has come, or none has; whether to check it, after which `checked` must be called."""
-        if flight.whole and (flight.streamed or _may_have_reused(flight.payload)):
+        if flight.whole and (flight.streamed or may_have_reused(flight.payload)):
             self._requests.count(REUSED)
             if self._is_checked:
                 return True
@@ -217,21 +217,42 @@ def without_spans(raw: bytes) -> bytes:
     """A body that asks for no reuse of documents. What is no JSON object stays as it is."""
     try:
         body = json.loads(raw)
-        del body["kv_transfer_params"]["semkv"]["spans"]
-        return json.dumps(body, separators=(",", ":")).encode()
-    except (ValueError, LookupError, TypeError, RecursionError):
+        found = [_drop_spans(holder) for holder in _holders(body)]
+        return json.dumps(body, separators=(",", ":")).encode() if any(found) else raw
+    except (ValueError, RecursionError):
         return raw
 
 
-def _may_have_reused(payload: bytes | None) -> bool:
-    """Whether documents may have been reused for an answer: all but one that says that none were.
+def _holders(body: Any) -> list[Any]:
+    """What may hold ``kv_transfer_params``: a body, and what vLLM's route for tokens hands on to the engine."""
+    sampling = body.get("sampling_params") if isinstance(body, dict) else None
+    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
+    return [body, extra]
 
-    An answer that ends with one of the request's stop strings says nothing: vLLM ends it before the connector does.
+
+def _drop_spans(holder: Any) -> bool:
+    try:
+        del holder["kv_transfer_params"]["semkv"]["spans"]
+    except (LookupError, TypeError):
+        return False
+    return True
+
+
+def may_have_reused(payload: bytes | None) -> bool:
+    """Whether documents may have been reused for a whole answer: all but one that says that none were.
+
+    An answer that ends with one of the request's stop strings says nothing: vLLM ends it before the connector does. Of
+    several choices vLLM says it of one, and their prompts and luck may differ.
     """
     try:
         body = strict_json.read(payload or b"")
     except (ValueError, RecursionError):
         return True
-    found = body.get("kv_transfer_params") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        return True
+    choices = body.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1:
+        return True
+    found = body.get("kv_transfer_params")
     said = found.get("semkv") if isinstance(found, dict) else None
     return not isinstance(said, dict) or bool(said.get("approximate_tokens"))

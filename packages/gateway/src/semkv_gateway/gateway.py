@@ -36,6 +36,7 @@ from semkv_gateway.document_reuse import (
     LOST,
     DocumentReuse,
     Reuse,
+    may_have_reused,
     without_spans,
 )
 from semkv_gateway.documents import Documents
@@ -183,6 +184,9 @@ class Asking(InFlight):
         self.gateway.metrics.upstream_seconds.observe(seconds)
         if self.payload is None or not self.whole:
             return
+        is_report = self.refused == APPROXIMATE and not self.streamed
+        if is_report and not may_have_reused(self.payload):
+            self.refused = ""  # it says that it is exact
         worth = self.gateway.worth
         worth.computed(self.canonical, self.payload, seconds=seconds, begun=self.begun)
         converts = self.canonical.route.converts

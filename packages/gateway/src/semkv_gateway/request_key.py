@@ -209,6 +209,11 @@ class CanonicalRequest:
         return self if self.spans is None else replace(self, spans=None)
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether its answer is drawn at random, also where it may be kept: another one will say something else."""
+        return _is_sampled(self._body, self.route)
+
+    @property
     def given(self) -> Mapping[str, Any]:
         """The body that it was made of."""
         return self._body
@@ -225,7 +230,11 @@ class CanonicalRequest:
 
     def reordered_as(self, body: Mapping[str, Any]) -> CanonicalRequest:
         """The same with its documents in another order. Raises `Unkeyable` as `canonicalise` does."""
-        return replace(canonicalise(body, self._deployment), reordered=True)
+        return replace(
+            canonicalise(body, self._deployment),
+            reordered=True,
+            spans=self.spans,
+        )
 
     @cached_property
     def stream_key(self) -> str:
