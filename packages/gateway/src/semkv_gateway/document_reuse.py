@@ -23,6 +23,7 @@ from semkv.tiers.policies import Decision
 from semkv.types import Entry, Exactness, Match, Namespace, Request
 from semkv_gateway import strict_json
 from semkv_gateway.request_key import CanonicalRequest
+from semkv_gateway.routes import objects_in
 from semkv_gateway.singleflight import InFlight
 from semkv_stores.digests import digest
 from semkv_stores.files import read_bytes, replace_text
@@ -217,17 +218,11 @@ def without_spans(raw: bytes) -> bytes:
     """A body that asks for no reuse of documents. What is no JSON object stays as it is."""
     try:
         body = json.loads(raw)
-        found = [_drop_spans(holder) for holder in _holders(body)]
+        # Wherever a route takes them from, a body or what it hands on to the engine.
+        found = [_drop_spans(holder) for holder in objects_in(body)]
         return json.dumps(body, separators=(",", ":")).encode() if any(found) else raw
     except (ValueError, RecursionError):
         return raw
-
-
-def _holders(body: Any) -> list[Any]:
-    """What may hold ``kv_transfer_params``: a body, and what vLLM's route for tokens hands on to the engine."""
-    sampling = body.get("sampling_params") if isinstance(body, dict) else None
-    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    return [body, extra]
 
 
 def _drop_spans(holder: Any) -> bool:

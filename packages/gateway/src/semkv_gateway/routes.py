@@ -621,10 +621,11 @@ def _read_within(text: str) -> Any:
 
 def has_unread_texts(body: Mapping[str, Any]) -> bool:
     """Whether a request has texts that nobody reads here: as numbers, or in a file."""
-    return _holds_token_ids(body) or any(map(_is_file, _objects_in(body)))
+    return _holds_token_ids(body) or any(map(_is_file, objects_in(body)))
 
 
-def _objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
+def objects_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of a JSON value, itself among them."""
     left = [value]
     while left:
         item = left.pop()
@@ -657,7 +658,7 @@ def last_turn(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def last_words(body: Mapping[str, Any]) -> str:
-    """What a user said last, without what came beside it: files, results of tools."""
+    """The texts of the user's last turn, without files and results of tools."""
     parts = _parts_of_last_turn(body) or ()
     parts = parts if isinstance(parts, list) else [parts]
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)

@@ -365,7 +365,8 @@ def _padded(
 ) -> Pass:
     """A pass whose tokens and positions were copied to where graphs read them.
 
-    What is there behind them is computed, too, as in vLLM's own steps: nobody attends to it, and it is left nowhere.
+    Graphs also compute the rows behind these, as in vLLM's own steps. No token attends to those rows, and their keys
+    and values are not stored.
     """
     count = len(one.ids)
     ids[:count] = one.ids
